@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asyncckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from asyncckpt.errors import ClosedError as ClosedError
     from asyncckpt.errors import DamagedCheckpointError as DamagedCheckpointError
+    from asyncckpt.errors import FormatError as FormatError
     from asyncckpt.errors import JobTakenError as JobTakenError
     from asyncckpt.errors import MismatchError as MismatchError
     from asyncckpt.errors import NothingMeasuredError as NothingMeasuredError

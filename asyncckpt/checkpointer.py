@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +33,7 @@ from asyncckpt.ranks.collectives import from_first, is_first, on_all
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.storage import absolute, is_address, step_folder
-from asyncckpt.worker.storage.history import newest_step
+from asyncckpt.worker.storage.history import StoredStep, history
 from asyncckpt.worker.uploads import AskUploads, UploadsUnderWay, wait_for_uploads
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             on_event: Who is told what becomes of saves and loads, as ``Config.on_event``, and beside those.
 
         Raises:
+            CheckpointExistsError: The folder is itself a checkpoint, or holds only checkpoints of other kinds.
             StorageError: The folder cannot be made, or this is an address of another kind.
             ValueError: A variable of the environment makes no sense.
         """
@@ -81,6 +84,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._recent = RecentSaves()
         self._staging: list[Save] = []  # those whose tensors may still be read
         self._terminated = self._is_terminating = self._has_saved = False
+        self._began = 0.0  # first rank: when a run began that has loaded nothing
         self._had_sigterm: Any = None
         self.loaded: Loaded | None = None
         """What the last ``load`` has loaded, and from where."""
@@ -94,7 +98,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Do now what the first save of ``state_dict`` would have to: start the worker, plan, take and touch the
         memory. Best called before the first training step. Raises as ``save`` does.
         """
-        self._engine.prepare(state_dict)
+        self._engine.prepare(state_dict, path=step_folder(self._tiers.roots[0], 0))
 
     def save(self, step: SupportsIndex, state_dict: StateDict | FileSet, *, upload: bool | None = None) -> Save:
         """Save ``state_dict`` as the checkpoint of ``step``, or a set of files, which ``load`` does not read.
@@ -109,19 +113,19 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         ``Config.upload_every`` says, and yes for a job that was asked to end (``terminating``).
 
         Raises ``CheckpointExistsError`` if that step is saved already, ``UnsavableStateError``, ``OutOfMemoryError``,
-        ``WorkerDiedError``, ``JobTakenError``, ``SaveTimeoutError``, ``ClosedError``, or the failure of an earlier save
-        that nobody was told of; then nothing was saved, and the next save may work. (With ``Config.failure="warn"``
-        none but ``ClosedError``: the handle has it.)
+        ``WorkerDiedError``, ``JobTakenError``, ``SaveTimeoutError``, ``ClosedError``; then nothing was saved, and the
+        next save may work. Raises the failure of an earlier save that nobody was told of, after this one is staged:
+        writing it goes on. (With ``Config.failure="warn"`` none but ``ClosedError``: the handle has it.)
         """
         step = whole_number(step, "step")
         origin = self._loads.origin
         if not self._has_saved and origin is None and is_first(self._process_group):
-            _warn_of_others(self._tiers.roots)
+            self._began = _begin(self._tiers.roots)
         self._has_saved = True
         if self._tiers.local is not None and isinstance(state_dict, FileSet):
             check_file_set_place(state_dict, self.root, "refuse", is_copy=True)
         asked = True if upload is None and self._is_terminating else upload
-        retention = retention_of(self.config, origin, self._tiers.roots, step, upload=asked)
+        retention = retention_of(self.config, origin, self._tiers.roots, step, began=self._began, upload=asked)
         path = step_folder(self._tiers.roots[0], step)
         save = self._engine.save(path, state_dict, step=step, retention=retention)
         self._staging = [*filter(_is_copying, self._staging), save]
@@ -181,7 +185,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             verify: Check every byte as it is copied. After an error part of the state may be loaded, bad bytes with it.
             weights_only: Load nothing that could run code; ``torch.serialization.add_safe_globals`` allows classes.
             fallback: Try the next older one when one cannot be read, and log an error; a damaged one is renamed to
-                ``step-00000100.damaged-1``, and its step can be saved again.
+                ``step-00000100.damaged-1``, and its step can be saved again. A checkpoint of another version of
+                asyncckpt is not damaged: its ``FormatError`` is raised.
             memory: Whether it may come from memory.
             strict: Raise if the checkpoint lacks a value of the state dict. Without, the value stays as it is, and
                 ``loaded.missing`` and ``loaded.unexpected`` have the names, as of ``load_state_dict``.
@@ -191,6 +196,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it cannot be read.
+            FormatError: Another version of asyncckpt has written it.
             JobTakenError: The root is of another ``Config.job_id``.
             RankFailedError: The ranks do not load the same step.
             MismatchError, UntrustedValueError: The state does not fit it, or a value could run code.
@@ -335,15 +341,22 @@ def _is_copying(save: Save) -> bool:
     return not save.staged()
 
 
-def _warn_of_others(roots: Sequence[str]) -> None:
-    """Say what becomes of checkpoints that are there, and were not loaded: whoever forgot to should know at once."""
+def _begin(roots: Sequence[str]) -> float:
+    """Begin a training that has loaded nothing, and warn if there are checkpoints: its user may have forgotten to load.
+
+    Returns a moment, in seconds since the epoch, that is later than the time of creation of each checkpoint there.
+    """
     known = [root for root in roots if not is_address(root)]  # no save waits for a store
+    found: list[StoredStep] = []
     with contextlib.suppress(CheckpointError):  # the save says it better
-        if (newest := newest_step(*known)) is not None:
-            logger.warning(
-                "there are checkpoints here, the newest of step %d in %s, and this has loaded none: it is a training of"
-                " its own, whose checkpoints count as newer than those (Config.keep_last, if set, removes the oldest);"
-                " call load first to go on, or save to another folder",
-                newest,
-                known[-1],
-            )
+        found = history(*known)
+    if found:
+        logger.warning(
+            "there are checkpoints here, the newest of step %d in %s, and this has loaded none: it is a training of"
+            " its own, whose checkpoints count as newer than those, and Config.keep_last removes none of those;"
+            " call load first to go on, or save to another folder",
+            found[-1].step,
+            known[-1],
+        )
+    created = [each.created for each in found if each.created is not None]
+    return max(time.time(), math.nextafter(max(created, default=0.0), math.inf))

@@ -43,7 +43,8 @@ class Config:
     statistics of a batch norm) it changes before that."""
 
     keep_last: int | None = None
-    """Checkpoints to keep in a root: older ones are removed once a newer is durable. None: all."""
+    """Checkpoints of this training to keep in a root: older ones are removed once a newer is durable, so that there has
+    to be room for one more. None: all."""
 
     keep_every: int | None = None
     """Of the older ones, keep those of a step that is a multiple of this for good."""
@@ -80,9 +81,9 @@ class Config:
     """With ``local_root``: those of a step that is a multiple of this are uploaded. None: all, if the root keeps up."""
 
     failure: Failure = "raise"
-    """What happens when a save fails: the next call raises that, if nobody was told of it (``raise``), or it is logged
-    and counted, and the training goes on (``warn``); then ``save`` itself raises nothing but ``ClosedError`` either,
-    and returns a handle of a save that has failed."""
+    """What happens when a save fails: the next call does its work and raises the failure, if nobody was told of it
+    (``raise``), or it is logged and counted, and the training goes on (``warn``); then ``save`` itself raises nothing
+    but ``ClosedError`` either, and returns a handle of a save that has failed."""
 
     linger: float = 600.0
     """Seconds for which the worker of a trainer that has died stays, with the newest states in its memory, for a

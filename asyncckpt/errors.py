@@ -61,7 +61,7 @@ class MismatchError(CheckpointError):
 
 
 class CheckpointExistsError(CheckpointError):
-    """There is something at the place where the checkpoint would go."""
+    """Something stands where the checkpoint would go, or the folder of checkpoints is a checkpoint itself."""
 
 
 class CheckpointNotFoundError(CheckpointError):
@@ -70,6 +70,10 @@ class CheckpointNotFoundError(CheckpointError):
 
 class DamagedCheckpointError(CheckpointError):
     """Bytes of a checkpoint are missing or are not those that were written."""
+
+
+class FormatError(CheckpointError):
+    """A checkpoint has another format than this version of asyncckpt reads. Nothing is wrong with the checkpoint."""
 
 
 class UntrustedValueError(CheckpointError):

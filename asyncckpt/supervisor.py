@@ -4,24 +4,27 @@ An orderly end of the process is no death: whatever still has a worker then is c
 error that nobody has caught the workers linger, as the training is likely to be started again. Where that is done in
 the same process, what was there before is closed, and its workers linger, too. What is dropped while the process goes
 on has ended well: its worker finishes what it was given, and leaves.
+
+A process whose saves failed, and that was never told, ends with status 120, so that what depends on them stops.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import logging
 import os
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.events import Event, EventPhase, Listeners
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import endpoint_name, take_log
@@ -29,6 +32,7 @@ from asyncckpt.worker.open_saves import longest
 from asyncckpt.worker.process import WorkerOptions, detached_workers
 from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.root_lock import take_root
+from asyncckpt.worker.storage import absolute
 from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,8 @@ _GIVEN_UP = "this was given up, as its process begins anew; make a new one"
 
 # By their ids: all of them can be looked at in one step, while others come and go in other threads.
 _open: weakref.WeakValueDictionary[int, Supervisor] = weakref.WeakValueDictionary()
+# Whether a save has failed without an exception that told this process.
+_has_lost = False
 # Those that were given up, until they are closed: whoever takes over needs the locks on their memory.
 _given_up: dict[int, Supervisor] = {}
 
@@ -141,7 +147,9 @@ class Supervisor:
         """
         if self._job is not None and not self._has_looked and self.client is None:
             self._close_others(only_stale=True)
-            self._predecessor = Takeover.find(endpoint_name(self._job, rank), self._config.timeout, detached_workers())
+            with self._named():
+                endpoint = endpoint_name(self._job, rank)
+                self._predecessor = Takeover.find(endpoint, self._config.timeout, detached_workers())
             self._has_looked, self._owner = True, os.getpid()
         return self._predecessor
 
@@ -222,6 +230,14 @@ class Supervisor:
             self._predecessor.close()
             self._predecessor, self._has_looked = None, False
 
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Have a ``JobTakenError`` say which folder this is for."""
+        try:
+            yield
+        except JobTakenError as error:
+            raise located(error, path=None if self._claim is None else self._claim.root) from None
+
     def _tell(self, phase: EventPhase, rank: int, seconds: float, nbytes: int | None = None) -> None:
         path = "" if self._claim is None else self._claim.root
         self.listeners.tell(Event(phase=phase, rank=rank, path=path, seconds=seconds, nbytes=nbytes))
@@ -267,7 +283,7 @@ class Supervisor:
                 endpoint=endpoint,
                 job=self._job,
                 rank=rank,
-                metrics_folder=config.metrics_folder and os.path.abspath(config.metrics_folder),
+                metrics_folder=config.metrics_folder and absolute(config.metrics_folder),
             ),
             lambda uploaded: listeners.tell(uploaded.event(rank)),  # it shall not keep this object
             self._begun.append,
@@ -280,7 +296,8 @@ class Supervisor:
                 self._predecessor = None
                 nbytes = sum(segment.nbytes for segment in predecessor.segments.values())
                 self._tell("memory taken over", rank, time.perf_counter() - begun, nbytes)
-            self._take_endpoint(client, endpoint)
+            with self._named():
+                self._take_endpoint(client, endpoint)
             if rank == 0 and self._claim is not None:
                 self._take_root(client, self._claim)
             if endpoint is not None and (words := take_log(endpoint)):
@@ -317,11 +334,13 @@ class Supervisor:
                 other._forget_predecessor()  # it has only loaded, and may go on with that
 
     def close_owner(self, when: str, *, linger: bool) -> None:
-        """Close all that the worker is for. What goes wrong is logged: there is nobody to be told."""
+        """Close all that the worker is for. What goes wrong is logged, and noted for the status of the process."""
         try:
             self._close_owner(linger)
         except CheckpointError as error:
             logger.error("while closing %s: %s", when, str(error))
+            if not isinstance(error, ClosedError):  # a worker that was left goes on with the saves
+                note_loss()
 
     def _take_endpoint(self, client: WorkerClient, endpoint: str | None) -> None:
         """Have the worker take its endpoint, which may be that of one whose trainer died while it took over."""
@@ -343,15 +362,47 @@ def known_supervisors() -> list[Supervisor]:
     return [each for ref in _open.valuerefs() if (each := ref()) is not None]
 
 
+def note_loss() -> None:
+    """Have this process end with status 120, because a save has failed and no call can raise the failure any more."""
+    global _has_lost
+    _has_lost = True
+
+
+class _FailingStream:
+    """A standard stream whose last flush fails.
+
+    Python has no way to change the status of a process that is ending. But if a standard stream cannot be flushed at
+    the end, Python ends with status 120 (see ``sys.exit``), after all that others have registered with ``atexit``.
+    """
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """Raise ``OSError`` once Python is past all calls of ``atexit``."""
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("a save has failed")
+
+
 @atexit.register
 def _close_all() -> None:
     # A shell, or a notebook, goes on after an error.
     by_error = isinstance(getattr(sys, "last_value", None), Exception) and not hasattr(sys, "ps1")
     for each in known_supervisors():
         each.close_owner("at the end of the process", linger=by_error)
+    if _has_lost and not by_error:
+        sys.stderr = _FailingStream(sys.stderr or io.StringIO())
 
 
 def _after_fork_in_child() -> None:
+    global _has_lost
+    _has_lost = False
     _open.clear()
     _given_up.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
@@ -28,6 +29,7 @@ from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ClosedError,
+    FormatError,
     MismatchError,
     OutOfMemoryError,
     StorageError,
@@ -146,6 +148,51 @@ def test_a_root_that_is_a_file(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "file" / "below")
 
 
+def test_a_root_that_is_a_checkpoint_is_refused(root: Path) -> None:
+    """Or a training would begin at step 0 inside of it, and go when retention removes that checkpoint."""
+    with Checkpointer(root) as checkpointer:
+        path = checkpointer.save(100, small_state()).result(60)
+    before = sorted(os.listdir(path))
+    for place in (Path(path), Path(f"{path}/")):
+        with pytest.raises(CheckpointExistsError, match=rf"give it {root};") as caught:
+            Checkpointer(place)
+        assert caught.value.path == path
+    with pytest.raises(CheckpointExistsError, match="this is a checkpoint"):
+        Checkpointer(root, Config(local_root=path))
+    assert sorted(os.listdir(path)) == before
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.latest() == 100
+
+
+@pytest.mark.parametrize("kind", ["stock", "async_save", "transformers"])
+def test_a_root_that_holds_only_checkpoints_of_others_is_refused(tmp_path: Path, kind: str) -> None:
+    other = tmp_path / "checkpoint-120"
+    match kind:
+        case "stock":
+            with pytest.warns(UserWarning, match="single process"):
+                dcp_save({"w": torch.ones(3)}, checkpoint_id=other, no_dist=True)
+        case "async_save":
+            asyncckpt.save({"w": torch.ones(3)}, checkpoint_id=other)
+        case "transformers":
+            other.mkdir()
+            (other / "trainer_state.json").write_text("{}")
+    with pytest.raises(CheckpointExistsError, match=r"such as checkpoint-120, and it would load none"):
+        Checkpointer(tmp_path)
+    with pytest.raises(CheckpointExistsError, match="this is a checkpoint"):
+        Checkpointer(other)
+
+
+def test_a_root_may_hold_checkpoints_of_others_too(root: Path) -> None:
+    with Checkpointer(root) as checkpointer:
+        path = checkpointer.save(1, small_state()).result(60)
+    asyncckpt.save({"w": torch.ones(3)}, checkpoint_id=root / "best")
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.latest() == 1
+    shutil.rmtree(path)  # by hand; the lock of the folder still says whose it is
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.latest() is None
+
+
 def test_a_root_that_becomes_a_file(checkpointer: Checkpointer, root: Path) -> None:
     root.rmdir()
     root.touch()
@@ -168,6 +215,38 @@ def test_a_read_only_folder(root: Path, faulty_worker: Faulty) -> None:
         root.chmod(0o777)
         checkpointer.save(2, small_state()).result(60)
         assert checkpointer.steps() == [2]
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system that is mounted read-only."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        (place / "run").mkdir()
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        yield place / "run"
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_read_only_file_system_is_found_out_at_once(read_only: Path) -> None:
+    with Checkpointer(read_only) as checkpointer:
+        assert checkpointer.latest() is None  # whoever only reads may
+        with pytest.raises(StorageError, match="mounted read-only") as caught:
+            checkpointer.prepare(small_state())
+        for step in (1, 2):
+            with pytest.raises(StorageError, match="mounted read-only") as caught:
+                checkpointer.save(step, small_state())
+            assert caught.value.path == str(read_only) and caught.value.step == step
+    for path in (read_only / "file", read_only / "missing" / "file"):
+        with pytest.raises(StorageError, match="mounted read-only|No such file"):
+            asyncckpt.torch_save({"w": torch.ones(3)}, path)
+    with pytest.raises(StorageError, match="mounted read-only"):
+        asyncckpt.async_save({"w": torch.ones(3)}, checkpoint_id=read_only / "deep" / "in")
 
 
 @pytest.mark.parametrize("point", ["begin", "create", "write", "sync"])
@@ -241,7 +320,7 @@ def test_a_failure_nobody_asked_about_is_raised_by_wait(
             checkpointer.save(1, small_state())
             with pytest.raises(StorageError, match="step 1"):
                 checkpointer.wait(60)
-        assert "saving failed" in caplog.text
+        assert [record.levelname for record in caplog.records] == ["ERROR"] and "saving failed" in caplog.text
         checkpointer.wait(60)  # once
         checkpointer.save(2, small_state())
         checkpointer.wait(60)
@@ -275,6 +354,7 @@ def test_one_being_read_is_kept(root: Path) -> None:
             checkpointer.close()
             assert checkpointer.steps() == [1, 2]
     with Checkpointer(root, Config(keep_last=1)) as checkpointer:
+        checkpointer.load(small_state())
         checkpointer.save(3, small_state())
     assert checkpointer.steps() == [3]
 
@@ -320,11 +400,23 @@ def test_places(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("s3://", "ftp://host/run", "file:///tmp/x"):
         with pytest.raises(StorageError, match="is no address that checkpoints are saved to"):
             Checkpointer(address)
+    with pytest.raises(StorageError, match="nobody knows the home of the user"):
+        Checkpointer("~nobody-here/run")
+    with pytest.raises(StorageError, match="has a zero byte in it"):
+        Checkpointer("run\0")
     wrong: Any = {"keep_last": 3}
     with pytest.raises(TypeError, match=r"a Config, not a dict"):
         Checkpointer(root, wrong)
     with pytest.raises(TypeError, match=r"a Config, not a dict"):
         Engine(wrong)
+
+
+def test_a_name_that_the_locale_has_no_bytes_for(tmp_path: Path) -> None:
+    script = "from asyncckpt import Checkpointer; Checkpointer('l\\u00e4uft')"
+    environment = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert "asyncckpt.errors.StorageError: this process cannot have a path like 'l\\xe4uft'" in ended.stderr
 
 
 def test_publish_takes_a_handle_and_a_version(checkpointer: Checkpointer) -> None:
@@ -363,6 +455,32 @@ def test_who_forgot_to_load_is_warned_once(root: Path, caplog: pytest.LogCapture
                 checkpointer.save(number, small_state()).result(60)
         assert caplog.text.count(words) == warns
     assert "the newest of step 21" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "which"),
+    [
+        ({"format": 99, "version": "9.0"}, "in format 99 by asyncckpt 9.0, .* install asyncckpt 9.0 to read it"),
+        ({"format": 99}, "in format 99 by a newer asyncckpt"),
+        ({"format": 4}, "in format 4 by an older asyncckpt, .* install the version that wrote it"),
+    ],
+)
+def test_what_another_version_wrote_is_not_damaged(root: Path, said: dict[str, Any], which: str) -> None:
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            path = checkpointer.save(step, small_state()).result(60)
+    (Path(path) / "asyncckpt.json").write_text(json.dumps(said))
+    before = sorted(os.listdir(root))
+    with Checkpointer(root, Config(keep_last=1)) as checkpointer:
+        for fallback in (False, True):
+            with pytest.raises(FormatError, match=which) as caught:
+                checkpointer.load(small_state(), fallback=fallback)
+            assert caught.value.path == os.path.join(path, "asyncckpt.json")
+        assert sorted(os.listdir(root)) == before and checkpointer.latest() == 2
+        assert checkpointer.load(small_state(), 1) == 1
+        checkpointer.save(3, small_state()).result(60)
+        checkpointer.wait(60)
+    assert checkpointer.steps() == [2, 3]  # retention leaves it alone, too
 
 
 @pytest.mark.parametrize("place", ["", "file"])

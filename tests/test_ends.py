@@ -130,3 +130,58 @@ def test_what_stays(root: Path, tmp_path: Path, how: str) -> None:
         assert checkpointer.load(into) == 1 and into["w"].sum() == 3_000_000
         assert checkpointer.loaded is not None
         assert checkpointer.loaded.source == ("storage" if how in _GONE else "memory")
+
+
+_LOSES = """
+import atexit, contextlib, gc, psutil, resource, sys, time, torch, asyncckpt
+from asyncckpt import Checkpointer, Config
+from asyncckpt.supervisor import known_supervisors
+
+place, how = sys.argv[1:]
+state = {"w": torch.ones(1 << 20)}
+atexit.register(print, "others are called, too", file=sys.stderr)
+
+def save(place, number):
+    if how == "torch_save":
+        return asyncckpt.torch_save(state, f"{place}-{number}")
+    if how == "async_save":
+        return asyncckpt.async_save(state, checkpoint_id=f"{place}-{number}")
+    return checkpointer.save(number, state)
+
+def lose():
+    global checkpointer
+    checkpointer = Checkpointer(place, Config(failure="warn" if how == "logged" else "raise"))
+    save(place, 0).result()
+    for process in psutil.Process().children():
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
+    handle = save(place, 1)
+    if how == "told":
+        with contextlib.suppress(asyncckpt.StorageError):
+            handle.result()
+    if how in ("dropped", "collected"):
+        del checkpointer, handle
+    while how == "collected" and known_supervisors():
+        gc.collect()
+        time.sleep(0.02)
+
+lose()
+if how == "sys.exit":
+    sys.exit()
+if how == "error":
+    raise ValueError("as the test wants")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        *[("torch_save", 120), ("async_save", 120), ("open", 120), ("dropped", 120), ("collected", 120)],
+        *[("sys.exit", 120), ("told", 0), ("logged", 0), ("error", 1)],
+    ],
+)
+def test_a_process_that_lost_a_save_does_not_end_well(tmp_path: Path, how: str, status: int) -> None:
+    command = [sys.executable, "-c", _LOSES, str(tmp_path / "place"), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * _LIMIT_S, check=False)
+    assert ended.returncode == status, ended.stderr
+    assert ended.stderr.count("others are called, too") == 1
+    assert "File too large" in ended.stderr or how == "error"  # then the worker goes on alone

@@ -272,7 +272,7 @@ class Committer:
             failure = CheckpointError(_UNREPORTED)
         self._conclude_upload(request, is_committed=failure is None)
         if failure is not None:
-            logger.error("saving failed: %s", failure)
+            logger.error("saving failed: %s", failure, extra={"is_told": True})
             if attempt is not None and is_known:
                 attempt.discard()
             elif attempt is not None:

@@ -49,7 +49,8 @@ def runtime_folder() -> str:
 
     Not ``$XDG_RUNTIME_DIR``: that is removed when the user logs out, and a training goes on.
     """
-    return os.environ.get(FOLDER_VARIABLE) or os.path.join(tempfile.gettempdir(), f"asyncckpt-{os.geteuid()}")
+    folder = os.environ.get(FOLDER_VARIABLE) or os.path.join(tempfile.gettempdir(), f"asyncckpt-{os.geteuid()}")
+    return os.path.abspath(os.path.expanduser(folder))
 
 
 def endpoint_scope() -> str:

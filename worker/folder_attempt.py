@@ -214,6 +214,8 @@ class FolderAttempt(Attempt):
             nbytes=sum(facts["bytes"] for facts in files.values()),
             files=files,
             timings=of_all_ranks([report["timings"] for report in reports]),
+            began=request.began,
+            version=request.version,
         )
         self._write_small(MANIFEST_NAME, manifest.encode())
         self._check_complete(reports)
@@ -261,9 +263,9 @@ class FolderAttempt(Attempt):
 
     def _check_complete(self, reports: Sequence[dict[str, Any]]) -> None:
         """That all ranks have written into the same folder is for the job to arrange: a shared file system."""
-        present = self.opened.names()
+        missing_names = self.opened.missing({name for report in reports for name in report["files"]})
         for rank, report in enumerate(reports):
-            missing = report["files"].keys() - present
+            missing = report["files"].keys() & missing_names
             if missing:
                 raise StorageError(
                     f"rank {rank} has written {sorted(missing)[0]}, and rank 0 does not see it here: all ranks must"

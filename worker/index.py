@@ -127,7 +127,7 @@ class Index:
 
     @classmethod
     def parse(cls, text: bytes, path: str) -> Index:
-        """Read an index; ``path`` is for the error. Raises ``DamagedCheckpointError``."""
+        """Read an index; ``path`` is for the error. Raises ``DamagedCheckpointError``, ``FormatError``."""
         try:
             found = parsed_json(text)
             check_format(found, path)

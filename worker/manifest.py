@@ -6,6 +6,7 @@ ours. What stands in a data file, its index says (``index.py``).
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -19,9 +20,9 @@ from typing import Any
 
 import xxhash
 
-from asyncckpt.errors import CheckpointError, DamagedCheckpointError
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError, FormatError
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
 _DATA_NAME = re.compile(r".*__(\d+)_(\d+)\.distcp", re.DOTALL)
@@ -103,7 +104,9 @@ def checksums_in(digests: bytes, bounds: Sequence[int], data: memoryview) -> arr
 class Manifest:
     """What a checkpoint is; the fields in the order of the file. ``keep``: whether retention leaves it alone.
 
-    ``created``: seconds since the epoch; of the steps of a root, later for each that was committed later.
+    ``created``: seconds since the epoch; of the steps of a root, later for each that was committed later. ``began``:
+    when the training that saved this began, by the same clock. Retention leaves older checkpoints alone.
+    ``version``: of the asyncckpt that has written this.
 
     ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``, or, of a large file,
     to ``{"bytes": int, "index": name}``, and of a joint one, which has an index for each part (see ``joint_file.py``),
@@ -120,6 +123,8 @@ class Manifest:
     nbytes: int
     files: Mapping[str, Mapping[str, Any]]
     timings: Mapping[str, Sequence[float | None]]
+    began: float = 0.0
+    version: str = ""
 
     def encode(self) -> bytes:
         """The file's bytes."""
@@ -130,7 +135,7 @@ class Manifest:
     def parse(cls, text: bytes, path: str) -> Manifest:
         """Read a manifest and check it against its own checksum; ``path`` is for the error.
 
-        Raises ``DamagedCheckpointError``.
+        Raises ``DamagedCheckpointError``, ``FormatError``.
         """
         try:
             found = parsed_json(text)
@@ -211,9 +216,11 @@ def _check_fields(manifest: Manifest) -> None:
     wrong = {
         "attempt": type(its.attempt) is not str,
         "step": its.step is not None and type(its.step) is not int,
-        "created": type(its.created) not in (int, float) or not math.isfinite(its.created),
+        "created": not _is_moment(its.created),
+        "began": not _is_moment(its.began),
         "world_size": type(its.world_size) is not int or not 1 <= its.world_size <= _MOST_RANKS,
         "keep": type(its.keep) is not bool,
+        "version": type(its.version) is not str,
         "bytes": not is_size(its.nbytes),
     }
     if any(wrong.values()):
@@ -221,6 +228,10 @@ def _check_fields(manifest: Manifest) -> None:
     for name, facts in its.files.items():
         _check_file(name, facts)
     _check_timings(its.timings, its.world_size)
+
+
+def _is_moment(number: object) -> bool:
+    return type(number) in (int, float) and math.isfinite(number)  # type: ignore[arg-type]
 
 
 def _check_file(name: str, facts: Mapping[str, Any]) -> None:
@@ -251,12 +262,37 @@ def _is_timing(number: object) -> bool:
 
 
 def check_format(found: Mapping[str, Any], path: str) -> None:
-    """Raise ``DamagedCheckpointError`` unless what was ``found`` in the file ``path`` is of this ``FORMAT``."""
-    if found["format"] != FORMAT:
-        raise DamagedCheckpointError(
-            f"this file has format {found['format']!r} and this asyncckpt reads format {FORMAT}: use one that fits",
+    """Raise ``FormatError`` unless what was ``found`` in the file ``path`` is of this ``FORMAT``.
+
+    Raises one of ``NOT_AS_WRITTEN`` if there is no number of a format.
+    """
+    number = found["format"]
+    if type(number) is not int:
+        raise ValueError(f"format {number!r}")
+    if number != FORMAT:
+        if isinstance(version := found.get("version"), str) and version:
+            writer = wanted = f"asyncckpt {version}"
+        else:
+            writer, wanted = (
+                "a newer asyncckpt" if number > FORMAT else "an older asyncckpt",
+                "the version that wrote it",
+            )
+        raise FormatError(
+            f"this was written in format {number} by {writer}, and asyncckpt {own_version()} reads format {FORMAT}:"
+            f" install {wanted} to read it",
             path=path,
         )
+
+
+@functools.cache
+def own_version() -> str:
+    """Return the version of this asyncckpt, or "unknown" if it is not installed."""
+    from importlib import metadata  # here, as each worker that starts would take an eighth longer
+
+    try:
+        return metadata.version("asyncckpt")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _dump(body: Mapping[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from multiprocess.connection import wait
 
 from asyncckpt.errors import WorkerDiedError
-from asyncckpt.worker.endpoint import runtime_folder
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE, runtime_folder
 from asyncckpt.worker.messages import Ready, receive
 from asyncckpt.worker.socket_connection import SocketConnection
 
@@ -79,7 +79,8 @@ class WorkerProcess:
             start_new_session=True,
             cwd="/",
             # torch warns, with a stack, of each connection that breaks; we say it in a sentence.
-            env={"TORCH_CPP_LOG_LEVEL": "ERROR"} | same_modules(),
+            # And a relative folder is another one from "/".
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR"} | same_modules() | {FOLDER_VARIABLE: runtime_folder()},
         )
 
     def __del__(self) -> None:

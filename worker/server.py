@@ -319,13 +319,15 @@ class Server:
 
 
 class _LogHandler(logging.Handler):
-    """Sends what is logged to the trainer."""
+    """Sends what is logged to the trainer, but for records that have ``is_told``: a message says the same."""
 
     def __init__(self, send: Callable[[messages.FromWorker], object]) -> None:
         super().__init__()
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "is_told", False):
+            return
         try:
             self._send(messages.Logged(record.levelno, record.getMessage()))
         except Exception:

@@ -29,6 +29,7 @@ from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
+    FormatError,
     StorageError,
     located,
 )
@@ -55,7 +56,7 @@ _LOCK_S = 0.5
 # What killed workers have left of uploads at the root goes with a later one, when it is as old as that.
 _ORPHAN_S = 60.0
 # What trying again does not mend.
-_FINAL = (CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError)
+_FINAL = (CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, FormatError)
 
 
 class Uploader:
@@ -82,7 +83,7 @@ class Uploader:
         for each in self._notes.hidden():  # of a worker that died just as it committed; no other is at work here
             try:
                 is_committed = storage_for(local).is_finalized(each.path, each.attempt)
-            except DamagedCheckpointError as error:
+            except (DamagedCheckpointError, FormatError) as error:
                 is_committed = False
                 logger.warning("%s is not uploaded: %s", each.path, error)
             self.conclude(each, is_committed=is_committed)
@@ -253,7 +254,7 @@ def copy_checkpoint(
             linkable = {} if linkable is None else linkable
             copied = _copy_files(source, upload.path, manifest, attempt, linkable)
             _write(attempt, MANIFEST_NAME, replace(manifest, attempt=name, keep=upload.keep).encode())
-            if missing := manifest.files.keys() - attempt.names():
+            if missing := attempt.missing(manifest.files.keys()):
                 raise StorageError(f"{min(missing)} was written, and is not there", path=attempt.path)
             attempt.finalize(existing)
         except BaseException:
@@ -319,7 +320,7 @@ def _manifest(source: Storage, path: str) -> Manifest:
 
 def _is_there(target: Storage, path: str, manifest: Manifest) -> bool:
     """Whether it was copied already, and nobody heard of it."""
-    with contextlib.suppress(DamagedCheckpointError):
+    with contextlib.suppress(DamagedCheckpointError, FormatError):
         if target.exists(os.path.join(path, MANIFEST_NAME)):
             found = _manifest(target, path)
             return (found.step, found.created) == (manifest.step, manifest.created)

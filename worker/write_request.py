@@ -24,9 +24,11 @@ class WriteRequest:
     ``save_id`` and ``attempt`` are the same on all ranks. So is ``plan``, the number of the image's plan, or the parts
     do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of the pickle of each
     archive. ``small_files``: by their names, what is not staged. ``umask``: the trainer's. ``since``: it is newer than
-    all created up to then. ``upload``, on the first rank: what follows when it is committed.
-    ``called_at``: when ``save`` was called, in seconds since the epoch. ``is_copied``: other hosts are to have copies.
+    all created up to then. ``began``: when the training began, for the manifest. ``upload``, on the first rank: what
+    follows when it is committed. ``called_at``: when ``save`` was called, in seconds since the epoch. ``is_copied``:
+    other hosts are to have copies.
     ``most_links``: how many saves in a row may take a file that has not changed from the one before.
+    ``version``: of this package, for the manifest. The worker imports nothing more by then.
     """
 
     save_id: int
@@ -45,8 +47,10 @@ class WriteRequest:
     small_files: tuple[tuple[str, bytes], ...] = ()
     umask: int = 0o022
     since: float = 0.0
+    began: float = 0.0
     plan: int = 0
     upload: Upload | None = None
     called_at: float = 0.0
     is_copied: bool = False
     most_links: int = 0
+    version: str = ""

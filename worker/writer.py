@@ -228,7 +228,7 @@ class Writer:
                 self._let_go(image)
             report = attempt.seal()
         except Exception as error:
-            if error is not image.failure:  # that is no fault of writing
+            if not isinstance(error, CheckpointError):  # else it is told as the outcome of the save
                 logger.exception("writing %s failed", request.path)
             failure = located_in(request, error)
             error.__traceback__ = None  # which would keep the memory that it saw, long after the segment is released

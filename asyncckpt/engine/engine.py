@@ -25,7 +25,7 @@ from asyncckpt.engine.published_image import known_by_all, show
 from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.save_input import check_file_set_place, save_input
 from asyncckpt.engine.save_operation import Copier, SaveOperation
-from asyncckpt.engine.saves import Saves
+from asyncckpt.engine.saves import Saves, check_writable
 from asyncckpt.engine.turn import Turn
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError
 from asyncckpt.loading.image_files import HeldImages
@@ -96,12 +96,23 @@ class Engine(AbstractContextManager["Engine"]):
         """How many saves have failed so far."""
         return self._saves.failures
 
-    def prepare(self, state_dict: StateDict | FileSet, planner: SavePlanner | None = None) -> None:
-        """Do all that a first save would have to, and copy the tensors once to warm up. Raises as ``save`` does."""
+    def prepare(
+        self, state_dict: StateDict | FileSet, planner: SavePlanner | None = None, path: str | None = None
+    ) -> None:
+        """Do all that a first save would have to, and copy the tensors once to warm up. Raises as ``save`` does.
+
+        ``path``: where such a save may go, which is looked at; None: nobody knows.
+        """
+
+        def check() -> None:
+            if path is not None:
+                check_writable(path)
+
         with self._turn.take():
             group, number = self._usable(), next(self._numbers)
             try:
-                buffer, tensors, *_ = self._plans.for_all(save_input(group, number, state_dict, planner), prepares=True)
+                wanted = save_input(group, number, state_dict, planner, check=check)
+                buffer, tensors, *_ = self._plans.for_all(wanted, prepares=True)
             except BaseException as error:
                 group.report_failure(number, error, begun=False)
                 if not _is_only_logged(error, self.config):
@@ -142,9 +153,10 @@ class Engine(AbstractContextManager["Engine"]):
             WorkerDiedError, JobTakenError, RankFailedError: There is no worker, or another rank failed.
             SaveTimeoutError: A wait took longer than ``Config.timeout`` seconds.
             ClosedError: This is closed.
-            CheckpointError: An earlier save failed, and nobody was told.
+            CheckpointError: An earlier save failed, and nobody was told. This one is staged, and goes on.
 
-        Then no rank saves anything. With ``Config.failure="warn"`` all but ``ClosedError`` comes from the handle.
+        Except for the last, no rank saves anything then. With ``Config.failure="warn"`` all but ``ClosedError`` comes
+        from the handle.
         """
         retention = retention or Retention(existing=existing)
         if isinstance(state_dict, FileSet):
@@ -305,7 +317,6 @@ class Engine(AbstractContextManager["Engine"]):
             group = self._usable()
             save = SaveOperation(path, step, group, next(self._numbers), self.config, self._on_outcome, self.tell)
             try:
-                self._saves.raise_failure()
                 captured = capture(save)
                 planned = time.perf_counter()
                 slot = self._saves.take_slot(save, captured.buffer)
@@ -325,6 +336,7 @@ class Engine(AbstractContextManager["Engine"]):
                     raise
             finally:
                 save.on_return()
+            self._saves.raise_failure(after=save)
             return Save(save)
 
     def _on_outcome(self, failure: CheckpointError | None) -> None:

@@ -119,23 +119,23 @@ class Loads:
             self._engine.plan_as(partial(read_plan, source, rank_of(self._ranks)))
 
         source: Literal["memory", "local", "storage"] = "memory"
-        found, nbytes_from = None, dict[str, int]()
+        found, nbytes_from, began = None, dict[str, int](), None
         images = self._images() if memory else None
         if images is not None and (held := self._chosen(images, step)) is not None:
             with closing(held):
                 if load_image(counted, held):
-                    found, nbytes_from = held.request.step, held.nbytes_from()
+                    found, nbytes_from, began = held.request.step, held.nbytes_from(), held.request.began
         if found is None:
             found, source = self._tiers.load(counted, step, self._engine.config.timeout, self._ranks, fallback=fallback)
         goes_back = step is not None or fallback
-        self.origin = from_first(partial(self._origin, found, images, goes_back=goes_back), self._ranks)
+        self.origin = from_first(partial(self._origin, found, images, began, goes_back=goes_back), self._ranks)
         seconds = time.perf_counter() - begun
         return Loaded(found, source, seconds, filled.nbytes, nbytes_from, filled.missing, filled.unexpected)
 
-    def _origin(self, step: int, images: FoundImages | None, *, goes_back: bool) -> Origin:
+    def _origin(self, step: int, images: FoundImages | None, began: float | None, *, goes_back: bool) -> Origin:
         """First rank: where the run goes on that has loaded ``step``, when ``images`` were held."""
         unfinished = [] if images is None else images.unfinished(self._tiers.roots[0], step)
-        return self._tiers.origin(step, unfinished, goes_back=goes_back)
+        return self._tiers.origin(step, unfinished, goes_back=goes_back, began=began)
 
     def _check_asked_by_all(self, step: int | None) -> None:
         """Raise unless all ranks load the same, and may."""

@@ -23,7 +23,7 @@ class Retention:
     """What is to become of what stands at the place of a save, and beside it.
 
     ``keep_last``: how many of the newest steps stay, once it is committed; None: all. ``keep``: asked on the first rank
-    whether this one is kept for good. ``since``: see ``WriteRequest``. ``upload``: what follows the commit;
+    whether this one is kept for good. ``since``, ``began``: see ``WriteRequest``. ``upload``: what follows the commit;
     asked there, too.
     """
 
@@ -31,11 +31,18 @@ class Retention:
     keep_last: int | None = None
     keep: Callable[[], bool] | None = None
     since: float = 0.0
+    began: float = 0.0
     upload: Callable[[], Upload | None] | None = None
 
 
 def retention_of(
-    config: Config, origin: Origin | None, roots: Sequence[str], step: int, *, upload: bool | None = None
+    config: Config,
+    origin: Origin | None,
+    roots: Sequence[str],
+    step: int,
+    *,
+    began: float = 0.0,
+    upload: bool | None = None,
 ) -> Retention:
     """What a save of ``step`` does to other checkpoints, and whether it is uploaded.
 
@@ -44,6 +51,7 @@ def retention_of(
         origin: Where the run goes on from; None: it has loaded nothing.
         roots: The folder of the steps; or the local one, and the one that steps are uploaded to.
         step: The one to be saved.
+        began: When a run began that has loaded nothing, in seconds since the epoch.
         upload: Whether this one is; None: as ``config`` says.
     """
     root = roots[0]
@@ -61,11 +69,13 @@ def retention_of(
                 origin.step,
                 path,
             )
-    since = 0.0 if origin is None else origin.newest
+    since, began = (began, began) if origin is None else (origin.newest, origin.began)
     if len(roots) == 1:
-        return Retention(existing=existing, keep_last=config.keep_last, keep=partial(_keeps, config, step), since=since)
+        return Retention(
+            existing=existing, keep_last=config.keep_last, keep=partial(_keeps, config, step), since=since, began=began
+        )
     ask = partial(_upload, config, origin, roots, step, upload)
-    return Retention(existing=existing, keep_last=config.local_keep_last, since=since, upload=ask)
+    return Retention(existing=existing, keep_last=config.local_keep_last, since=since, began=began, upload=ask)
 
 
 def _upload(

@@ -32,6 +32,7 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
+from asyncckpt.worker.manifest import own_version
 from asyncckpt.worker.messages import Committed
 from asyncckpt.worker.segment_layout import CheckpointLayout
 from asyncckpt.worker.timings import note
@@ -180,6 +181,8 @@ class SaveOperation(SaveState):
             small_files=captured.small_files,
             umask=_umask(),
             since=retention.since,
+            began=retention.began,
+            version=own_version(),
             plan=self.buffer.plan.number,
             upload=retention.upload() if group.rank == 0 and retention.upload is not None else None,
             called_at=self.called_at,

@@ -11,8 +11,16 @@ import time
 
 from asyncckpt.config import Config
 from asyncckpt.engine.save_operation import SaveOperation
-from asyncckpt.errors import CheckpointExistsError, ClosedError, SaveDroppedError, SaveTimeoutError, StorageError
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    ClosedError,
+    SaveDroppedError,
+    SaveTimeoutError,
+    StorageError,
+    located,
+)
 from asyncckpt.staging.buffer import StagingBuffer
+from asyncckpt.supervisor import note_loss
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.open_saves import TrackedSave, longest
 from asyncckpt.worker.storage import is_address, storage_for
@@ -32,6 +40,12 @@ class Saves:
         self.failures = 0
         """How many have failed."""
 
+    def __del__(self) -> None:
+        """Note failures that no call has raised, for the status of the process: the engine was dropped, not closed."""
+        lost = [save for save in getattr(self, "_saves", ()) if _is_untold(save)]
+        if self._config.failure != "warn" and any(not isinstance(save.failure, ClosedError) for save in lost):
+            note_loss()
+
     def add(self, save: SaveOperation) -> None:
         """It is under way from now on, until it has ended."""
         self._saves = [each for each in self._saves if not each.done.is_set() or _is_untold(each)] + [save]
@@ -45,11 +59,13 @@ class Saves:
             self.failures += 1
 
     def check_place(self, save: SaveOperation, existing: Existing) -> None:
-        """On the first rank, raise ``CheckpointExistsError`` where ``save`` may not go: because of what stands there,
-        or of a save to there that is under way. One that replaces what is there comes after that: saves end in order.
-        An object store is not asked: the worker does that, while the training goes on.
+        """Raise ``StorageError`` if this rank cannot write where ``save`` goes. On the first rank, raise
+        ``CheckpointExistsError`` where it may not go: because of what stands there, or of a save to there that is under
+        way. One that replaces what is there comes after that: saves end in order. An object store is not asked: the
+        worker does that, while the training goes on.
         """
         path = os.fspath(save.path)
+        check_writable(path, save.step)
         if save.group.rank > 0:
             return
         if existing == "refuse" and any(other.path == save.path for other in self._under_way()):
@@ -101,12 +117,19 @@ class Saves:
             if not save.done.wait(None if deadline is None else deadline - time.monotonic()):
                 raise SaveTimeoutError(f"saves are still under way after {timeout:g} s")
 
-    def raise_failure(self) -> None:
-        """Raise the first failure nobody was told of, unless a line in the log is enough."""
-        untold = [save for save in self._saves if _is_untold(save)]
+    def raise_failure(self, after: SaveOperation | None = None) -> None:
+        """Raise the first failure nobody was told of, unless a line in the log is enough.
+
+        Args:
+            after: A save that was called just now. It has to be staged first, as its caller gets no handle by which to
+                wait for that; and a failure of it is for the next call.
+        """
+        untold = [save for save in self._saves if save is not after and _is_untold(save)]
         for save in untold:
             save.is_reported = True
         if untold and untold[0].failure is not None and self._config.failure != "warn":
+            if after is not None and not after.staged.wait(self._config.timeout):
+                logger.error("the tensors of %s are still being copied", after.path)
             raise untold[0].failure
 
     def _under_way(self) -> list[SaveOperation]:
@@ -165,6 +188,15 @@ class Saves:
                     step=other.request.step,
                 )
             buffer.client.cancel(other, _replaced(other, save), timeout)
+
+
+def check_writable(path: str, step: int | None = None) -> None:
+    """Raise ``StorageError`` if this process cannot create ``path``. An object store is not asked."""
+    if not is_address(path):
+        try:
+            storage_for(path).check_writable(path)
+        except StorageError as error:
+            raise located(error, step=step) from error
 
 
 def _is_untold(save: SaveOperation) -> bool:

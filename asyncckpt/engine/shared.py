@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, ClosedError
+from asyncckpt.supervisor import note_loss
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class Engines:
             engine.close(linger=linger)
         except CheckpointError as error:
             logger.error("while closing %s: %s", when, error)
+            if linger and not isinstance(error, ClosedError):
+                note_loss()
 
 
 shared = Engines()

@@ -29,7 +29,7 @@ from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.metadata import pickle_metadata
 from asyncckpt.worker.index import Index, Item, spans
-from asyncckpt.worker.manifest import METADATA_NAME, Manifest, data_name, index_name
+from asyncckpt.worker.manifest import METADATA_NAME, Manifest, data_name, index_name, own_version
 from asyncckpt.worker.storage import step_of
 from asyncckpt.worker.storage.history import time_of_creation
 from asyncckpt.worker.storage_meta import storage_meta
@@ -100,6 +100,7 @@ class CheckpointTarget:
             nbytes=self.plan.nbytes + sum(map(len, small.values())),
             files=files,
             timings=of_all_ranks([{"write_s": seconds}]),
+            version=own_version(),
         ).encode()
 
     @without_gc

@@ -13,6 +13,7 @@ from asyncckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
+    FormatError,
     MismatchError,
     StorageError,
 )
@@ -70,7 +71,12 @@ def load_image(fill: Callable[..., None], source: MemorySource) -> bool:
 
     ``fill``: loads the checkpoint at a path, given its ``source``.
     """
-    expected: tuple[type[CheckpointError], ...] = (CheckpointNotFoundError, DamagedCheckpointError, StorageError)
+    expected: tuple[type[CheckpointError], ...] = (
+        CheckpointNotFoundError,
+        DamagedCheckpointError,
+        FormatError,
+        StorageError,
+    )
     while True:
         try:
             source.prepare()
@@ -120,7 +126,7 @@ def _choose(
         # In this order: what is committed in between is this one.
         is_taken = request.existing != "set aside" and storage.exists(request.path)
         is_finalized = False
-        with contextlib.suppress(DamagedCheckpointError):  # of whatever it is, something is there
+        with contextlib.suppress(DamagedCheckpointError, FormatError):  # of whatever it is, something is there
             is_finalized = storage.is_finalized(request.path, request.attempt)
         if is_finalized:
             is_newest = newest is not None and newest.step == request.step and root in newest.roots

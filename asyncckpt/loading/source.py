@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from asyncckpt.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     MismatchError,
@@ -27,7 +28,7 @@ from asyncckpt.worker.extent import check_whole
 from asyncckpt.worker.index import Index
 from asyncckpt.worker.joint_file import JointInput
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, indexes_of, is_index
-from asyncckpt.worker.root_lock import is_finishing
+from asyncckpt.worker.root_lock import LOCK_NAME, is_finishing
 from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import history, newest_step, stored_step
 from asyncckpt.worker.storage.storage import InputFile
@@ -37,6 +38,38 @@ _POLL_S = 0.02
 
 # Saves that a dead trainer can have staged, for its worker to write: some slots each of some structures.
 _MOST_STAGED = 8
+# Files that a checkpoint has: of this library, of stock DCP, of Hugging Face's Trainer.
+_MARKS = (MANIFEST_NAME, METADATA_NAME, "trainer_state.json")
+
+
+def check_root(root: str) -> None:
+    """Raise ``CheckpointExistsError`` if ``root`` is itself a checkpoint, or holds only checkpoints of other kinds.
+
+    A training would find nothing there to load, and would begin at step 0 inside of a checkpoint, or beside others that
+    its user meant to load.
+    """
+    storage = storage_for(root)
+    if _is_checkpoint(root):
+        raise CheckpointExistsError(
+            "this is a checkpoint, and a Checkpointer takes the folder that holds the checkpoints: give it"
+            f" {os.path.dirname(root)}; asyncckpt.load reads one checkpoint by its own path",
+            path=root,
+        )
+    names = storage.names_in(root)
+    if LOCK_NAME in names or any(step_of(name) is not None for name in names):
+        return
+    other = next((name for name in sorted(names) if name[0] != "." and _is_checkpoint(os.path.join(root, name))), None)
+    if other is not None:
+        raise CheckpointExistsError(
+            f"there are checkpoints here that no Checkpointer has saved, such as {other}, and it would load none of"
+            " them: choose another folder; asyncckpt.load reads one that DCP has saved by its own path",
+            path=root,
+        )
+
+
+def _is_checkpoint(folder: str) -> bool:
+    storage = storage_for(folder)
+    return any(storage.exists(os.path.join(folder, mark)) for mark in _MARKS)
 
 
 def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> None:
@@ -66,21 +99,24 @@ def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> N
 def settled_step(timeout: float, *roots: str) -> int | None:
     """The newest step under ``roots``, the first of which is saved to, once nobody is writing there any more.
 
-    Raises as ``wait_for_attempts``.
+    Raises as ``wait_for_attempts``, and as ``check_root`` where there is none.
     """
     wait_for_attempts(roots[0], timeout, roots[-1])
-    return newest_step(*roots)
+    if (found := newest_step(*roots)) is None:
+        check_root(roots[-1])
+    return found
 
 
 def find_step(step: int | None, timeout: float, *roots: str) -> list[tuple[int, str]]:
     """``step``, or, for None, the newest, once nobody is writing any more: the number and the root of each copy.
 
-    Raises ``CheckpointNotFoundError``, ``StorageError``.
+    Raises ``CheckpointNotFoundError``, ``StorageError``, and as ``check_root``.
     """
     if step is None:
         wait_for_attempts(roots[0], timeout, roots[-1])
         found = history(*roots)
         if not found:
+            check_root(roots[-1])
             raise CheckpointNotFoundError("there is no checkpoint here yet", path=roots[-1])
         return [(found[-1].step, root) for root in found[-1].roots]
     there = [root for root in roots if storage_for(root).exists(os.path.join(step_folder(root, step), MANIFEST_NAME))]

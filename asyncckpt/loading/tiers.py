@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from xxhash import xxh3_64_hexdigest
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
-from asyncckpt.loading.source import find_step, read_manifest, settled_step, stands_there
+from asyncckpt.loading.source import check_root, find_step, read_manifest, settled_step, stands_there
 from asyncckpt.ranks.collectives import from_first
 from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder
 from asyncckpt.worker.storage.history import Origin, StoredStep, older_step, origin_of
@@ -39,8 +39,12 @@ class Tiers:
                 none.
 
         Raises:
+            CheckpointExistsError: As ``check_root``. An object store is asked only by a load.
             StorageError: A folder cannot be made.
         """
+        for folder in (root, *([] if local_root is None else [absolute(local_root)])):
+            if not is_address(folder):
+                check_root(folder)
         self.root = root
         self.local = None if local_root is None else os.path.join(absolute(local_root), _name(root))
         self.roots: Sequence[str] = (root,) if self.local is None else (self.local, root)
@@ -68,9 +72,11 @@ class Tiers:
         """The newest step, once no dead trainer's worker writes any more. Raises ``StorageError``."""
         return settled_step(timeout, *self.roots)
 
-    def origin(self, step: int, unfinished: Sequence[WriteRequest] = (), *, goes_back: bool) -> Origin:
+    def origin(
+        self, step: int, unfinished: Sequence[WriteRequest] = (), *, goes_back: bool, began: float | None
+    ) -> Origin:
         """Where a run goes on that has loaded ``step``; the others as of ``origin_of``. Raises ``StorageError``."""
-        return origin_of(step, *self.roots, unfinished=unfinished, goes_back=goes_back)
+        return origin_of(step, *self.roots, unfinished=unfinished, goes_back=goes_back, began=began)
 
     def load(
         self,

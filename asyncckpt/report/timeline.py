@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import sys
 
 from asyncckpt.errors import StorageError
 from asyncckpt.report.answers import UNUSABLE, Answers
@@ -17,6 +18,10 @@ def show_timeline(answers: Answers, _: None, args: argparse.Namespace) -> None:
     """Write the trace of all saves at ``args.places`` to ``args.out``, or to stdout, and draw it to ``args.png``."""
     if args.png is not None and importlib.util.find_spec("matplotlib") is None:
         answers.say("--png wants matplotlib, which is not installed: pip install matplotlib")
+        answers.fail(UNUSABLE)
+        return
+    if args.out is None and args.png is None and sys.stdout.isatty():
+        answers.say("the trace is long, and no text: name a file for it (-o trace.json), or pipe it")
         answers.fail(UNUSABLE)
         return
     saves: list[list[RankOfSave]] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
+import resource
 import shutil
 import signal
 import time
@@ -30,16 +32,40 @@ from asyncckpt.worker.storage.partial import attempt_path
 from asyncckpt.worker.takeover import is_running
 
 
-def test_the_next_call_raises_what_nobody_was_told(root: Path, faulty_worker: Faulty) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_next_save_is_made_and_raises_what_nobody_was_told(
+    root: Path, faulty_worker: Faulty, overlap: bool
+) -> None:
     faulty_worker("write:eio")
-    with Checkpointer(root) as checkpointer:
+    with Checkpointer(root, Config(overlap=overlap)) as checkpointer:
         save = checkpointer.save(1, small_state())
         while not save.done():
             time.sleep(0.01)
+        state = small_state()
         with pytest.raises(StorageError, match="step 1"):
-            checkpointer.save(2, small_state())
-        checkpointer.save(2, small_state()).result(60)
-        assert checkpointer.failures == 2 and checkpointer.steps() == [2]
+            checkpointer.save(2, state)
+        expected = copy.deepcopy(state)
+        state["model"]["weight"].zero_()  # it is staged
+        checkpointer.save(3, small_state()).result(60)
+        assert checkpointer.failures == 1 and checkpointer.steps() == [2, 3]
+        assert checkpointer.load(into := zeros_like(expected), 2) == 2 and same(into, expected)
+
+
+def test_the_failure_of_a_save_that_raised_is_for_the_next_call(root: Path) -> None:
+    """Nobody has its handle."""
+    checkpointer = Checkpointer(root)
+    checkpointer.save(0, small_state()).result(60)
+    assert checkpointer._engine.worker is not None
+    resource.prlimit(checkpointer._engine.worker.pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    save = checkpointer.save(1, small_state())
+    while not save.done():
+        time.sleep(0.01)
+    with pytest.raises(StorageError, match="step 1"):
+        checkpointer.save(2, small_state())
+    with pytest.raises(StorageError, match="step 2"):
+        checkpointer.wait(60)
+    checkpointer.close()
+    assert checkpointer.failures == 2 and checkpointer.steps() == [0]
 
 
 def test_or_a_warning_is_enough(root: Path, faulty_worker: Faulty, caplog: pytest.LogCaptureFixture) -> None:

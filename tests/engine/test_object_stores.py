@@ -65,6 +65,15 @@ def test_saves_and_loads(s3_root: str, capsys: pytest.CaptureFixture[str]) -> No
     assert "step-00000003: good" in capsys.readouterr().out
 
 
+def test_a_root_that_is_a_checkpoint_is_refused(s3_root: str) -> None:
+    with Checkpointer(s3_root) as checkpointer:
+        path = checkpointer.save(100, small_state()).result(60)
+    with Checkpointer(path) as checkpointer:  # no store is asked yet
+        for call in (checkpointer.latest, lambda: checkpointer.load(small_state())):
+            with pytest.raises(CheckpointExistsError, match=f"give it {s3_root};"):
+                call()
+
+
 STOCK = """
 import sys, torch
 import torch.distributed.checkpoint as dcp

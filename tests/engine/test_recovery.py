@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from threading import Timer
@@ -21,7 +23,7 @@ from asyncckpt.errors import CheckpointNotFoundError, JobTakenError
 from asyncckpt.loading import memory_source
 from asyncckpt.loading.source import verify
 from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.endpoint import endpoint_name
+from asyncckpt.worker.endpoint import FOLDER_VARIABLE, endpoint_name
 from asyncckpt.worker.storage import complete_steps, step_folder
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.takeover import Takeover
@@ -49,6 +51,32 @@ def test_the_next_trainer_loads_from_memory(root: Path, death: str) -> None:
         assert checkpointer.load(state := empty()) == 3 and is_of(state, 3)
         assert source(checkpointer) == "storage"
     assert complete_steps(str(root)) == [1, 2, 3]
+
+
+_RELATIVE = """
+import sys, torch
+from asyncckpt import Checkpointer
+state = {"w": torch.zeros(3)}
+with Checkpointer("run") as checkpointer:
+    if checkpointer.latest() is not None:
+        print(checkpointer.load(state), checkpointer.loaded.source)
+        checkpointer.save(2, state)
+        sys.exit()
+    checkpointer.save(1, state).result(60)
+    raise RuntimeError("its worker lingers")
+"""
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", FOLDER_VARIABLE])
+def test_the_runtime_folder_may_be_relative(tmp_path: Path, variable: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER_VARIABLE}
+    (tmp_path / "here").mkdir(0o700)
+    for expected in ("", "1 memory\n"):
+        command = [sys.executable, "-c", _RELATIVE]
+        its = environment | {variable: "here"}
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=its, check=False, timeout=120)
+        assert ended.stdout == expected, ended.stderr
+    assert complete_steps(str(tmp_path / "run")) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -235,6 +263,7 @@ def _save_beside(root: str) -> None:
         try:
             second.save(2, empty())
         except JobTakenError as error:
+            assert error.path == str(root)
             say(str(error))
         assert second.load(empty()) == 1  # to load is no claim
 

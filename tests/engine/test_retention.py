@@ -17,8 +17,11 @@ from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.history import Origin
 
 
-def save(root: Path, steps: range | list[int], config: Config) -> list[int]:
+def save(root: Path, steps: range | list[int], config: Config, *, loads: bool = True) -> list[int]:
+    """Go on with what is there, as one training that is restarted; or not, as another does."""
     with Checkpointer(root, config) as checkpointer:
+        if loads and checkpointer.latest() is not None:
+            checkpointer.load({"w": torch.zeros(3), "step": 0})
         for step in steps:
             checkpointer.save(step, {"w": torch.ones(3), "step": step}).result(60)
     return checkpointer.steps()
@@ -41,8 +44,39 @@ def test_nothing_is_removed_for_one_that_failed(root: Path, tmp_path: Path) -> N
     (root / "step-00000002").mkdir()
     (root / "step-00000002" / "somebody's").touch()
     with pytest.raises(CheckpointError):
-        save(root, [2], config)
-    assert save(root, [], config) == [1]
+        save(root, [2], config, loads=False)
+    assert save(root, [], config, loads=False) == [1]
+
+
+def test_a_training_removes_nothing_of_another(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(keep_last=2)
+    assert save(root, range(9000, 9003), config) == [9001, 9002]
+    assert save(root, range(4), config, loads=False) == [2, 3, 9001, 9002]
+    assert "Config.keep_last removes none of those" in caplog.text
+    # Nor when it is restarted, from storage or from memory.
+    assert save(root, [4, 5], config) == [4, 5, 9001, 9002]
+    with pytest.raises(RuntimeError, match="the training"), Checkpointer(root, config) as checkpointer:
+        checkpointer.load({"w": torch.zeros(3), "step": 0})
+        checkpointer.save(6, {"w": torch.ones(3), "step": 6}).result(60)
+        raise RuntimeError("the training has failed")  # its worker lingers
+    with Checkpointer(root, config) as checkpointer:
+        assert checkpointer.load({"w": torch.zeros(3), "step": 0}) == 6 and checkpointer.loaded
+        assert checkpointer.loaded.source == "memory"
+        checkpointer.save(7, {"w": torch.ones(3), "step": 7}).result(60)
+    assert checkpointer.steps() == [6, 7, 9001, 9002]
+
+
+def test_whoever_loads_the_older_training_goes_on_with_it(root: Path) -> None:
+    config = Config(keep_last=2)
+    assert save(root, range(9000, 9003), config) == [9001, 9002]
+    with Checkpointer(root, config) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3), "step": 1}).result(60)
+    with Checkpointer(root, config) as checkpointer:
+        checkpointer.load({"w": torch.zeros(3), "step": 0}, 9002)
+        checkpointer.save(9003, {"w": torch.ones(3), "step": 9003}).result(60)
+        checkpointer.wait()
+    # Created later than what was loaded: this run has gone back behind it.
+    assert checkpointer.steps() == [1, 9003]
 
 
 def test_one_being_read_stays(root: Path) -> None:
@@ -71,7 +105,10 @@ def test_what_may_come_yet_of_a_dead_trainer_is_no_reason_for_a_warning(
 def test_one_whose_manifest_cannot_be_read_stays(root: Path) -> None:
     save(root, [1, 2], Config())
     (root / "step-00000001" / "asyncckpt.json").write_bytes(b"{}")
-    assert save(root, [3], Config(keep_last=1)) == [1, 3]
+    with Checkpointer(root, Config(keep_last=1)) as checkpointer:
+        checkpointer.load({"w": torch.zeros(3), "step": 0}, 2)
+        checkpointer.save(3, {"w": torch.ones(3), "step": 3}).result(60)
+    assert checkpointer.steps() == [1, 3]
 
 
 @pytest.mark.parametrize("wrong", [{"keep_every": 0}, {"failure": "never"}, {"linger": -1.0}, {"worker_restarts": -1}])

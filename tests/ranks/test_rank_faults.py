@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import time
 from dataclasses import replace
@@ -211,18 +212,12 @@ def test_a_first_rank_that_is_only_slow(tmp_path: Path, fault: str, trainer_dies
         assert kind == "SaveTimeoutError" or (fault == "finalize:stop" and kind == "WorkerDiedError")
 
 
-def _fail_early(root: str, bad: int, how: str) -> tuple[list[str], float]:
+def _fail_early(root: str, bad: int) -> tuple[list[str], float]:
     """One rank's save fails before it has asked the others anything; they must not wait for it."""
     checkpointer = Checkpointer(root, Config(timeout=90, start_timeout=START_S, failure="raise"))
     mine = dist.get_rank() == bad
-    if how == "no worker":
-        if mine:
-            worker_process.command = lambda: ["/nonexistent/python"]
-    else:
-        checkpointer.save(1, replicas(1)).result(30)
-        if mine:
-            raised = StorageError("of an earlier save")
-            checkpointer._engine._saves.raise_failure = lambda: (_ for _ in ()).throw(raised)  # type: ignore[method-assign]
+    if mine:
+        worker_process.command = lambda: ["/nonexistent/python"]
     begun = time.monotonic()
     kinds = []
     for step in (2, 3):
@@ -233,7 +228,6 @@ def _fail_early(root: str, bad: int, how: str) -> tuple[list[str], float]:
             kinds.append(f"{type(error).__name__} of rank {error.rank}")
         if mine and step == 2:
             worker_process.command = real_command
-            checkpointer._engine._saves.raise_failure = lambda: None  # type: ignore[method-assign]
         if step == 2:
             took = time.monotonic() - begun
             dist.barrier()
@@ -244,16 +238,52 @@ def _fail_early(root: str, bad: int, how: str) -> tuple[list[str], float]:
 real_command = worker_process.command
 
 
-@pytest.mark.parametrize("how", ["an earlier failure", "no worker"])
 @pytest.mark.parametrize("bad", [0, 1])
-def test_one_that_fails_before_it_asks(tmp_path: Path, bad: int, how: str) -> None:
-    ended = Job(2, _fail_early, str(tmp_path / "root"), bad, how, folder=tmp_path).wait()
+def test_one_that_fails_before_it_asks(tmp_path: Path, bad: int) -> None:
+    ended = Job(2, _fail_early, str(tmp_path / "root"), bad, folder=tmp_path).wait()
     assert not any(end.error for end in ended), ended
-    kind = "StorageError" if how == "an earlier failure" else "WorkerDiedError"
     for end in ended:
         kinds, took = end.result
-        assert kinds[0].startswith(kind) and kinds[1] == "saved", kinds
+        assert kinds[0].startswith("WorkerDiedError") and kinds[1] == "saved", kinds
         assert took < 60  # which the start of a worker does not take
+
+
+def _fail_late(root: str, told: int) -> tuple[list[str], list[int]]:
+    """A save fails when all ranks have returned from the call; one of them asks the handle, the other does not."""
+    checkpointer = Checkpointer(root, Config(timeout=LONG_S, start_timeout=START_S))
+    checkpointer.save(1, replicas(1)).result(30)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert checkpointer._engine.worker is not None
+        resource.prlimit(checkpointer._engine.worker.pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    dist.barrier()
+    save = checkpointer.save(2, replicas(2))
+    kinds = []
+    while not save.done():
+        time.sleep(0.01)
+    if dist.get_rank() == told:
+        with contextlib.suppress(StorageError):
+            save.result()
+    if dist.get_rank() == 0:
+        assert checkpointer._engine.worker is not None
+        resource.prlimit(checkpointer._engine.worker.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    dist.barrier()
+    for step in (3, 4):
+        try:
+            checkpointer.save(step, replicas(step)).result(30)
+            kinds.append("saved")
+        except CheckpointError as error:
+            kinds.append(f"{type(error).__name__} of step {error.step}")
+    checkpointer.close()
+    return kinds, checkpointer.steps()
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_what_one_rank_was_not_told_costs_no_save(tmp_path: Path, told: int) -> None:
+    ended = Job(2, _fail_late, str(tmp_path / "root"), told, folder=tmp_path).wait()
+    assert not any(end.error for end in ended), ended
+    for rank, end in enumerate(ended):
+        assert end.result == (["saved" if rank == told else "StorageError of step 2", "saved"], [1, 3, 4])
 
 
 def _lose_the_worker(root: str, bad: int) -> tuple[list[int], int]:

@@ -215,3 +215,16 @@ def test_a_trace_of_many_ranks_walks_their_spans_once() -> None:
     found = trace(Counted("there", 5, number, rank.spans) for number in range(50))
     _check(found, ranks=50)
     assert walked == 50
+
+
+def test_a_terminal_gets_no_trace(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)}).result(60)
+    assert cli.main(["timeline", str(root)]) == 0 and json.loads(capsys.readouterr().out)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert cli.main(["timeline", str(root)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "name a file for it (-o trace.json)" in err
+    assert cli.main(["timeline", str(root), "-o", str(root / "trace.json")]) == 0

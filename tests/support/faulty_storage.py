@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
 from asyncckpt.worker.storage.storage import (
@@ -55,6 +55,9 @@ class FaultyStorage(Storage):
 
     def may_put(self, path: str, existing: Existing) -> bool:
         return self._inner.may_put(path, existing)
+
+    def check_writable(self, path: str) -> None:
+        self._inner.check_writable(path)
 
     def check_file_place(self, path: str) -> None:
         self._inner.check_file_place(path)
@@ -123,6 +126,9 @@ class _FaultyAttempt(OpenAttempt):
 
     def names(self) -> set[str]:
         return self._inner.names()
+
+    def missing(self, names: Collection[str]) -> set[str]:
+        return self._inner.missing(names)
 
     def finalize(self, existing: Existing) -> None:
         self._reach("finalize", self._final)

@@ -95,7 +95,7 @@ class StorageContract(LinkContract):
         first, second = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
         put(second, "__1_0.distcp", b"second")
         put_checkpoint(first, "a-1")
-        assert "__1_0.distcp" in first.names()
+        assert "__1_0.distcp" in first.names() and not first.missing(["__1_0.distcp"])
         first.finalize("refuse")
         first.release()
         second.release()

@@ -51,11 +51,13 @@ def is_address(path: str) -> bool:
 def absolute(path: str | os.PathLike[str]) -> str:
     """``path`` from the root of the file system on, where "~" is the user's home; or the address on an object store.
 
-    Raises ``StorageError`` for an address of another kind.
+    Raises ``StorageError`` for an address of another kind, and for a path that cannot be.
     """
     text = os.fspath(path)
     if not text:
         raise StorageError("the path is empty: name a folder ('.' is the current one)")
+    if "\0" in text:
+        raise StorageError(f"the path {text!a} has a zero byte in it")
     if is_address(text):
         scheme, _, rest = text.partition("://")
         parts = [part for part in rest.split("/") if part]
@@ -63,7 +65,17 @@ def absolute(path: str | os.PathLike[str]) -> str:
             known = ", ".join(f"{each}://bucket/folder" for each in SCHEMES)
             raise StorageError(f"{text} is no address that checkpoints are saved to: these are {known}; or mount it")
         return f"{scheme}://{'/'.join(parts)}"
-    return os.path.abspath(os.path.expanduser(text))
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise StorageError(f"nobody knows the home of the user that the path {text!a} begins with; './~' is a folder")
+    try:
+        os.fsencode(expanded)
+    except UnicodeEncodeError as error:
+        raise StorageError(
+            f"this process cannot have a path like {text!a}: its locale says that names are {error.encoding};"
+            " set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+        ) from error
+    return os.path.abspath(expanded)
 
 
 def may_be_key(name: str) -> bool:

@@ -15,11 +15,12 @@ import stat
 import time
 from collections.abc import Iterator
 
-from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, is_checkpoint_file, is_index
 
 LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.01
+_MOST_AT_ONCE = 1 << 30
 
 _ADVICE = {
     errno.ENOSPC: "free space there, or choose another place",
@@ -54,13 +55,24 @@ def open_regular(path: str, flags: int = 0) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise DamagedCheckpointError("this is no file", path=path)
+    # Without this some network file systems answer reads with EAGAIN.
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     return fd
 
 
+def read_all(fd: int, nbytes: int) -> bytes:
+    """Read up to ``nbytes`` of a file. Python's own file objects take an EAGAIN for the end of the file."""
+    parts = []
+    while nbytes > 0 and (part := os.read(fd, min(nbytes, _MOST_AT_ONCE))):
+        parts.append(part)
+        nbytes -= len(part)
+    return b"".join(parts)
+
+
 @contextlib.contextmanager
-def opened(path: str, flags: int = os.O_DIRECTORY) -> Iterator[int]:
-    """A descriptor of a folder, or with other ``flags`` of a file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+def opened(path: str, flags: int = os.O_DIRECTORY, folder: int | None = None) -> Iterator[int]:
+    """A descriptor of a folder, or with other ``flags`` of a file; ``folder``: what ``path`` is relative to."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=folder)
     try:
         yield fd
     finally:
@@ -116,7 +128,7 @@ def holds_only_a_checkpoint(path: str, *, is_attempt: bool = False) -> bool:
     try:
         with open(os.path.join(path, MANIFEST_NAME), "rb") as file:
             return names <= {MANIFEST_NAME, *Manifest.parse(file.read(), path).files}
-    except (FileNotFoundError, DamagedCheckpointError):
+    except (FileNotFoundError, DamagedCheckpointError, FormatError):
         return False
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.worker.storage import is_address, named_steps, remove_old_checkpoint, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.storage import FileStamp
@@ -37,8 +37,8 @@ _LOOK_EVERY_S = 300.0
 
 
 class StoredStep(NamedTuple):
-    """What stands in the folder of a step. ``created`` and ``keep`` are as in its manifest; ``created`` is None where
-    that is missing, damaged, or that of another step.
+    """What stands in the folder of a step. ``created``, ``keep`` and ``began`` are as in its manifest; ``created`` is
+    None where that is missing, damaged, or that of another step.
     """
 
     step: int
@@ -48,6 +48,7 @@ class StoredStep(NamedTuple):
     """When the newest of its files was changed, in nanoseconds by the clock of the storage; of a manifest, that."""
     roots: tuple[str, ...]
     """Under which this very checkpoint stands, the nearest first."""
+    began: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,14 @@ class Origin:
     ``newest`` is the time of creation of the newest checkpoint that there was then: what the run saves is newer.
     ``left`` are the later steps that it has left behind, if it saves steps of those numbers again. ``unfinished`` are
     attempts at such steps that dead trainers had under way, with their paths: they may be committed until the run saves
-    for the first time.
+    for the first time. ``began`` is when the training began that had saved the step: the run goes on with that one.
     """
 
     step: int
     newest: float
     left: frozenset[int]
     unfinished: tuple[tuple[str, str], ...] = ()
+    began: float = 0.0
 
     def has_left(self, root: str, step: int) -> bool:
         """Whether the run has left behind what stands at ``step``. An object store is not asked: no save waits for it.
@@ -138,8 +140,16 @@ def older_step(step: int, *roots: str) -> StoredStep | None:
     return found[place - 1] if place else None
 
 
-def origin_of(step: int, *roots: str, unfinished: Sequence[WriteRequest] = (), goes_back: bool = True) -> Origin:
+def origin_of(
+    step: int,
+    *roots: str,
+    unfinished: Sequence[WriteRequest] = (),
+    goes_back: bool = True,
+    began: float | None = None,
+) -> Origin:
     """Where a run goes on that has loaded ``step``; ``unfinished``: see ``Origin``. Raises ``StorageError``.
+
+    ``began``: as of ``Origin``, of a step that was loaded from memory; None: as its manifest says.
 
     ``goes_back``: it may have been told to load an older one; else what is newer came while it loaded the newest, as
     for a process that evaluates what a training saves.
@@ -157,7 +167,9 @@ def origin_of(step: int, *roots: str, unfinished: Sequence[WriteRequest] = (), g
             ", ".join(map(str, newer)),
         )
     left = {each.step for each in found if each.step > step} | {each.step for each in unfinished if each.step}
-    return Origin(step, newest, frozenset(left), tuple((each.path, each.attempt) for each in unfinished))
+    if began is None:
+        began = found[places[step]].began if step in places else 0.0
+    return Origin(step, newest, frozenset(left), tuple((each.path, each.attempt) for each in unfinished), began)
 
 
 def time_of_creation(root: str, since: float = 0.0) -> float:
@@ -192,9 +204,10 @@ def was_removed(request: WriteRequest) -> bool:
 
 
 def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
-    """Remove old checkpoints. One whose manifest says that it is to be kept, or cannot be read, stays.
+    """Remove old checkpoints of the training that has created the newest one. Those of earlier trainings stay.
 
-    One that cannot be removed, or is being read, is left for the next time. Raises nothing.
+    A checkpoint also stays if its manifest says that it is to be kept, or cannot be read. One that cannot be removed,
+    or is being read, is left for the next time. Raises nothing.
 
     Args:
         root: The folder of the steps.
@@ -207,7 +220,8 @@ def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
         logger.warning("old checkpoints could not be looked through: %s", error)
         return
     known = [each for each in found if each.created is not None]
-    for each in known[:-keep_last]:
+    own = [each for each in known if each.created is not None and each.created >= known[-1].began]
+    for each in own[:-keep_last]:
         if each.keep:
             continue
         # To remove takes long: the run may have saved that step again meanwhile. In this order: what is committed from
@@ -242,7 +256,7 @@ def _look_closely(root: str, step: int, known: Stamps | None) -> StoredStep | No
     if stamp is not None:
         try:
             return _read(path, step, stamp)._replace(roots=(root,))
-        except (DamagedCheckpointError, StorageError) as error:
+        except (DamagedCheckpointError, FormatError, StorageError) as error:
             logger.info("its place among others is not known: %s", error)
     elif is_address(root):
         return None  # there the record makes a checkpoint of it
@@ -257,4 +271,4 @@ def _read(path: str, step: int, stamp: FileStamp) -> StoredStep:
     manifest = Manifest.parse(storage_for(path).read(path), path)
     if manifest.step not in (None, step):
         raise DamagedCheckpointError(f"this is the manifest of step {manifest.step}", path=path, step=step)
-    return StoredStep(step, manifest.created, manifest.keep, stamp.modified, ())
+    return StoredStep(step, manifest.created, manifest.keep, stamp.modified, (), manifest.began)

@@ -32,6 +32,7 @@ from asyncckpt.worker.storage.file_system import (
     make_folder,
     open_regular,
     opened,
+    read_all,
     remove_folder,
     sync_folder,
     translated,
@@ -167,6 +168,15 @@ class LocalStorage(Storage):
         with translated("looking at the folder", path):
             return is_replaceable(path) if existing == "replace" else not os.listdir(path)
 
+    def check_writable(self, path: str) -> None:
+        folder = os.path.dirname(path)
+        while not os.path.lexists(folder) and folder != "/":
+            folder = os.path.dirname(folder)
+        with translated("writing to a folder", folder):
+            if os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+                code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+                raise OSError(code, os.strerror(code))
+
     def check_file_place(self, path: str) -> None:
         with translated("saving a file", path):
             with contextlib.suppress(FileNotFoundError):
@@ -176,6 +186,7 @@ class LocalStorage(Storage):
                 if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
                     raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and would be replaced by the file")
             os.stat(os.path.dirname(path))
+        self.check_writable(path)
 
     def names_in(self, folder: str) -> list[str]:
         with translated("listing", folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -212,12 +223,16 @@ class LocalStorage(Storage):
             os.utime(path, follow_symlinks=False)
 
     def read(self, path: str) -> bytes:
-        with translated("reading", path), open(open_regular(path), "rb") as file:
-            if (nbytes := os.fstat(file.fileno()).st_size) > _SMALL_BYTES:
-                raise DamagedCheckpointError(
-                    f"the file has {nbytes:,} bytes, and no such file is that large", path=path
-                )
-            return file.read(nbytes)
+        with translated("reading", path):
+            fd = open_regular(path)
+            try:
+                if (nbytes := os.fstat(fd).st_size) > _SMALL_BYTES:
+                    raise DamagedCheckpointError(
+                        f"the file has {nbytes:,} bytes, and no such file is that large", path=path
+                    )
+                return read_all(fd, nbytes)
+            finally:
+                os.close(fd)
 
     def open(self, path: str) -> LocalInputFile:
         return LocalInputFile(path)
@@ -253,9 +268,15 @@ class LocalStorage(Storage):
             parent, name = os.path.split(path)
             trash = os.path.join(parent, f".{name}.{secrets.token_hex(6)}{TRASH_SUFFIX}")
             rename(path, trash)
-            if not os.path.samestat(os.fstat(fd), os.stat(trash)):  # another has taken its place meanwhile
+            if not _is_same(fd, trash):  # another has taken its place meanwhile
                 rename(trash, path)
                 return False
+            try:
+                # Or it could be back after a power cut, without the files that are removed now.
+                sync_folder(parent)
+            except OSError:
+                rename(trash, path)
+                raise
             remove_folder(trash)
         return True
 
@@ -264,16 +285,38 @@ class LocalStorage(Storage):
             set_aside(path, why)
 
 
+def _is_same(folder: int, path: str) -> bool:
+    """Return whether ``path`` leads to the open ``folder``. Raises ``OSError``.
+
+    Some network file systems give a renamed folder another inode number. There the manifests are compared.
+    """
+    if os.path.samestat(os.fstat(folder), os.stat(path)):
+        return True
+    try:
+        with opened(MANIFEST_NAME, 0, folder) as one, opened(os.path.join(path, MANIFEST_NAME), 0) as other:
+            return read_all(one, _SMALL_BYTES) == read_all(other, _SMALL_BYTES)
+    except FileNotFoundError:
+        return False
+
+
 def require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
     """See that the file system of ``folder`` has ``nbytes`` left, for what is to be ``final``, of that ``kind``.
 
     Raises ``OSError`` or ``StorageError``.
     """
-    space = os.statvfs(folder)
+    try:
+        space = os.statvfs(folder)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        return  # FUSE without statfs
+    if space.f_blocks == 0:
+        return  # FUSE that fills in nothing
     if (free := space.f_bavail * space.f_frsize) < nbytes:
         raise StorageError(
             f"the {kind} needs {nbytes:,} bytes and the file system has {free:,} left;"
-            " free space there, or choose another place",
+            " free space there, or choose another place"
+            + (" (Config.keep_last=N takes room for N + 1)" if kind == "checkpoint" else ""),
             path=final,
         )
 
@@ -322,12 +365,12 @@ def _sweep(path: str, before: float, final: str | None, *, is_file: bool = False
 
 def _is_orphan(path: str, before: float, *, is_file: bool) -> bool:
     facts = os.lstat(path)
-    is_ours = stat.S_ISREG(facts.st_mode) if is_file else holds_only_a_checkpoint(path, is_attempt=True)
-    if facts.st_uid != os.geteuid() or not is_ours:
+    if facts.st_uid != os.geteuid() or (is_file and not stat.S_ISREG(facts.st_mode)):
         return False
     with opened(path, os.O_NOFOLLOW | (os.O_NONBLOCK if is_file else os.O_DIRECTORY)) as fd:
         is_free = lock_alone(fd)
-        if is_free is False:
+        # Only then it is listed: a network file system may keep the list of an attempt that others are writing.
+        if is_free is False or not (is_file or holds_only_a_checkpoint(path, is_attempt=True)):
             return False
         changed = [os.fstat(fd).st_mtime]
         if not is_file:

@@ -13,7 +13,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from pathlib import PurePath
 
 import xxhash
@@ -48,6 +49,12 @@ SHORTENED = "asyncckpt-"
 """How a name begins that stands for one that is too long for what is added to it."""
 # A name may have 255 bytes; added are two dots, and the longest suffix.
 _LONGEST_NAME = 255 - 2 - len(TRASH_SUFFIX)
+
+# Errors of file systems that cannot rename folders. EMFILE is that of gcsfuse.
+_NO_RENAME = (errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
+LATE_S = 10.0
+"""Maximum time for a file of another host to be seen, in seconds."""
+_LATE_POLL_S = 0.1
 
 CHECKPOINT_ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-old)")
 FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
@@ -157,6 +164,25 @@ class PartialFolder(_Partial):
         with translated("listing", self.path):
             return set(files_under(self._fd))
 
+    def missing(self, names: Collection[str]) -> set[str]:
+        """Look each name up that is not listed, again and again for some seconds.
+
+        A client of a network file system may answer with an older list, in which files of other hosts are missing.
+        """
+        left, deadline = super().missing(names), time.monotonic() + LATE_S
+        with translated("looking at a file", self.path):
+            while left := {name for name in left if not self._has(name)}:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_LATE_POLL_S)
+        return left
+
+    def _has(self, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            return True
+        return False
+
     def finalize(self, existing: Existing) -> None:
         """An empty folder at the final place is replaced, whatever ``existing`` says."""
         final = self._final
@@ -170,6 +196,13 @@ class PartialFolder(_Partial):
                 if not is_taken:
                     rename(self.path, final)
             except OSError as error:
+                if error.errno in _NO_RENAME:
+                    raise StorageError(
+                        f"this file system cannot rename a folder ({error.strerror}), by which a checkpoint is"
+                        " committed: have it mounted so that it can (gcsfuse: --rename-dir-limit), or save to the"
+                        " address of the bucket",
+                        path=final,
+                    ) from error
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
                 is_taken = True
@@ -309,15 +342,33 @@ class PartialFile(_Partial):
         return {os.path.basename(self.path)} if self._is_created else set()
 
     def finalize(self, existing: Existing) -> None:
-        """The file that is there before gives it its permissions. A link is replaced."""
-        with translated("finalizing the file", self._final):
+        """The file that is there before gives it its permissions. A link is replaced.
+
+        Where the file system cannot exchange names, a file that replaces another stays when the folder is not flushed.
+        """
+        final, before = self._final, None
+        with translated("finalizing the file", final):
             with contextlib.suppress(FileNotFoundError):
-                if stat.S_ISREG(mode := os.lstat(self._final).st_mode):
-                    os.chmod(self.path, stat.S_IMODE(mode))
-            rename(self.path, self._final)
-        parent = os.path.dirname(self._final)
+                before = os.lstat(final).st_mode
+            if before is not None and stat.S_ISREG(before):
+                with contextlib.suppress(OSError):  # a file system that has no permissions refuses
+                    os.chmod(self.path, stat.S_IMODE(before))
+            is_exchanged = before is not None and not stat.S_ISDIR(before) and exchange(self.path, final)
+            if not is_exchanged:
+                rename(self.path, final)
+        parent = os.path.dirname(final)
         with translated("flushing a folder", parent):
-            sync_folder(parent)
+            try:
+                sync_folder(parent)
+            except OSError:  # what has failed is not to be found there
+                if is_exchanged:
+                    exchange(self.path, final)
+                elif before is None and self._has_final_name():
+                    rename(final, self.path)
+                raise
+        if is_exchanged:
+            with contextlib.suppress(OSError):  # what stays is a leftover like others
+                os.unlink(self.path)
 
     def discard(self, names: Sequence[str] | None = None) -> None:
         if self._is_created:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import NamedTuple
 
@@ -146,6 +146,10 @@ class OpenAttempt(ABC):
     @abstractmethod
     def names(self) -> set[str]:
         """The files that all ranks have created, as far as they are seen from here. Raises ``StorageError``."""
+
+    def missing(self, names: Collection[str]) -> set[str]:
+        """Return those of ``names``, files of all ranks, that cannot be seen from here. Raises ``StorageError``."""
+        return set(names) - self.names()
 
     @abstractmethod
     def finalize(self, existing: Existing) -> None:
@@ -290,9 +294,13 @@ class Storage(ABC):
     def may_put(self, path: str, existing: Existing) -> bool:
         """Whether ``existing`` allows a checkpoint to be put at ``path``."""
 
+    def check_writable(self, path: str) -> None:
+        """Raise ``StorageError`` if this process could not create ``path``, as far as storage tells without a write."""
+        return
+
     @abstractmethod
     def check_file_place(self, path: str) -> None:
-        """Raise ``StorageError`` unless a single file can be put at ``path``."""
+        """Raise ``StorageError`` unless a single file can be put at ``path``, as ``check_writable`` does, too."""
 
     @abstractmethod
     def names_in(self, folder: str) -> list[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial as partial_of
 from pathlib import Path
 
 import pytest
@@ -23,6 +27,7 @@ from asyncckpt.worker.storage import (
     complete_steps,
     file_system,
     history,
+    local,
     named_steps,
     partial,
     remove_old_checkpoint,
@@ -32,7 +37,7 @@ from asyncckpt.worker.storage import (
 )
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.local import LocalStorage
-from asyncckpt.worker.storage.storage import Storage
+from asyncckpt.worker.storage.storage import OpenAttempt, Storage
 from asyncckpt.worker.write_request import Existing
 
 
@@ -61,6 +66,98 @@ class TestFaultyStorage(FileSystemContract):
     @pytest.fixture
     def storage(self) -> Storage:
         return FaultyStorage(LocalStorage(), lambda point, path: None)
+
+
+def test_a_read_that_is_told_to_come_again_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of some network file systems. The kernel's own never say that of a file."""
+    file, told = tmp_path / "file", [True]
+    file.write_bytes(b"bytes")
+    storage, read = LocalStorage(), os.read
+
+    def read_later(fd: int, nbytes: int) -> bytes:
+        assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_NONBLOCK
+        if told.pop() if told else False:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return read(fd, min(nbytes, 2))
+
+    monkeypatch.setattr(os, "read", read_later)
+    with pytest.raises(StorageError, match="reading failed: Resource temporarily unavailable"):
+        storage.read(str(file))
+    assert storage.read(str(file)) == b"bytes"
+
+
+class CachingClient:
+    """Lists a folder as it was when it was listed first, for 30 seconds, as clients of network file systems do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.listed: dict[int, tuple[float, list[str]]] = {}
+        for module in (partial, file_system, local):
+            monkeypatch.setattr(module, "files_under", partial_of(self._list, file_system.files_under))
+
+    def _list(self, real: Callable[[int], Iterator[str]], folder: int) -> Iterator[str]:
+        inode, now = os.fstat(folder).st_ino, time.monotonic()
+        if inode not in self.listed or now - self.listed[inode][0] > 30:
+            self.listed[inode] = now, list(real(folder))
+        return iter(self.listed[inode][1])
+
+
+def _put(opened: OpenAttempt, name: str) -> None:
+    with contextlib.closing(opened.create(name, large=False)) as file:
+        file.write(memoryview(b"bytes"), 0)
+        file.sync()
+
+
+def test_a_file_of_another_host_is_looked_up_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, final = CachingClient(monkeypatch), str(tmp_path / "step-00000001")
+    storage = LocalStorage()
+    first = storage.begin_checkpoint(final, "aa-1", 0, 0.0)
+    _put(first, "__0_0.distcp")
+    # Another save begins meanwhile, and sweeps: an attempt that is locked is not listed.
+    storage.begin_checkpoint(str(tmp_path / "step-00000002"), "aa-2", 0, 0.0).discard()
+    assert not client.listed
+    assert first.names() == {"__0_0.distcp"}
+    other = LocalStorage().begin_checkpoint(final, "aa-1", 0)
+    _put(other, "__1_0.distcp")
+    assert first.names() == {"__0_0.distcp"}  # still
+    assert first.missing({"__0_0.distcp", "__1_0.distcp"}) == set()
+    first.finalize("refuse")
+    first.release()
+    other.release()
+    assert sorted(os.listdir(final)) == ["__0_0.distcp", "__1_0.distcp"]
+
+
+def test_a_file_may_be_seen_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = LocalStorage().begin_checkpoint(str(tmp_path / "step-00000001"), "aa-1", 0, 0.0)
+
+    def put_later() -> None:
+        time.sleep(3)
+        _put(opened, "__1_0.distcp")
+
+    with ThreadPoolExecutor() as pool:
+        coming = pool.submit(put_later)
+        assert opened.missing({"__1_0.distcp"}) == set()
+        coming.result()
+    monkeypatch.setattr(partial, "LATE_S", 0.2)
+    assert opened.missing({"__1_0.distcp", "__2_0.distcp"}) == {"__2_0.distcp"}
+    opened.discard()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes root to become nobody")
+def test_a_folder_that_is_not_writable_is_seen_without_a_write(tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    LocalStorage().check_writable(str(tmp_path / "file"))
+    os.seteuid(65534)
+    try:
+        LocalStorage().check_writable(str(open_to_all / "deep" / "in"))
+        for check in (LocalStorage().check_writable, LocalStorage().check_file_place):
+            with pytest.raises(StorageError, match="Permission denied; check the permissions"):
+                check(str(tmp_path / "file"))
+    finally:
+        os.seteuid(0)
 
 
 def test_every_path_is_local() -> None:
@@ -202,6 +299,123 @@ def test_what_was_just_committed_is_not_removed(tmp_path: Path) -> None:
         (folder / "asyncckpt.json").write_bytes(manifest.encode())
     prune(str(tmp_path), 1, lambda step: step == 1)
     assert complete_steps(str(tmp_path)) == [1, 3]
+
+
+def _checkpoint(root: Path, step: int) -> Path:
+    (folder := root / f"step-{step:08d}").mkdir()
+    (folder / "asyncckpt.json").write_bytes(Manifest(f"attempt {step}", step, 0.0, 1, False, 0, {}, {}).encode())
+    (folder / "__0_0.distcp").write_bytes(b"data")
+    return folder
+
+
+def test_a_checkpoint_has_lost_its_name_for_good_before_its_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it could be back after a power cut, without some of them."""
+    folder, seen = _checkpoint(tmp_path, 1), []
+
+    def sync(path: str) -> None:
+        (left,) = os.listdir(path)
+        seen.append((left.endswith(".asyncckpt-trash"), sorted(os.listdir(os.path.join(path, left)))))
+        if len(seen) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(local, "sync_folder", sync)
+    with pytest.raises(StorageError, match="removing a checkpoint failed: Input/output error"):
+        LocalStorage().remove_checkpoint(str(folder))
+    whole = ["__0_0.distcp", "asyncckpt.json"]
+    assert sorted(os.listdir(folder)) == whole
+    assert LocalStorage().remove_checkpoint(str(folder)) and not os.listdir(tmp_path)
+    assert seen == [(True, whole)] * 2
+
+
+def test_a_folder_may_have_another_inode_when_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems."""
+    folder, other = _checkpoint(tmp_path, 1), _checkpoint(tmp_path, 2)
+    real, renamed = os.path.samestat, [True, True]
+    # Of each removal the first comparison is that of the renamed folder.
+    monkeypatch.setattr(os.path, "samestat", lambda *both: not renamed.pop() if renamed else real(*both))
+    (other / "asyncckpt.json").unlink()  # what is not known is left alone
+    assert not LocalStorage().remove_checkpoint(str(other)) and other.exists()
+    assert LocalStorage().remove_checkpoint(str(folder)) and not folder.exists()
+
+
+@pytest.mark.parametrize("said", ["nothing", "ENOSYS"])
+def test_a_file_system_need_not_say_how_much_space_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    def statvfs(path: str) -> os.statvfs_result:
+        if said == "ENOSYS":
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        return os.statvfs_result([0] * 10)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    LocalStorage().begin_checkpoint(str(tmp_path / "final"), "aa-1", 1000).discard()
+    LocalStorage().begin_file(str(tmp_path / "file"), "a" * 12 + "-1", 1000, 60.0).discard()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EXDEV])
+def test_a_file_system_that_cannot_rename_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def rename(one: str, other: str) -> None:
+        raise OSError(code, os.strerror(code))
+
+    opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "aa-1", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", rename)
+        with pytest.raises(
+            StorageError, match=rf"cannot rename a folder \({os.strerror(code)}\), .*--rename-dir-limit"
+        ):
+            opened.finalize("refuse")
+    opened.discard()
+
+
+def _file(path: Path, number: int, data: bytes) -> OpenAttempt:
+    opened = LocalStorage().begin_file(str(path), f"{'a' * 12}-{number}", 0, 60.0)
+    put(opened, "", data)
+    return opened
+
+
+def test_a_file_system_may_refuse_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chmod(path: str, mode: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    for number in (1, 2):
+        opened = _file(tmp_path / "file", number, b"%d" % number)
+        opened.finalize("replace")
+        opened.release()
+        assert (tmp_path / "file").read_bytes() == b"%d" % number
+
+
+@pytest.mark.parametrize("before", [None, "file", "link"])
+def test_a_file_is_not_there_if_its_folder_cannot_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    file, other = tmp_path / "file", tmp_path / "other"
+    other.write_bytes(b"old")
+    if before == "file":
+        file.write_bytes(b"old")
+        file.chmod(0o640)
+    elif before == "link":
+        file.symlink_to(other)
+    opened = _file(file, 1, b"new")
+
+    def sync(path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(partial, "sync_folder", sync)
+        with pytest.raises(StorageError, match="flushing a folder failed"):
+            opened.finalize("replace")
+    opened.discard()
+    assert sorted(os.listdir(tmp_path)) == (["other"] if before is None else ["file", "other"])
+    assert before is None or (file.read_bytes() == b"old" and file.is_symlink() == (before == "link"))
+    opened = _file(file, 2, b"new")
+    opened.finalize("replace")
+    opened.release()
+    assert file.read_bytes() == b"new" and other.read_bytes() == b"old" and not file.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["file", "other"]
+    assert before != "file" or file.stat().st_mode & 0o777 == 0o640
 
 
 def test_what_was_changed_at_once_is_not_linked(tmp_path: Path) -> None:
