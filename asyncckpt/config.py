@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import functools
 import importlib
 import importlib.util
+import logging
 import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
+
+logger = logging.getLogger(__name__)
 
 WhenBusy = Literal["wait", "skip", "latest"]
 Failure = Literal["raise", "warn"]
@@ -240,6 +244,9 @@ class Config:
 
         ``args`` is what a parser with ``add_arguments`` has made, or Megatron-LM's own. Raises ``ValueError``.
         """
+        for variable in environment:
+            if variable.startswith(_PREFIX):
+                _warn_unless_known(variable)
         found = {name: option.find(args, environment) for name, option in _OPTIONS.items()}
         return cls(**{name: value for name, value in found.items() if value is not None})
 
@@ -261,8 +268,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind: dict[str, Any] = {"type": option.parse, "metavar": "X"}
         if option.parse is _truth:
             kind = {"action": argparse.BooleanOptionalAction}
+        if option.choices:
+            kind = {"choices": option.choices}
         with contextlib.suppress(argparse.ArgumentError):  # it is there: this is Megatron-LM's parser
             group.add_argument(option.flag, default=None, help=option.help, **kind)
+
+
+@functools.cache  # once a process
+def _warn_unless_known(variable: str) -> None:
+    """Warn of a variable of the environment that nobody reads: its name is probably misspelled."""
+    known = [option.variable for option in (_SWITCH, *_OPTIONS.values())] + list(_OTHER_VARIABLES)
+    if variable in known:
+        return
+    near = difflib.get_close_matches(variable, known, 1)
+    logger.warning(
+        "the environment has %s, which asyncckpt does not know%s: it is ignored",
+        variable,
+        f" (is {near[0]} meant?)" if near else "",
+    )
 
 
 @functools.cache  # an adapter is there once, whatever number of engines tells it
@@ -296,6 +319,7 @@ class _Option:
     flag: str
     parse: Callable[[str], Any]
     help: str | None = None
+    choices: tuple[str, ...] = ()
 
     @property
     def variable(self) -> str:
@@ -337,6 +361,10 @@ _VARIABLES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("on_event", "assume_unchanged"), lambda names: tuple(names.split(","))),
 }
 
+_PREFIX = "ASYNC_CKPT_"
+_OTHER_VARIABLES = ("ASYNC_CKPT_RUNTIME_DIR", "ASYNC_CKPT_VERL_PUBLISH")
+"""Variables of the package that set no field of ``Config``."""
+
 # What fields of a type take, what is kept of that, and in words.
 _KINDS: dict[str, tuple[type, Callable[[Any], Any], str]] = {
     "int": (numbers.Integral, int, "a whole number"),
@@ -354,12 +382,18 @@ _OPTIONS = {
     ),
     "slots": _Option("--async-ckpt-slots", int, "images of the state in memory (default: 1, or 2 while saves overlap)"),
     "when_busy": _Option(
-        "--async-ckpt-when-busy", str, "when all slots are being written: wait, skip or latest (default: wait)"
+        "--async-ckpt-when-busy",
+        str,
+        "what a save does when all slots are being written (default: wait)",
+        get_args(WhenBusy),
     ),
     "overlap": _Option("--async-ckpt-overlap", _truth, "return before the tensors are copied (default: no)"),
     "keep_last": _Option("--async-ckpt-keep-last", int, "checkpoints to keep (default: all)"),
     "failure": _Option(
-        "--async-ckpt-failure", str, "when a save fails: raise at the next call, or warn and train on (default: raise)"
+        "--async-ckpt-failure",
+        str,
+        "when a save fails: raise at the next call, or warn and train on (default: raise)",
+        get_args(Failure),
     ),
     "nice": _Option("--async-ckpt-cpu-priority", int, "niceness of the worker, 0 to 19 (default: 10)"),
     "io_class": _Option(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -251,3 +253,29 @@ def test_checkpoints_of_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [Path(each["path"]).name for each in json.loads(capsys.readouterr().out)] == ["a", "b"]
     assert cli.main(["inspect", str(tmp_path / "folder/a")]) == 0 and "step None" not in capsys.readouterr().out
     assert cli.main(["ls", str(tmp_path / "file")]) == 2
+
+
+def test_a_variable_that_nobody_reads_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    environment = {"ASYNC_CKPT_KEEPLAST": "3", "ASYNC_CKPT_FAILURE": "warn", "ASYNC_CKPT_RUNTIME_DIR": "/tmp/none"}
+    assert Config.from_env(environment) == Config.from_env(environment) == Config(failure="warn")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "ASYNC_CKPT_KEEPLAST" in said and "ASYNC_CKPT_KEEP_LAST" in said
+
+
+def test_every_variable_of_the_package_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    package = Path(__file__).parent.parent
+    paths = [path for room in ("asyncckpt", "worker", "shm", "docs") for path in package.glob(f"{room}/**/*.[pm][yd]")]
+    names = {name for path in paths for name in re.findall(r"\bASYNC_CKPT_[A-Z_]+[A-Z]\b", path.read_text())}
+    assert len(names) > 10
+    with contextlib.suppress(ValueError):
+        Config.from_env(dict.fromkeys(sorted(names), "1"))
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncckpt.config"] == []
+
+
+def test_a_choice_that_there_is_not_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--async-ckpt-when-busy", "drop"])
+    assert "choose from" in capsys.readouterr().err
+    assert Config.from_args(parser.parse_args(["--async-ckpt-when-busy", "skip"]), {}).when_busy == "skip"
