@@ -265,6 +265,8 @@ def test_values_out_of_range_are_counted(
         else:
             state_dict_saver.save(dict(WIDE), checkpoint_id=path)
     for name, wanted, count in OUT_OF_RANGE:
+        if not hasattr(torch, wanted):  # before torch 2.7
+            continue
         caplog.clear()
         into = {name: torch.zeros(WIDE[name].shape, dtype=getattr(torch, wanted))}
         reader.load(into, str(path), planner=DefaultLoadPlanner() if planned else None)
