@@ -137,8 +137,7 @@ def _add_diff(commands: Any) -> None:
         description=f"{text[0].upper()}{text[1:]}, the largest first. Two checkpoints of asyncckpt are compared by"
         " their checksums, and little is read; of others all is. Exits with 0 if all values are the same, with 1 if"
         " some differ, and with 2 if something is damaged, not there or cannot be used.",
-        epilog="examples: asyncckpt diff checkpoints/step-00000100 checkpoints/step-00000200 --values; asyncckpt diff"
-        " checkpoints model.safetensors",
+        epilog="example: asyncckpt diff checkpoints/step-00000100 checkpoints/step-00000200 --values",
     )
     for name in ("a", "b"):
         added.add_argument(

@@ -149,8 +149,8 @@ def test_one_without_an_endpoint(root: Path, shell: Shell) -> None:
     (engine,) = engines.shared._engines.values()
     assert engine.worker is not None
     facts = shell.listed(worker := engine.worker.pid)
-    assert facts is not None and facts["has_trainer"] and facts["does"] == "unknown" and facts["root"] is None
-    assert "it has no endpoint" in shell.row(worker) and "saves to anywhere" in shell.row(worker)
+    assert facts is not None and facts["has_trainer"] and facts["does"] == "serving" and facts["root"] is None
+    assert "serves its trainer" in shell.row(worker) and "single saves" in shell.row(worker)
     assert shell("--end", worker)[0] == 2 and is_running(worker)
 
 

@@ -132,17 +132,17 @@ def _look(process: psutil.Process, said: CommandLine) -> RunningWorker | None:
         has_trainer=has_trainer,
         nbytes=nbytes,
         age=max(0.0, time.time() - created),
-        doing="stopped" if is_stopped else _doing(status),
+        doing="stopped" if is_stopped else _doing(status, trouble, has_trainer=has_trainer),
         status=status,
         trouble=trouble,
     )
 
 
 def _ask(pid: int, said: CommandLine) -> tuple[WorkerStatus | None, str | None]:
-    """What a worker says it does, or why it does not say."""
+    """Ask a worker for its status. Returns the status, or None and the reason."""
     name = said.options.endpoint
     if name is None:
-        return None, "it has no endpoint"
+        return None, None  # nobody finds it but its trainer
     if (connection := connect(name, _ANSWER_S, said.runtime)) is None:
         return None, f"there is nobody at its endpoint in {said.runtime}"
     with connection:
@@ -157,9 +157,10 @@ def _ask(pid: int, said: CommandLine) -> tuple[WorkerStatus | None, str | None]:
     return status, None
 
 
-def _doing(status: WorkerStatus | None) -> Doing:
+def _doing(status: WorkerStatus | None, trouble: str | None, *, has_trainer: bool) -> Doing:
     if status is None:
-        return "unknown"
+        # Without an endpoint it has nobody to wait for but its trainer.
+        return "unknown" if trouble is not None else "serving" if has_trainer else "leaving"
     if status.saving:
         return "writing"
     if status.has_trainer:

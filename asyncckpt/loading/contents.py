@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
-from asyncckpt.loading.source import StorageSource, is_stock
+from asyncckpt.loading.source import StorageSource, checkpoints_in, is_stock
 from asyncckpt.worker.index import Index
 from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.worker.storage import named_steps, step_folder, step_of, storage_for
@@ -63,8 +63,7 @@ def checkpoints_at(path: str) -> list[str]:
     steps = named_steps(path)
     if steps or (os.path.isdir(path) and not names):
         return [step_folder(path, step) for step in steps]
-    inside = [os.path.join(path, name) for name in sorted(names) if not name.startswith(".")]  # those are attempts
-    if found := [each for each in inside if storage.exists(os.path.join(each, MANIFEST_NAME))]:
+    if found := checkpoints_in(path):
         return found
     if step_of(path) is not None and names:
         return [path]  # what made it one is missing

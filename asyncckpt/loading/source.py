@@ -34,6 +34,7 @@ from asyncckpt.worker.storage.history import history, newest_step, stored_step
 from asyncckpt.worker.storage.storage import InputFile
 
 _POLL_S = 0.02
+_SOME = 4  # checkpoints that an error names
 
 
 # Saves that a dead trainer can have staged, for its worker to write: some slots each of some structures.
@@ -169,7 +170,16 @@ def read_manifest(path: str) -> Manifest:
             " just taking the place of this one",
             path=path,
         )
-    raise CheckpointNotFoundError("there is no checkpoint here", path=path)
+    others = checkpoints_in(path)
+    known = f"; in this folder are {', '.join(others[-_SOME:])}: name one" if others else ""
+    raise CheckpointNotFoundError(f"there is no checkpoint here{known}", path=path)
+
+
+def checkpoints_in(path: str) -> list[str]:
+    """Return the checkpoints of ours right in the folder ``path``, in the order of their names, whatever those are."""
+    storage = storage_for(path)
+    inside = [os.path.join(path, name) for name in sorted(storage.names_in(path)) if not name.startswith(".")]
+    return [each for each in inside if storage.exists(os.path.join(each, MANIFEST_NAME))]  # others are attempts
 
 
 def stands_there(path: str, attempt: str) -> Literal["still", "another", "none"]:

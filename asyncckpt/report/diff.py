@@ -78,6 +78,21 @@ def _show(
         return
     answers.fail(DIFFERENT)
     answers.line(f"\n{number(len(found.differences), 'difference')}; the same: {same}")
+    for one, other in ((a, b), (b, a)):
+        if (part := _part_of(one, other)) is not None:
+            answers.line(
+                f"{other.path} has names of {part!r} in {one.path}: asyncckpt export --only {part} writes that part,"
+                " with the same names"
+            )
+
+
+def _part_of(whole: ReadableState, other: ReadableState) -> str | None:
+    """Return the key under which ``whole`` has all names of ``other``; None: there is none, or they share names."""
+    if not other.values or not whole.values.keys().isdisjoint(other.values):
+        return None
+    first = next(iter(other.values))
+    parts = (name.removesuffix(f".{first}") for name in whole.values if name.endswith(f".{first}"))
+    return next((part for part in parts if all(f"{part}.{name}" in whole.values for name in other.values)), None)
 
 
 def _form(value: Value | None) -> str:

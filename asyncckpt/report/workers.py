@@ -45,7 +45,7 @@ def _of(job: dict[str, str | None]) -> str:
     if job["address"] is not None:
         return f"weights at {job['address']!r}"
     if job["root"] is None:
-        return "saves to anywhere"
+        return "single saves, to any place"
     return job["root"] + (f" (job {job['job_id']})" if job["job_id"] else "")
 
 
@@ -53,7 +53,8 @@ def _does(worker: RunningWorker) -> str:
     """What a worker does and waits for, in a cell."""
     status = worker.status
     if status is None:
-        return f"{worker.doing}: {worker.trouble}"
+        plain = {"serving": "serves its trainer", "leaving": "leaves"}
+        return plain[worker.doing] if worker.trouble is None else f"{worker.doing}: {worker.trouble}"
     match worker.doing:
         case "serving":
             return "waits for its trainer"

@@ -18,6 +18,7 @@ from support.shards import save_shards
 from support.states import same
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from asyncckpt import async_save
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.exporting import batches, copying, output
@@ -270,3 +271,13 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     save_shards(state, tmp_path / "stock", {name: ((), (1000, 3000)) for name in state}, files=2)
     code, nbytes = ranks.alone(_most_memory, str(tmp_path / "stock"), str(tmp_path / "out"))
     assert code == 0 and nbytes <= 1.2 * largest.nbytes + (256 << 20)
+
+
+def test_a_folder_with_checkpoints_of_other_names_says_which(tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "run" / name).result(60)
+    for path in (tmp_path / "run", tmp_path / "none"):
+        with pytest.raises(CheckpointNotFoundError) as raised:
+            export(path, tmp_path / "out")
+        named = [f"{tmp_path}/run/{name}" in str(raised.value) for name in ("0", "1")]
+        assert named == [path.name == "run"] * 2

@@ -373,3 +373,14 @@ def test_torch_is_not_loaded_for_two_of_ours(tmp_path: Path) -> None:
     code = f"import sys; from asyncckpt.cli import main; assert main({argv}) == 1; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "changed" in done.stdout and " torch " not in done.stdout.splitlines()[-1]
+
+
+def test_a_part_that_was_exported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"w": torch.ones(3), "b": torch.zeros(2)}
+    path = _save(tmp_path / "a", {"model": model, "step": 1})
+    save_file(model, tmp_path / "model.safetensors")
+    assert cli.main(["diff", str(path), str(tmp_path / "model.safetensors")]) == 1
+    assert "export --only model" in capsys.readouterr().out
+    save_file({"w": torch.ones(3), "c": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert cli.main(["diff", str(path), str(tmp_path / "model.safetensors")]) == 1
+    assert "--only" not in capsys.readouterr().out
