@@ -269,6 +269,12 @@ def test_no_module_is_called_worker_or_shm() -> None:
     assert "worker" not in loaded and "shm" not in loaded
 
 
+def test_a_folder_of_that_name_hides_no_editable_install(tmp_path: Path) -> None:
+    (tmp_path / "asyncckpt").mkdir()  # as in the folder above a clone
+    done = subprocess.run([sys.executable, "-c", "import asyncckpt; asyncckpt.Checkpointer"], cwd=tmp_path)
+    assert done.returncode == 0
+
+
 def test_packages_are_the_folders() -> None:
     config = configparser.ConfigParser()
     config.read(HERE / "setup.cfg")
