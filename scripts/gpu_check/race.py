@@ -53,7 +53,7 @@ class Race:
         """Return the bytes of the state."""
         return self._trainer(OURS[0])[0].nbytes
 
-    def run(self, names: Sequence[str], rounds: int, budget: Budget, *, turn: float = 0.3) -> None:
+    def run(self, names: Sequence[str], rounds: int, budget: Budget, *, turn: float = 0.2) -> None:
         """Have each of ``names`` save once, cold, and then ``rounds`` times in turns. One that fails is left out.
 
         A single turn gets the fraction ``turn`` of the seconds left: a peer that hangs leaves time for the others.
