@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from gpu_check import setup
 from gpu_check.figures import Results
-from gpu_check.parts import PARTS, SECONDS, START, measure
+from gpu_check.parts import PARTS, PEERS, SECONDS, START, measure
 
 _OUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu"
 _SPARE_S = 5.0
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(args.out / "gpu.json", args.device, args.scale)
     names = args.parts or list(PARTS)
     if args.here is not None:
-        _end(0 if measure(names[0], args.device, args.scale, args.here, results) else 1)
+        _end(0 if measure(names[0], args.device, args.scale, args.here, results, tuple(args.peers)) else 1)
     end = begun + args.seconds
     with tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-") as folder:
         wrong = setup.prepare(args.wheels, Path(folder, "site"))
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts (default: %(default).0f)")
     parser.add_argument("--out", type=Path, default=_OUT, help="folder for gpu.json and gpu.png (default: %(default)s)")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to use; scripts/gpu_check/wheels fetches them")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="who takes part beside (default: all)")
     parser.add_argument("--again", action="store_true", help="measure also the parts that were measured to their end")
     parser.add_argument("--here", type=float, help=argparse.SUPPRESS)  # one part, in this process, in so many seconds
     return parser
@@ -87,7 +88,7 @@ def _run(name: str, seconds: float, args: argparse.Namespace, results: Results) 
     command = [sys.executable, str(Path(__file__).parent), name, "--device", args.device, "--scale", str(args.scale)]
     with tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-") as runtime:
         process = subprocess.Popen(
-            [*command, "--out", str(args.out), "--here", str(seconds - _GRACE_S)],
+            [*command, "--out", str(args.out), "--here", str(seconds - _GRACE_S), "--peers", *args.peers],
             env=os.environ | {"ASYNC_CKPT_RUNTIME_DIR": runtime},
         )
         try:

@@ -15,10 +15,10 @@ import torch
 from bench import files
 
 import asyncckpt
-from gpu_check.budget import Budget
 from gpu_check.device import Device
-from gpu_check.figures import Figure, Results
+from gpu_check.figures import Figure
 from gpu_check.model import Training
+from gpu_check.task import Task
 
 _WIDTH, _BATCH = 1024, 8
 _STEPS, _SAVED = 8, 4
@@ -26,21 +26,22 @@ _STEPS, _SAVED = 8, 4
 _LINGER_S = 60.0
 
 
-def measure(device: Device, scale: float, budget: Budget, found: Results) -> Iterator[Figure]:
+def measure(task: Task) -> Iterator[Figure]:
     """Train whole, train again and be killed, go on; compare the losses."""
+    device = task.device
     _be_deterministic()
     with files.working_folder(None) as folder, files.runtime_folder(f"{folder}/runtime"):
         trainer = multiprocessing.get_context("spawn").Process(
-            target=_train_and_die, args=(folder, str(device.device) if device.is_real else "simulated", scale)
+            target=_train_and_die, args=(folder, str(device.device) if device.is_real else "simulated", task.scale)
         )
         trainer.start()
-        trainer.join(budget.left)
+        trainer.join(task.budget.left)
         if trainer.exitcode != -signal.SIGKILL:
             trainer.kill()
             trainer.join()
             raise RuntimeError(f"the trainer that was to be killed in its step ended with {trainer.exitcode}")
-        with budget.limit():
-            yield from _resume(device, scale, folder)
+        with task.budget.limit():
+            yield from _resume(device, task.scale, folder)
 
 
 def _be_deterministic() -> None:

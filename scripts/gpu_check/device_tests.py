@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gpu_check.budget import Budget
-from gpu_check.device import Device
-from gpu_check.figures import Figure, Results
+from gpu_check.figures import Figure
+from gpu_check.task import Task
 
 _ROOT = Path(__file__).parents[2]
 _MARK = "mark.device"
@@ -23,11 +23,13 @@ _SPARE_S = 4.0
 _LEAST_PASSED = 90
 
 
-def measure(device: Device, scale: float, budget: Budget, found: Results) -> Iterator[Figure]:
+def measure(task: Task) -> Iterator[Figure]:
     """Run all test files that name the mark."""
     with_mark = [path for path in sorted(_ROOT.glob("tests/**/test_*.py")) if _MARK in path.read_text()]
     # This command has a test of its own.
-    yield from run([path for path in with_mark if "gpu_check" not in path.name], device.type, budget, _LEAST_PASSED)
+    yield from run(
+        [path for path in with_mark if "gpu_check" not in path.name], task.device.type, task.budget, _LEAST_PASSED
+    )
 
 
 def run(paths: Sequence[Path], device_type: str, budget: Budget, least_passed: int) -> Iterator[Figure]:
@@ -42,7 +44,8 @@ def run(paths: Sequence[Path], device_type: str, budget: Budget, least_passed: i
         command = [sys.executable, "-m", "pytest", "-q", "-m", "device and not slow", "-n", str(_AT_ONCE)]
         command += ["-p", "xdist", "-p", "pytest_timeout", "-p", "gpu_check.outcomes", "-p", "no:cacheprovider"]
         command += ["-o", "filterwarnings=default", f"--timeout={_ONE_TEST_S}", "--tb=short", f"--rootdir={_ROOT}"]
-        environment = os.environ | {
+        # These tests may run within a test.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {
             "ASYNCCKPT_TEST_DEVICE": device_type,
             "ASYNCCKPT_TEST_OUTCOMES": str(outcomes),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",

@@ -18,8 +18,8 @@ from bench.limits import WriteLimit
 import asyncckpt
 from asyncckpt.shm.compiled import compiled
 from gpu_check.budget import Budget
-from gpu_check.device import Device
-from gpu_check.figures import Figure, Results
+from gpu_check.figures import Figure
+from gpu_check.task import Task
 
 DISK = "direct write to the disk"
 _WRITE_BYTES = 1 << 30
@@ -34,8 +34,9 @@ _IN_C = ("shm/_copies", "planning/_forms")
 _PEERS = ("nvidia-resiliency-ext", "torch_checkpointing", "multiprocess", "isal", "cryptography")
 
 
-def measure(device: Device, scale: float, budget: Budget, found: Results) -> Iterator[Figure]:
+def measure(task: Task) -> Iterator[Figure]:
     """Describe the machine, and measure its disk."""
+    device = task.device
     for name, text in machine.describe(tempfile.gettempdir()).items():
         yield Figure(name, text)
     yield Figure("kernel", platform.release())
@@ -55,7 +56,7 @@ def measure(device: Device, scale: float, budget: Budget, found: Results) -> Ite
     yield Figure("parts in C", f"not compiled: {', '.join(missing)}" if missing else "compiled")
     for name in _PEERS:
         yield Figure(name, _version(name))
-    yield from _disk(scale, budget)
+    yield from _disk(task.scale, task.budget)
 
 
 def _driver() -> Iterator[Figure]:

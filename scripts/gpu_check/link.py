@@ -19,16 +19,18 @@ from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.storage.local_file import LocalFile
 from gpu_check.budget import Budget
 from gpu_check.device import Device
-from gpu_check.figures import Figure, Results
+from gpu_check.figures import Figure
+from gpu_check.task import Task
 
 _BYTES = 4 << 30
 _CHUNK_BYTES = 64 << 20
 _WRITE_ROUNDS = 3
 
 
-def measure(device: Device, scale: float, budget: Budget, found: Results) -> Iterator[Figure]:
+def measure(task: Task) -> Iterator[Figure]:
     """Measure the link first, as everything else is read against it."""
-    nbytes = max(1, int(_BYTES * scale) // _CHUNK_BYTES) * _CHUNK_BYTES
+    device = task.device
+    nbytes = max(1, int(_BYTES * task.scale) // _CHUNK_BYTES) * _CHUNK_BYTES
     source = torch.ones(nbytes, dtype=torch.uint8, device=device.device)
     to_host, from_host = device.link_seconds(nbytes)
     yield Figure("copy to torch's pinned memory", nbytes / to_host / 1e9, "GB/s")
@@ -48,7 +50,7 @@ def measure(device: Device, scale: float, budget: Budget, found: Results) -> Ite
         yield Figure("copy to our slot, by torch's", ours * to_host / nbytes, at_least=0.95)
         yield Figure("copy from our slot, by torch's", back * from_host / nbytes, at_least=0.95)
         yield Figure("of such a copy the host waits", queued * ours / nbytes, at_most=0.2)
-        yield from _writes(device, segment, budget)
+        yield from _writes(device, segment, task.budget)
 
 
 def _rate(device: Device, target: torch.Tensor, source: torch.Tensor) -> float:

@@ -14,19 +14,20 @@ from bench.states import Request, State, blank, make, same_tensors, tensors_of
 import asyncckpt
 from asyncckpt.worker.storage import step_folder
 from gpu_check import environment
-from gpu_check.budget import Budget
 from gpu_check.device import Device
-from gpu_check.figures import Figure, Results
+from gpu_check.figures import Figure
+from gpu_check.task import Task
 
 _GIB, _ROUNDS = 4.0, 3
 _READ, _OURS, _DCP = "direct read", "asyncckpt", "DCP"
 
 
-def measure(device: Device, scale: float, budget: Budget, found: Results) -> Iterator[Figure]:
+def measure(task: Task) -> Iterator[Figure]:
     """Save once, and load in turns with DCP and a direct read of the file."""
+    device, budget = task.device, task.budget
     # A slow disk gets a smaller state: one that it reads some ten times within the budget.
-    disk = (found.value("env", environment.DISK) or 2.0) * 1e9
-    gib = min(_GIB * scale, disk * budget.left / 14 / 2**30)
+    disk = (task.found.value("env", environment.DISK) or 2.0) * 1e9
+    gib = min(_GIB * task.scale, disk * budget.left / 14 / 2**30)
     made = make(Request(name="400", gib=gib, device=str(device.device)))
     yield Figure("bytes", made.nbytes / 1e9, "GB")
     with files.working_folder(None) as folder:

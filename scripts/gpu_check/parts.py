@@ -21,7 +21,7 @@ class Part:
     seconds: float
 
     def load(self) -> Callable[..., Iterator[Figure]]:
-        """Import the function, which takes a device, a scale, a ``Budget`` and the ``Results`` of the parts before."""
+        """Import the function, which takes a ``Task``."""
         found: Callable[..., Iterator[Figure]] = getattr(
             importlib.import_module(f"gpu_check.{self.module}"), self.function
         )
@@ -40,14 +40,19 @@ PARTS = {
     "load": Part("loads", "measure", 25),
 }
 START = "start: imports, the device"
+PEERS = ("nvrx", "dcp-process", "torch-checkpointing", "torch-save")
+"""Contestants of the bench that take part beside asyncckpt, the most important first."""
 SECONDS = sum(part.seconds for part in PARTS.values())
 
 
-def measure(name: str, device_name: str, scale: float, seconds: float, results: Results) -> bool:
+def measure(
+    name: str, device_name: str, scale: float, seconds: float, results: Results, peers: tuple[str, ...]
+) -> bool:
     """Measure one part in this process, and note its figures. Returns False if it failed, and notes why."""
     import psutil
 
     from gpu_check.device import Device  # imports torch, which the command itself does without
+    from gpu_check.task import Task
 
     def note(figure: Figure) -> None:
         print(f"{name}: {figure.line()}", flush=True)
@@ -57,7 +62,7 @@ def measure(name: str, device_name: str, scale: float, seconds: float, results: 
     try:
         device, function = Device(device_name), PARTS[name].load()
         note(Figure(START, time.time() - psutil.Process().create_time(), "s"))
-        for figure in function(device, scale, budget, results):
+        for figure in function(Task(device, scale, budget, results, peers)):
             note(figure)
     except Exception as error:
         traceback.print_exc()

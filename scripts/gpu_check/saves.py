@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from bench.states import Request
 
 from gpu_check import environment
-from gpu_check.budget import Budget
-from gpu_check.device import Device
-from gpu_check.figures import Figure, Results
+from gpu_check.figures import Figure
+from gpu_check.parts import PEERS
 from gpu_check.race import OURS, Race, racing
+from gpu_check.task import Task
 
-PEERS = ("nvrx", "dcp-process", "torch-checkpointing", "torch-save")
 _BY_IPC = "nvrx-ipc"
 SAVES_LABEL = "2,000 tensors"
 _GIB, _ROUNDS = 4.0, 3
@@ -24,16 +23,17 @@ _SLOW_GB_S = 1.0
 _MEMORY = "/dev/shm"
 
 
-def measure(device: Device, scale: float, budget: Budget, found: Results) -> Iterator[Figure]:
+def measure(task: Task) -> Iterator[Figure]:
     """Save a state as AdamW has it; on tmpfs if the disk is slow, and then ours on the disk, too."""
-    request = Request(name="adamw2000", gib=_GIB * scale)
-    slow = (found.value("env", environment.DISK) or 0.0) < _SLOW_GB_S
+    device, budget = task.device, task.budget
+    request = Request(name="adamw2000", gib=_GIB * task.scale)
+    slow = (task.found.value("env", environment.DISK) or 0.0) < _SLOW_GB_S
     yield Figure("checkpoints are written to", "tmpfs, as the disk is slow" if slow else "the disk")
     with racing(device, request, _MEMORY if slow else None) as race:
         link = device.link_seconds(race.nbytes)[0]
         yield Figure("bytes", race.nbytes / 1e9, "GB")
         yield Figure("bytes / link", link * 1e3, "ms")
-        race.run([*OURS, *PEERS], _ROUNDS, budget.share(0.8))
+        race.run([*OURS, *task.peers], _ROUNDS, budget.share(0.8))
         yield from race.figures(SAVES_LABEL)
         yield from _compared(race, link)
         for name in OURS:
@@ -48,32 +48,34 @@ def measure(device: Device, scale: float, budget: Budget, found: Results) -> Ite
             yield from race.figures(f"{SAVES_LABEL}, on the disk")
 
 
-def measure_by_ipc(device: Device, scale: float, budget: Budget, found: Results) -> Iterator[Figure]:
+def measure_by_ipc(task: Task) -> Iterator[Figure]:
     """Save the state of ``measure`` by nvrx over CUDA IPC: two queues of nvrx cannot be in one process."""
-    with racing(device, Request(name="adamw2000", gib=_GIB * scale)) as race:
+    device, budget = task.device, task.budget
+    with racing(device, Request(name="adamw2000", gib=_GIB * task.scale)) as race:
         race.run([_BY_IPC], _ROUNDS, budget.share(0.9))
         yield from race.figures(SAVES_LABEL)
-        theirs, ours = race.durable(_BY_IPC), found.value("saves", f"{SAVES_LABEL}, {OURS[0]}: durable after")
+        theirs, ours = race.durable(_BY_IPC), task.found.value("saves", f"{SAVES_LABEL}, {OURS[0]}: durable after")
         if theirs is not None and ours is not None:
             yield Figure("durable, by nvrx over CUDA IPC", ours / theirs, at_most=1.0)
 
 
-def measure_many(device: Device, scale: float, budget: Budget, found: Results) -> Iterator[Figure]:
+def measure_many(task: Task) -> Iterator[Figure]:
     """Save many small tensors: ours first, then the two peers that held the caller for the least time in ``saves``."""
+    device, budget = task.device, task.budget
     for number, (label, (_, most_ms)) in enumerate(_MANY.items()):
-        with racing(device, _many(label, scale)) as race:
+        with racing(device, _many(label, task.scale)) as race:
             link = device.link_seconds(race.nbytes)[0]
             yield Figure(f"{label}: bytes / link", link * 1e3, "ms")
             race.run(OURS, _ROUNDS, budget.share((0.2, 0.3)[number]))
             yield from race.figures(label)
             if (value := race.held(OURS[1])) is not None:
                 yield Figure(f"overlapped save of {label} holds the caller", value * 1e3, "ms", at_most=most_ms)
-    held = {name: found.value("saves", f"{SAVES_LABEL}, {name}: save holds the caller") for name in PEERS}
-    best = sorted((name for name in PEERS if held[name] is not None), key=lambda name: held[name] or 0.0)[:2]
+    held = {name: task.found.value("saves", f"{SAVES_LABEL}, {name}: save holds the caller") for name in task.peers}
+    best = sorted((name for name in task.peers if held[name] is not None), key=lambda name: held[name] or 0.0)[:2]
     for number, label in enumerate(_MANY):
         # Some peers need a minute for so many tensors: then the limit says so.
-        with racing(device, _many(label, scale)) as race:
-            race.run(best or PEERS[:2], 1, budget.share((0.5, 0.9)[number]), turn=0.6)
+        with racing(device, _many(label, task.scale)) as race:
+            race.run(best or task.peers[:2], 1, budget.share((0.5, 0.9)[number]), turn=0.6)
             yield from race.figures(label)
 
 

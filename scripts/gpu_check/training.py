@@ -16,8 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from gpu_check import environment
 from gpu_check.budget import Budget
 from gpu_check.device import Device
-from gpu_check.figures import Figure, Results
+from gpu_check.figures import Figure
 from gpu_check.model import Training
+from gpu_check.parts import PEERS
+from gpu_check.task import Task
 
 _EVERY = 5
 _STEPS = 15
@@ -40,9 +42,10 @@ class _Steps:
     durable: list[float] = field(default_factory=list)
 
 
-def measure(device: Device, scale: float, budget: Budget, found: Results) -> Iterator[Figure]:
+def measure(task: Task) -> Iterator[Figure]:
     """Train without saves first, and then with those of one contestant after the other."""
-    training = Training(device, scale)
+    device, budget = task.device, task.budget
+    training = Training(device, task.scale)
     yield Figure("state", training.nbytes / 1e9, "GB")
     loop = _Loop(device, training)
     for _ in range(3):
@@ -51,10 +54,12 @@ def measure(device: Device, scale: float, budget: Budget, found: Results) -> Ite
     yield Figure("a step", median(usual) * 1e3, "ms", samples=_ms(usual))
     yield Figure("slowest step, over the median", (max(usual) - median(usual)) * 1e3, "ms")
     # A slow disk writes such a state for longer than the part has: then into memory.
-    disk = (found.value("env", environment.DISK) or 0.0) * 1e9
+    disk = (task.found.value("env", environment.DISK) or 0.0) * 1e9
     inside = None if disk * budget.left * 0.04 > training.nbytes else "/dev/shm"
     yield Figure("checkpoints are written to", "the disk" if inside is None else "tmpfs, as the disk is slow")
     for name, share in _SHARES.items():
+        if name in PEERS and name not in task.peers:
+            continue
         with files.working_folder(inside) as folder:
             yield from _with_saves(name, loop, training, folder, budget.share(share), median(usual))
 

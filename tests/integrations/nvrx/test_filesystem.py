@@ -41,7 +41,7 @@ def test_a_save_joins_what_is_in_its_folder(queue: nvrx.AsyncCallsQueue, tmp_pat
         assert queue.maybe_finalize_async_calls(blocking=True) == [number]
         assert is_there(state, tmp_path) and not verify(str(tmp_path)).damages
     assert finalized == [0, 1, 2] and (tmp_path / "common.pt").read_text() == "of the caller"
-    assert [path.name for path in tmp_path.parent.iterdir() if "partial" in path.name] == []
+    assert [path.name for path in tmp_path.parent.iterdir() if path.name.endswith(".partial")] == []
 
 
 def test_the_newest_metadata_is_read(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
