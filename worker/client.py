@@ -10,7 +10,15 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-from asyncckpt.errors import CheckpointError, ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError, located
+from asyncckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    OutOfMemoryError,
+    SaveTimeoutError,
+    WorkerDiedError,
+    is_interrupt,
+    located,
+)
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
 from asyncckpt.worker.held_image import HeldImage
@@ -253,7 +261,7 @@ class WorkerClient:
         except BaseException as error:
             if fd is not None:
                 self._process.kill()  # it may wait for a descriptor that never comes
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError) or is_interrupt(error):
                 raise
             # The listener is about to find out why; it knows more than "broken pipe".
             self._listener.join(timeout=10)
