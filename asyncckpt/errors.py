@@ -6,8 +6,13 @@ checked when it arrives.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 
@@ -153,6 +158,50 @@ def located(
     found = otherwise(f"{type(error).__name__}: {error}", path=path, rank=rank, step=step)
     found.__cause__ = error
     return found
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether ``error`` is for the caller as it is: it is no ``Exception``, or a signal handler raised it."""
+    return not isinstance(error, Exception) or _is_of_handler(error)
+
+
+def _is_of_handler(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None:
+        if _is_handler(trace.tb_frame):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _is_handler(frame: FrameType) -> bool:
+    """Whether a function is a handler of signals: it was given the frame that it has interrupted."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + bool(code.co_flags & inspect.CO_VARARGS)]
+    given = [frame.f_locals.get(name) for name in names]
+    flat = [each for value in given for each in (value if type(value) is tuple else (value,))]
+    return frame.f_back is not None and any(each is frame.f_back for each in flat)
+
+
+def unless_interrupt(*kinds: type[BaseException]) -> tuple[type[BaseException], ...]:
+    """Return the classes for an ``except`` to catch: ``kinds``; none if the exception at hand ``is_interrupt``."""
+    error = sys.exc_info()[1]
+    return () if error is not None and is_interrupt(error) else kinds
+
+
+@contextmanager
+def interrupts_as_they_are() -> Iterator[None]:
+    """Raise what a signal handler has raised, and nothing that was made of it on the way."""
+    handled = sys.exc_info()[1]  # by the caller, who may save for just that reason
+    try:
+        yield
+    except CheckpointError as error:
+        cause = error.__cause__ or error.__context__
+        while cause is not None and cause is not handled:
+            if _is_of_handler(cause):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        raise
 
 
 def encode(error: CheckpointError) -> bytes:

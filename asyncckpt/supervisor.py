@@ -24,7 +24,15 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, SaveTimeoutError, WorkerDiedError, located
+from asyncckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    JobTakenError,
+    SaveTimeoutError,
+    WorkerDiedError,
+    is_interrupt,
+    located,
+)
 from asyncckpt.events import Event, EventPhase, Listeners
 from asyncckpt.worker.client import WorkerClient
 from asyncckpt.worker.endpoint import endpoint_name, take_log
@@ -303,7 +311,7 @@ class Supervisor:
             if endpoint is not None and (words := take_log(endpoint)):
                 logger.warning("what the worker of the trainer before this one had to say: %s", words)
         except BaseException as error:
-            if not isinstance(error, Exception):  # an interrupt: it may be the only one that has the memory by now
+            if is_interrupt(error):  # it may be the only one that has the memory by now
                 client.detach()
             with contextlib.suppress(SaveTimeoutError):  # it ends by itself; what is raised says why it has to
                 client.close(config.timeout)

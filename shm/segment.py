@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import weakref
 
 from asyncckpt.errors import OutOfMemoryError
@@ -110,8 +111,15 @@ class Segment:
         """Map a memory ``file``, which the segment owns from here on.
 
         A fork has no part in what may be written to, nor keeps its memory: that is of one trainer and its worker.
+        Raises ``OutOfMemoryError`` if this process has no address space for it.
         """
-        segment = cls(file, os.fstat(file.fileno()).st_size, writable=writable)
+        nbytes = os.fstat(file.fileno()).st_size
+        try:
+            segment = cls(file, nbytes, writable=writable)
+        except (MemoryError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+                raise
+            raise _out_of_memory(nbytes, refusal(error)) from error
         if writable:
             _of_this_process.add(segment)
         return segment
@@ -247,6 +255,9 @@ def refusal(error: BaseException) -> str:
         return (
             "it is larger than this process may make a file (ulimit -f), which holds for memory too: raise that limit"
         )
+    is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    if is_limited and (isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM):
+        return f"{error}; the address space of this process is limited (ulimit -v): raise that limit"
     return str(error)
 
 

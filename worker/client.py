@@ -10,7 +10,15 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-from asyncckpt.errors import CheckpointError, ClosedError, SaveTimeoutError, WorkerDiedError, located
+from asyncckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    OutOfMemoryError,
+    SaveTimeoutError,
+    WorkerDiedError,
+    is_interrupt,
+    located,
+)
 from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
 from asyncckpt.worker.held_image import HeldImage
@@ -253,7 +261,7 @@ class WorkerClient:
         except BaseException as error:
             if fd is not None:
                 self._process.kill()  # it may wait for a descriptor that never comes
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError) or is_interrupt(error):
                 raise
             # The listener is about to find out why; it knows more than "broken pipe".
             self._listener.join(timeout=10)
@@ -292,7 +300,7 @@ class WorkerClient:
                 break
             segment = None
             if isinstance(message, messages.Answer) and isinstance(message.answer, messages.Allocated):
-                segment = Segment.attach(self._connection.receive_descriptor())  # lost, where there is no room for it
+                message, segment = self._allocated(message.number, message.answer)
             match message:
                 case messages.Written(save_id, inode, timings):
                     self.saves.on_written(save_id, inode, timings)
@@ -315,6 +323,14 @@ class WorkerClient:
                     if isinstance(answer, messages.Cancelled) and answer.in_time and answer.slot_free:
                         self.saves.on_written(answer.save_id)  # whoever has asked may not wait any more
                     self._questions.on_answer(message, segment)
+
+    def _allocated(self, number: int, answer: messages.Allocated) -> tuple[messages.Answer, Segment | None]:
+        """Map a new segment. If this process has no room for it, the worker takes it back, and the question fails."""
+        try:
+            return messages.Answer(number, answer), self._connection.receive_segment()
+        except OutOfMemoryError as error:
+            self._give_back(answer, None)
+            return messages.Answer(number, messages.Refused(error)), None
 
     def _on_exit(self) -> None:
         """The worker is gone: everything open fails, and says why."""

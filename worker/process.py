@@ -55,6 +55,7 @@ class WorkerProcess:
         """Start it. Raises ``WorkerDiedError``."""
         detached_workers()
         try:
+            occupy_standard_streams()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
                 self.connection = SocketConnection(ours)
@@ -181,6 +182,17 @@ def detached_workers() -> set[int]:
     return {process.pid for process in _detached}
 
 
+def occupy_standard_streams() -> None:
+    """Open the null device for each standard stream that is closed, as in a daemon.
+
+    Otherwise a socket or memory of ours has the number of that stream: what somebody prints is written there, and a
+    child gets another file in its place.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 def same_modules() -> dict[str, str]:
     """The environment for a Python that finds the same modules as this one, whatever this process did to its path."""
     path = [entry for entry in _module_folders() if os.pathsep not in entry]
@@ -198,7 +210,11 @@ def run_module(name: str) -> list[str]:
 
 
 def _module_folders() -> list[str]:
-    return [os.path.abspath(entry) for entry in sys.path if os.path.exists(entry or os.curdir)]
+    folders = []
+    for entry in sys.path:
+        with contextlib.suppress(FileNotFoundError):  # the current folder was removed, and no module is there any more
+            folders.append(os.path.abspath(entry))
+    return [folder for folder in folders if os.path.exists(folder)]
 
 
 class CommandLine(NamedTuple):

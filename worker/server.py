@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from multiprocess.connection import wait
 
 from asyncckpt.errors import CheckpointError, JobTakenError, OutOfMemoryError, StorageError, WorkerDiedError
-from asyncckpt.shm.segment import Segment
 from asyncckpt.worker import messages
 from asyncckpt.worker.committer import Committer
 from asyncckpt.worker.endpoint_messages import Follow, Serve
@@ -213,7 +212,7 @@ class Server:
                 uploader = self._committer.uploader
                 answer = UploadsUnderWay((), None) if uploader is None else uploader.under_way()
             case messages.Adopt(held):
-                segment = Segment.attach(self._connection.receive_descriptor())
+                segment = self._connection.receive_segment()
                 answer = messages.Adopted(self._segment_store.adopt(segment, held))
                 if any(each.is_copy for each in held):
                     self._inherited.append((answer.segment, held))

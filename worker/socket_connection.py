@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import select
 import socket
 import struct
 from collections.abc import Iterator
+from itertools import tee
 from operator import itemgetter
 from typing import Any
 
 from multiprocess.connection import Connection
 
+from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.descriptor import Descriptor
+from asyncckpt.shm.segment import Segment
 
 _NUMBER = struct.Struct("i")
 # What stands before a message, as multiprocessing has it: its length, or -1 and then its length.
@@ -78,16 +83,36 @@ class SocketConnection(Connection):  # type: ignore[misc]
         socket.send_fds(self.socket, [b"\0"], [fd])
 
     def receive_descriptor(self) -> Descriptor:
-        """Wait for a descriptor. Raises ``EOFError``, ``OSError``; also where this process has no room for it.
+        """Wait for a descriptor. Raises ``EOFError``, ``OSError``; ``EMFILE`` if this process may have no more.
 
         No exception of a signal handler or of another thread comes between its arrival and there being an owner.
         """
         room, flags = socket.CMSG_SPACE(_NUMBER.size), socket.MSG_CMSG_CLOEXEC
-        received: Iterator[Any] = map(self.socket.recvmsg, (1,), (room,), (flags,))
+        messages: Iterator[Any] = map(self.socket.recvmsg, (1,), (room,), (flags,))
+        received, again = tee(messages)
         for step in _STEPS:
             received = map(step, received)
         try:
             descriptor: Descriptor = next(received)
         except IndexError:
+            _, _, said, _ = next(again)
+            if said & socket.MSG_CTRUNC:  # the kernel has dropped the descriptor
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from None
             raise EOFError("there came no descriptor") from None
         return descriptor
+
+    def receive_segment(self, *, writable: bool = True) -> Segment:
+        """Wait for a memory file, and map it. The file is taken off the socket in any case.
+
+        Raises ``EOFError``, ``OSError``; ``OutOfMemoryError`` if this process has no room for it.
+        """
+        try:
+            file = self.receive_descriptor()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            raise OutOfMemoryError(
+                f"shared memory of the worker cannot be mapped: {error.strerror} (ulimit -n); close some, or raise"
+                " that limit"
+            ) from error
+        return Segment.attach(file, writable=writable)

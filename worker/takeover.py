@@ -340,7 +340,7 @@ def _receive(connection: SocketConnection, question: object, *expected: type) ->
 
 def _receive_segment(connection: SocketConnection, timeout: float, *, writable: bool = True) -> Segment:
     _await_answer(connection, timeout)
-    return Segment.attach(connection.receive_descriptor(), writable=writable)
+    return connection.receive_segment(writable=writable)
 
 
 def _await_answer(connection: SocketConnection, timeout: float) -> None:

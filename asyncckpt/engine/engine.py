@@ -27,7 +27,7 @@ from asyncckpt.engine.save_input import check_file_set_place, save_input
 from asyncckpt.engine.save_operation import Copier, SaveOperation
 from asyncckpt.engine.saves import Saves, check_writable
 from asyncckpt.engine.turn import Turn
-from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError
+from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, interrupts_as_they_are, is_interrupt
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.plan import StateDict
@@ -111,8 +111,9 @@ class Engine(AbstractContextManager["Engine"]):
         with self._turn.take():
             group, number = self._usable(), next(self._numbers)
             try:
-                wanted = save_input(group, number, state_dict, planner, check=check)
-                buffer, tensors, *_ = self._plans.for_all(wanted, prepares=True)
+                with interrupts_as_they_are():
+                    wanted = save_input(group, number, state_dict, planner, check=check)
+                    buffer, tensors, *_ = self._plans.for_all(wanted, prepares=True)
             except BaseException as error:
                 group.report_failure(number, error, begun=False)
                 if not _is_only_logged(error, self.config):
@@ -210,7 +211,7 @@ class Engine(AbstractContextManager["Engine"]):
         Raises:
             VersionError, CheckpointError: It is not newer; it is no such folder. Also raises as ``save`` does.
         """
-        with self._turn.take():
+        with self._turn.take(), interrupts_as_they_are():
             group = self._usable()
             gather = partial(known_by_all, group, next(self._numbers))
             published = self._versions.admit(version, group.world_size, gather, roll_back=roll_back)
@@ -317,21 +318,22 @@ class Engine(AbstractContextManager["Engine"]):
             group = self._usable()
             save = SaveOperation(path, step, group, next(self._numbers), self.config, self._on_outcome, self.tell)
             try:
-                captured = capture(save)
-                planned = time.perf_counter()
-                slot = self._saves.take_slot(save, captured.buffer)
-                if slot is not None:
-                    save.timings |= {"plan_s": planned - save.begun, "slot_s": time.perf_counter() - planned}
-                    self._memory = None  # what was held is being overwritten
-                    self._saves.add(save)
-                    save.stage(captured, slot, retention, self._copier)
+                with interrupts_as_they_are():
+                    captured = capture(save)
+                    planned = time.perf_counter()
+                    slot = self._saves.take_slot(save, captured.buffer)
+                    if slot is not None:
+                        save.timings |= {"plan_s": planned - save.begun, "slot_s": time.perf_counter() - planned}
+                        self._memory = None  # what was held is being overwritten
+                        self._saves.add(save)
+                        save.stage(captured, slot, retention, self._copier)
             except BaseException as error:
                 group.report_failure(save.number, error, begun=save.is_begun)
                 # But an interrupt that came too late says nothing of how the save ends.
-                save.is_reported = isinstance(error, Exception) or save.is_called_off or not save.is_begun
+                save.is_reported = not is_interrupt(error) or save.is_called_off or not save.is_begun
                 if not save.is_begun:
                     self._saves.failures += 1  # else it is counted when it ends
-                    save.end(error if isinstance(error, Exception) else CheckpointError("it was interrupted"))
+                    save.end(CheckpointError("it was interrupted") if is_interrupt(error) else error)
                 if not _is_only_logged(error, self.config):
                     raise
             finally:

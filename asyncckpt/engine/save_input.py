@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from asyncckpt.errors import UnsavableStateError
+from asyncckpt.errors import UnsavableStateError, unless_interrupt
 from asyncckpt.planning.dcp_planner import flat_names
 from asyncckpt.planning.draft import Draft, DraftInput, make_plans
 from asyncckpt.planning.file_set import DcpFolder, FileSet, ShardedSafetensors
@@ -147,7 +147,7 @@ class StateToSave(SaveInput):
                 self._captured[plan.number] = plan.capture(self.given, self.planner, is_raw=True)
             except StructureChanged:
                 continue
-            except Exception:  # to be raised where all ranks hear of it
+            except unless_interrupt(Exception):  # to be raised where all ranks hear of it
                 pass
             return
         # To look for ``Stateful`` values takes as long as to compare the structure, so only where that is another.

@@ -21,7 +21,7 @@ from asyncckpt.devices.kinds import ReadyEvents, ready_events
 from asyncckpt.engine.plan_selection import Captured
 from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.save_events import EventsOfSave
-from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError, is_interrupt
 from asyncckpt.events import Event
 from asyncckpt.flag import Flag
 from asyncckpt.planning.plan import CheckpointPlan
@@ -221,7 +221,7 @@ class SaveOperation(SaveState):
             self.release_tensors()
         except BaseException as error:
             failure = self._call_off(error)
-            if not isinstance(error, Exception):
+            if is_interrupt(error):
                 raise
             return failure
         return None
@@ -232,14 +232,14 @@ class SaveOperation(SaveState):
         if failure is None:
             text = f"staging failed: {type(error).__name__}: {error}"
             failure = CheckpointError(text, path=self.path, rank=self.group.rank, step=self.step)
-            if isinstance(error, Exception):  # an interrupt is raised, and would keep all that its traceback has seen
+            if not is_interrupt(error):  # that is raised, and would keep all that its traceback has seen
                 failure.__cause__ = error
         client = self.buffer.client
         client.saves.on_copied(self)
         self.release_tensors()
         self.is_called_off = True
         # An interrupt matters more to the caller than what goes wrong here.
-        with contextlib.suppress(*(() if isinstance(error, Exception) else (CheckpointError,))):
+        with contextlib.suppress(*((CheckpointError,) if is_interrupt(error) else ())):
             if client.alive and not client.cancel(self, failure, self._config.timeout):
                 self.is_called_off = not self.is_whole
                 if not self.is_whole:  # the worker was never told of it, and nobody else will end it

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from asyncckpt.errors import CheckpointError, located
+from asyncckpt.errors import CheckpointError, interrupts_as_they_are, is_interrupt, located, unless_interrupt
 from asyncckpt.gc_pause import without_gc
 from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import DirectLoad, draft
@@ -172,7 +172,8 @@ def _is_first() -> bool:
 def _as_ours(path: str, ranks: Any) -> Iterator[None]:
     """Raise every failure as one of ours: DCP makes one that is no ``Exception`` of what the ranks raised."""
     try:
-        yield
+        with interrupts_as_they_are():
+            yield
     except CheckpointError:
         raise
     except CheckpointException as error:
@@ -181,9 +182,9 @@ def _as_ours(path: str, ranks: Any) -> Iterator[None]:
         for cause in causes.values():
             if isinstance(cause, CheckpointError):
                 raise cause from None
-        if me in causes and not isinstance(causes[me], Exception):
-            raise causes[me] from None  # Ctrl-C
+        if me in causes and is_interrupt(causes[me]):
+            raise causes[me] from None  # Ctrl-C, say
         rank, cause = next(iter(causes.items()))
         raise located(cause, path=path, rank=rank if many(ranks) else None) from error
-    except Exception as error:
+    except unless_interrupt(Exception) as error:
         raise located(error, path=path) from error

@@ -16,6 +16,7 @@ from asyncckpt.errors import (
     FormatError,
     MismatchError,
     StorageError,
+    unless_interrupt,
 )
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.image_files import FetchedImage, ImageFiles, MappedImage
@@ -277,7 +278,7 @@ class MemorySource:
                 continue  # it has not answered
             try:
                 image = self._mapped(place) if place.scope == self._found.scope else self._fetched(place)
-            except (CheckpointError, EOFError, OSError) as error:
+            except unless_interrupt(CheckpointError, EOFError, OSError) as error:
                 logger.warning("an image of %s cannot be read: %s", self.request.path, error)
                 if not isinstance(error, FileNotFoundError):
                     origin = origin._replace(key=None)

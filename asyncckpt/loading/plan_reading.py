@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 
+from asyncckpt.errors import unless_interrupt
 from asyncckpt.loading.source import Source
 from asyncckpt.planning.stored_plan import StoredPlan
 from asyncckpt.worker.manifest import data_of_rank
@@ -21,7 +22,7 @@ def read_plan(source: Source | None, rank: int) -> StoredPlan | None:
         return None
     try:
         return _read(source, rank)
-    except Exception as error:  # whatever it is: the other ranks have loaded, and go on
+    except unless_interrupt(Exception) as error:  # whatever it is: the other ranks have loaded, and go on
         logger.info("the next save is planned anew, as the plan of attempt %s is not known: %s", source.attempt, error)
         return None
 

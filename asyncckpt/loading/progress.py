@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
+from asyncckpt.errors import unless_interrupt
+
 logger = logging.getLogger(__name__)
 
 
@@ -76,7 +78,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         with self._lock:
             try:
                 yield
-            except Exception as error:
+            except unless_interrupt(Exception) as error:
                 logger.debug("there is no progress bar: %r", error)
                 if self._bar is not None:
                     self._bar.disable = True  # or it tries again when it is collected

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.errors import DamagedCheckpointError, unless_interrupt
 from asyncckpt.worker.manifest import METADATA_NAME
 
 _LARGEST = 1 << 63  # no size, and no offset, is as large
@@ -33,7 +33,7 @@ def check_metadata(metadata: Metadata, path: str) -> None:
             its = metadata.state_dict_metadata.get(name)
             if isinstance(its, TensorStorageMetadata) and not _are_sizes(index.offset or its.size, len(its.size)):
                 raise ValueError(f"which part of {name!r} it says is stored")
-    except Exception as error:  # attributes may be missing, or be anything, as they were unpickled
+    except unless_interrupt(Exception) as error:  # attributes may be missing, or be anything, as they were unpickled
         raise DamagedCheckpointError(
             f"{METADATA_NAME} is damaged: {type(error).__name__}: {error}", path=path
         ) from error

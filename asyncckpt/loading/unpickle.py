@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
-from asyncckpt.errors import CheckpointError, DamagedCheckpointError, UntrustedValueError
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError, UntrustedValueError, unless_interrupt
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _CLASSES = (
@@ -130,7 +130,7 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
                 _restore(classes, before)
     except _NotAllowed as error:
         raise untrusted(".metadata", error, path) from error
-    except Exception as error:  # a pickle that is none fails in many ways
+    except unless_interrupt(Exception) as error:  # a pickle that is none fails in many ways
         raise DamagedCheckpointError(f".metadata is no pickle: {type(error).__name__}: {error}", path=path) from error
     if not isinstance(found, Metadata):
         raise DamagedCheckpointError(f".metadata holds a {type(found).__name__}, and not DCP's metadata", path=path)
@@ -159,9 +159,9 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool, d
         file.seek(begin)
         try:
             return _without_names(file)
-        except Exception:  # it is no such value: torch has said what it is
+        except unless_interrupt(Exception):  # it is no such value: torch has said what it is
             raise untrusted(repr(name), error, path) from error
-    except Exception as error:  # the value's own code runs
+    except unless_interrupt(Exception) as error:  # the value's own code runs
         raise CheckpointError(f"{name!r} fails to unpickle: {type(error).__name__}: {error}", path=path) from error
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 
-from asyncckpt.errors import UnsavableStateError
+from asyncckpt.errors import UnsavableStateError, unless_interrupt
 from asyncckpt.planning.forms import has_shards, is_partial
 from asyncckpt.planning.plan import StateDict
 
@@ -72,7 +72,7 @@ def planning() -> Iterator[None]:
         yield
     except UnsavableStateError:
         raise
-    except Exception as error:
+    except unless_interrupt(Exception) as error:
         raise UnsavableStateError(f"the state dict cannot be planned: {type(error).__name__}: {error}") from error
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from asyncckpt.errors import UnsavableStateError
+from asyncckpt.errors import UnsavableStateError, unless_interrupt
 from asyncckpt.planning.torch_file_plan import TorchFileContents
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class FileSet:
                 content = buffer.getvalue()
         except UnsavableStateError as error:
             self.fail(error)
-        except Exception as error:  # of the object's own code, or of its device
+        except unless_interrupt(Exception) as error:  # of the object's own code, or of its device
             self.fail(UnsavableStateError(f"{name!r} cannot be saved: {type(error).__name__}: {error}"))
         self._add(name, content)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
+from asyncckpt.errors import unless_interrupt
 from asyncckpt.shm.compiled import compiled
 
 PlainForm: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
@@ -81,7 +82,7 @@ class Forms:
         expected = described.buffer_info()[0], _SHARD_ATTRIBUTES[0], self._on.buffer_info()[0], ctypes.addressof(moved)
         try:
             done = exchange.compared(exchange.describe, tensors, len(tensors), *expected)
-        except Exception:  # one has become such that DLPack does not know it
+        except unless_interrupt(Exception):  # one has become such that DLPack does not know it
             return False
         if moved.value or self.devices is None:
             self.devices = object()
@@ -117,7 +118,7 @@ def plain_addresses(
             expected = None if forms is None else _as_described(forms)
             where = [None if each is None else each.buffer_info()[0] for each in (expected, found)]
             done = exchange.addresses(exchange.describe, its, len(its), *where, on_host)
-        except Exception:  # of a dtype that DLPack does not know
+        except unless_interrupt(Exception):  # of a dtype that DLPack does not know
             done = -1
         if 0 <= done < len(its):
             return None
@@ -241,7 +242,7 @@ def _described(tensors: list[torch.Tensor]) -> array[int] | None:
     found = array("q", bytes(8 * sum(2 + tensor.dim() for tensor in tensors)))
     try:
         done = exchange.forms(exchange.describe, tensors, len(tensors), found.buffer_info()[0])
-    except Exception:  # of a dtype that DLPack does not know
+    except unless_interrupt(Exception):  # of a dtype that DLPack does not know
         return None
     return found if done == len(tensors) else None
 

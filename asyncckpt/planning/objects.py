@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncckpt.errors import UnsavableStateError
+from asyncckpt.errors import UnsavableStateError, unless_interrupt
 from asyncckpt.planning.forms import has_shards
 from asyncckpt.planning.layout import Place
 from asyncckpt.planning.per_rank import of_any_rank
@@ -75,7 +75,7 @@ def _saved(name: str, value: object) -> bytes:
         torch.save(value, buffer := io.BytesIO())
     except UnsavableStateError:
         raise
-    except Exception as error:  # whatever the value's own code raises
+    except unless_interrupt(Exception) as error:  # whatever the value's own code raises
         raise UnsavableStateError(
             f"the value of {name!r}, a {type(value).__qualname__}, cannot be pickled: {type(error).__name__}: {error};"
             " leave it out of the state dict, or give it a __getstate__ that drops what does not pickle"
@@ -127,7 +127,7 @@ def _check_unpickles(name: str, value: object, data: bytes) -> None:
         try:
             torch.load(io.BytesIO(data), map_location=device, weights_only=False)
             return
-        except Exception as error:  # whatever the value's own code raises
+        except unless_interrupt(Exception) as error:  # whatever the value's own code raises
             cause = error
     raise UnsavableStateError(
         f"the value of {name!r}, a {type(value).__qualname__}, pickles, but could not be loaded again:"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from asyncckpt.errors import unless_interrupt
 from asyncckpt.planning.structure import Keys, has_no_bytes, leaf_keys
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def _digest(value: object) -> int:
     hasher = hashlib.blake2b(digest_size=8)
     try:
         _add(hasher.update, value, _SMALL_BYTES)
-    except Exception:  # of a class of the user's, perhaps: a warning is not worth a save
+    except unless_interrupt(Exception):  # of a class of the user's, perhaps: a warning is not worth a save
         return 0
     return int.from_bytes(hasher.digest(), "little") or 1
 

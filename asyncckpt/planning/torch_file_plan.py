@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.serialization import location_tag, normalize_storage_type
 
-from asyncckpt.errors import UnsavableStateError
+from asyncckpt.errors import UnsavableStateError, unless_interrupt
 from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.objects import bytes_to_reserve
@@ -75,7 +75,7 @@ class TorchFileContents:
             pickler.dump(obj)
             with torch.no_grad():  # once: to enter it takes longer than what is done there
                 self.tensors = [flat_bytes(storage) for storage in pickler.storages.values()]
-        except Exception as error:  # whatever the object's own code raises
+        except unless_interrupt(Exception) as error:  # whatever the object's own code raises
             raise UnsavableStateError(
                 f"the object, a {type(obj).__qualname__}, cannot be saved: {type(error).__name__}: {error}"
             ) from error

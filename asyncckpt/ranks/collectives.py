@@ -42,7 +42,7 @@ def on_all(do: Callable[[], T], process_group: Any = None) -> T:
         failure = located(error, rank=dist.get_rank(process_group))
     for found in gather(failure, process_group):
         if found is not None:
-            raise found
+            raise found from failure
     return result
 
 
@@ -57,15 +57,16 @@ def from_first(
     if not many(process_group):
         return do()
     answer: Any = None
+    failure: Exception | None = None
     group = cpu_group(process_group, timeout)
     if dist.get_rank(group) == 0:
         try:
             answer = do()
         except Exception as error:  # the others wait
-            answer = located(error, rank=0)
+            answer, failure = located(error, rank=0), error
     answer = pickle.loads(_broadcast(pickle.dumps(answer), group, timedelta(seconds=timeout + start_timeout)))
     if isinstance(answer, CheckpointError):
-        raise answer
+        raise answer from failure
     found: T = answer
     return found
 

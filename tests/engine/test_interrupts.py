@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -243,3 +244,90 @@ def test_a_save_within_a_save_is_refused(root: Path, monkeypatch: pytest.MonkeyP
         found = {"w": torch.zeros(1000)}
         assert checkpointer.steps() == [1, 2] and checkpointer.load(found, 1) == 1
         assert bool((found["w"] == 1).all())
+
+
+class _Preempted(Exception):
+    """Of the training's own."""
+
+
+@contextmanager
+def _signal_at(point: Point | None) -> Iterator[list[Point]]:
+    """Have a handler of signals raise at the first call like ``point``. Yields that call, once it has come."""
+    met: list[Point] = []
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_IGN)
+        raise _Preempted
+
+    def send(at: Point) -> None:
+        if at == point and not met:
+            met.append(at)
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with _traced(send):
+            yield met
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def _not_passed(points: list[Point], act: Callable[[], object], again: Callable[[], object]) -> list[Any]:
+    """The ``points`` at which what the handler raises inside ``act`` comes out as something else, or not at all."""
+    lost: list[Any] = []
+    reached = 0
+    for point in points:
+        met: list[Point] = []
+        try:
+            with _signal_at(point) as met:
+                act()
+            lost += [(point, "nothing")] * len(met)
+        except _Preempted:
+            pass
+        except Exception as error:
+            lost.append((point, error))
+        reached += len(met)
+        again()
+    assert reached > len(points) * 0.9
+    return lost
+
+
+@pytest.mark.timeout(600)
+def test_an_exception_of_a_handler_comes_out_of_a_save_as_it_is(root: Path) -> None:
+    with Checkpointer(root, Config(failure="warn", keep_last=2)) as checkpointer:
+        training = Training(checkpointer)
+
+        def another() -> None:
+            checkpointer.wait(60)
+            training.size += 1
+            training.next_state()
+
+        for _ in range(3):
+            training.check()
+            another()
+        points = _points(training.save)
+        another()
+        assert _not_passed(points, training.save, another) == []
+        training.check()
+
+
+@pytest.mark.timeout(600)
+def test_an_exception_of_a_handler_comes_out_of_a_load_as_it_is(root: Path) -> None:
+    """And no checkpoint is taken for damaged, and set aside."""
+    with Checkpointer(root) as checkpointer:
+        training = Training(checkpointer)
+        training.next_state()
+        training.state["planned"] = {1: "a", (2, 3): [torch.ones(3), None]}  # by DCP's planner
+        training.save().result(60)
+        into = zeros_like(training.state)
+
+        def load() -> object:
+            return checkpointer.load(into, memory=False, fallback=True)
+
+        load()
+        found: dict[Point, None] = {}
+        with _traced(lambda point: found.setdefault(point)):
+            load()
+        points = [point for point in found if point[2].co_name != "<genexpr>"]  # Python ends those, and raises nothing
+        assert _not_passed(points, load, lambda: None) == []
+        assert load() == 1 and same(into, training.state)

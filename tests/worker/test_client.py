@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,75 @@ def test_more_memory_than_there_is_is_refused() -> None:
         segment.close()
     finally:
         worker.close(30)
+
+
+@contextlib.contextmanager
+def _limited(kind: int, soft: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+@pytest.mark.parametrize("limit", ["ulimit -n", "ulimit -v"])
+def test_memory_that_its_trainer_has_no_room_for_is_given_back(limit: str) -> None:
+    """The worker has made the memory. The error names the limit of the trainer, and the worker serves on."""
+    worker = WorkerClient(WorkerOptions())
+    try:
+        unused = os.open("/dev/null", os.O_RDONLY)
+        os.close(unused)
+        address_space = psutil.Process().memory_info().vms
+        small = {
+            "ulimit -n": (resource.RLIMIT_NOFILE, unused),
+            "ulimit -v": (resource.RLIMIT_AS, address_space + 32 * MIB),
+        }
+        with _limited(*small[limit]), pytest.raises(OutOfMemoryError, match=limit):
+            worker.allocate(64 * MIB, 30)
+        number, segment = worker.allocate(MIB, 30)
+        with segment:
+            assert number == 2 and list(mapped_segments(worker.pid).values()) == [MIB]
+    finally:
+        worker.close(30)
+
+
+_SAVE_ONCE = """
+import os, sys, torch, asyncckpt
+if sys.argv[3:]:
+    os.rmdir(os.getcwd())
+with asyncckpt.Checkpointer(sys.argv[1]) as checkpointer:
+    save = checkpointer.save(1, {"w": torch.arange(1000.0)})
+    for stream in eval(sys.argv[2]):
+        os.write(stream, b"what a library prints")
+    save.result(60)
+"""
+
+
+@pytest.mark.parametrize("closed", [(0, 1, 2), (1, 2)])
+def test_a_trainer_without_standard_streams(root: Path, closed: tuple[int, ...]) -> None:
+    """As a daemon is. What is printed there goes nowhere, and into nothing of ours."""
+    command = [sys.executable, "-c", _SAVE_ONCE, str(root), str(closed[-2:])]
+    ended = subprocess.run(command, preexec_fn=lambda: deque(map(os.close, closed)), timeout=120)
+    assert ended.returncode == 0
+    into = {"w": torch.zeros(1000)}
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(into) == 1 and torch.equal(into["w"], torch.arange(1000.0))
+
+
+def test_a_trainer_whose_current_folder_was_removed(root: Path, tmp_path: Path) -> None:
+    code = """
+try:
+    asyncckpt.Checkpointer("here")
+except asyncckpt.errors.StorageError as error:
+    assert "was removed" in str(error), error
+"""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = [sys.executable, "-c", _SAVE_ONCE + code, str(root), "()", "remove"]
+    ended = subprocess.run(command, cwd=gone, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert complete_steps(str(root)) == [1]
 
 
 def test_its_death_fails_the_save_at_once_and_the_next_save_works(root: Path, faulty_worker: Faulty) -> None:
@@ -306,7 +377,7 @@ def test_a_segment_given_back_while_its_save_is_finished(
 
 
 def test_a_message_that_cannot_be_taken_ends_the_worker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it is where the process has no room for a descriptor. Nobody may wait for ever then."""
+    """Nobody may wait for ever then."""
 
     def fail(connection: object) -> None:
         raise EOFError("there came no descriptor")
@@ -351,7 +422,7 @@ def test_one_that_fails_says_its_last_words() -> None:
         worker.check_usable()
 
 
-def test_one_that_the_host_refuses_memory_does_not_take_its_trainer_for_gone(tmp_path: Path) -> None:
+def test_one_that_the_host_refuses_something_does_not_take_its_trainer_for_gone(tmp_path: Path) -> None:
     """It would linger, and tell the other ranks; and nobody would be told why it has ended."""
     worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
     file = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)  # of no bytes, which cannot be mapped

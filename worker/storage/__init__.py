@@ -75,7 +75,13 @@ def absolute(path: str | os.PathLike[str]) -> str:
             f"this process cannot have a path like {text!a}: its locale says that names are {error.encoding};"
             " set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
         ) from error
-    return os.path.abspath(expanded)
+    try:
+        return os.path.abspath(expanded)
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"the path {text!a} begins at the current folder, which was removed: change to another, or give a path from"
+            " '/' on"
+        ) from error
 
 
 def may_be_key(name: str) -> bool:

@@ -33,7 +33,7 @@ from asyncckpt.errors import CheckpointError, UnsavableStateError, WorkerDiedErr
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.worker import messages
-from asyncckpt.worker.process import run_module, same_modules, watched
+from asyncckpt.worker.process import occupy_standard_streams, run_module, same_modules, watched
 from asyncckpt.worker.socket_connection import SocketConnection
 
 _ALIGNMENT = 64
@@ -47,6 +47,7 @@ class Helper:
 
     def __init__(self) -> None:
         """Start it. Raises ``WorkerDiedError``."""
+        occupy_standard_streams()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             try:
