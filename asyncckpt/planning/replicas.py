@@ -6,7 +6,6 @@ another rank writes, so the trainer makes the digests: of all of a small value, 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import zlib
@@ -18,9 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncckpt.errors import unless_interrupt
-from asyncckpt.planning.structure import Keys, has_no_bytes, leaf_keys
 from asyncckpt.devices.kinds import ReadyEvents, kind_of
+from asyncckpt.errors import unless_interrupt
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, leaf_keys
 
 # Values of up to so many bytes are compared whole, unless they are floating-point tensors, or on a device.
@@ -81,12 +79,14 @@ class Sample:
         self._digests: dict[str, int] = {}
         views: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
         for name, value in values:
-            with contextlib.suppress(Exception):  # of a class of the user's, perhaps: a warning is not worth a save
+            try:
                 if isinstance(value, torch.Tensor) and not _is_small(value):
                     view = _sampled(value)
                     views.setdefault((view.device, view.itemsize), []).append((name, value, view))
                 else:
                     self._digests[name] = _digest(value)
+            except unless_interrupt(Exception):  # of a class of the user's, perhaps: a warning is not worth a save
+                continue
         self._copies: list[tuple[list[str], list[int], list[bytes], torch.Tensor]] = []
         self.on_devices: list[torch.Tensor] = []
         """What has to be ready before ``digests`` is called."""
@@ -132,11 +132,6 @@ def _number(hasher: Any) -> int:
 def _digest(value: object) -> int:
     """A number for a small value. Raises ``ValueError`` if it is something else, or too large."""
     hasher = hashlib.blake2b(digest_size=8)
-    try:
-        _add(hasher.update, value, _SMALL_BYTES)
-    except unless_interrupt(Exception):  # of a class of the user's, perhaps: a warning is not worth a save
-        return 0
-    return int.from_bytes(hasher.digest(), "little") or 1
     _add(hasher.update, value, _SMALL_BYTES)
     return _number(hasher)
 
