@@ -147,8 +147,19 @@ def remove_folder(path: str) -> None:
     with os.scandir(path) as entries:
         others = [entry for entry in entries if entry.name != MANIFEST_NAME and not is_index(entry.name)]
     for entry in others:
-        shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
-    shutil.rmtree(path)
+        if entry.is_dir(follow_symlinks=False):
+            _remove_tree(entry.path)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry.path)
+    _remove_tree(path)
+
+
+def _remove_tree(path: str) -> None:
+    """Remove a folder from which other ranks may be removing their files: a try that ends early has one file less."""
+    while os.path.lexists(path):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)
 
 
 def replace_text(path: str, text: str) -> None:

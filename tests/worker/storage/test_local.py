@@ -22,7 +22,7 @@ from support.storage_contract import FileSystemContract
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.worker.manifest import Manifest
+from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.worker.storage import (
     complete_steps,
     file_system,
@@ -35,6 +35,7 @@ from asyncckpt.worker.storage import (
     step_folder,
     storage_for,
 )
+from asyncckpt.worker.storage.file_system import remove_folder
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.local import LocalStorage
 from asyncckpt.worker.storage.storage import OpenAttempt, Storage
@@ -480,3 +481,20 @@ def test_what_is_distrusted_after_a_save_has_linked_it_is_not_linked_by_the_next
     three = storage.begin_checkpoint(f"{tmp_path}/3", "a-3", 0)
     assert source is None or not three.link(DATA, source)
     three.discard()
+
+
+def test_a_folder_is_removed_from_which_other_ranks_remove_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real = tmp_path / "attempt", os.unlink
+    folder.mkdir()
+    for name in ("__0_0.distcp", "__1_0.distcp", MANIFEST_NAME):
+        (folder / name).touch()
+
+    def unlink(path: str, *, dir_fd: int | None = None) -> None:
+        real(path, dir_fd=dir_fd)  # by another rank, just before
+        real(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    remove_folder(str(folder))
+    assert not folder.exists()
