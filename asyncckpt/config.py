@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 WhenBusy = Literal["wait", "skip", "latest"]
 Failure = Literal["raise", "warn"]
+DifferingReplicas = Literal["warn", "raise"]
 Transport = Literal["sockets", "nixl"]
 IOClass = Literal["none", "best-effort", "idle"]
 
@@ -113,6 +114,11 @@ class Config:
     whether they all still have it. A rank that finds it changed raises, and that save fails on all ranks. One that is
     alone has nobody to ask, and plans anew."""
 
+    differing_replicas: DifferingReplicas = "warn"
+    """What happens when ranks have different values under one name, of which one is saved for all: a warning, once a
+    name, or that save fails on all ranks and nothing is committed (``raise``). The first saves compare a sample of
+    each value, and every tenth save compares some. Running statistics of BatchNorm may differ by right."""
+
     host: str | None = None
     """Name or address of the first rank's host, for the other ranks' workers. None: ``$MASTER_ADDR``, as torchrun sets
     it, or what the host calls itself."""
@@ -194,6 +200,7 @@ class Config:
             "local_keep_last": self.local_keep_last >= 1,
             "upload_every": self.upload_every is None or (self.upload_every >= 1 and self.local_root is not None),
             "failure": self.failure in get_args(Failure),
+            "differing_replicas": self.differing_replicas in get_args(DifferingReplicas),
             "linger": self.linger >= 0,
             "worker_restarts": self.worker_restarts >= 0,
             "restart_pause": self.restart_pause >= 0,
@@ -356,7 +363,9 @@ _VARIABLES: dict[str, Callable[[str], Any]] = {
         int,
     ),
     **dict.fromkeys(("linger", "timeout", "commit_timeout", "start_timeout", "restart_pause", "replica_rate"), float),
-    **dict.fromkeys(("job_id", "host", "address", "transport", "domain", "local_root", "metrics_folder"), str),
+    **dict.fromkeys(
+        ("differing_replicas", "job_id", "host", "address", "transport", "domain", "local_root", "metrics_folder"), str
+    ),
     **dict.fromkeys(("progress", "direct_io", "link_unchanged"), _truth),
     **dict.fromkeys(("on_event", "assume_unchanged"), lambda names: tuple(names.split(","))),
 }
@@ -394,6 +403,12 @@ _OPTIONS = {
         str,
         "when a save fails: raise at the next call, or warn and train on (default: raise)",
         get_args(Failure),
+    ),
+    "differing_replicas": _Option(
+        "--async-ckpt-differing-replicas",
+        str,
+        "when ranks have different values under one name: warn, or raise, and save nothing (default: warn)",
+        get_args(DifferingReplicas),
     ),
     "nice": _Option("--async-ckpt-cpu-priority", int, "niceness of the worker, 0 to 19 (default: 10)"),
     "io_class": _Option(

@@ -141,9 +141,9 @@ class WorkerClient:
             self.saves.discard(save)
             raise
 
-    def staged(self, save_id: int, timings: dict[str, float]) -> None:
+    def staged(self, save_id: int, timings: dict[str, float], replicas: dict[str, int]) -> None:
         """Hand the slot over; its state must say STAGED. From now on only the worker touches it."""
-        self.tell(messages.Staged(save_id, timings))
+        self.tell(messages.Staged(save_id, timings, replicas))
 
     def take(self, request: messages.Take, taken: Callable[[CheckpointError | None], object]) -> None:
         """Have the worker take more memory of a segment. ``taken`` is told, by the thread that listens, when it has; or

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
 from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.messages import Committed, Failed, Rendezvous
+from asyncckpt.worker.replicas import ReplicaCheck
 from asyncckpt.worker.rounds import Rounds, grace, round_name
 from asyncckpt.worker.storage import resolve
 from asyncckpt.worker.storage.history import prune
@@ -124,6 +125,7 @@ class Committer:
         self._rounds: Rounds | _SoloRounds = _SoloRounds()
         self._patience = Patience(_PATIENCE_S)
         self._survivors: Survivors | None = None
+        self._replicas = ReplicaCheck()
         self._lock = threading.Lock()
         self._open: dict[int, Attempt | None] = {}
         self._unended: dict[int, WriteRequest] = {}  # those that are open, or just being ended
@@ -306,15 +308,16 @@ class Committer:
     def _commit(self, request: WriteRequest, name: str, deadline: float) -> None:
         """First rank: finalize what all have written, and tell them."""
         limit = max(_LEAST_S, deadline - time.monotonic())
-        reports = self._rounds.collect(name, limit, lost=self._lost)
+        reports = [json.loads(report) for report in self._rounds.collect(name, limit, lost=self._lost)]
         with self._lock:
             attempt = self._open[request.save_id]
         if attempt is None:
             raise CheckpointError(_UNREPORTED)
+        self._replicas.check(request, [report.get("replicas", {}) for report in reports])
         self._next_step = request.step
         if self.uploader is not None and request.upload is not None:
             self.uploader.note(replace(request.upload, attempt=request.attempt))
-        attempt.commit([json.loads(report) for report in reports])
+        attempt.commit(reports)
         self._last_step = request.step
         with _logged("telling the other ranks of the commit"):  # they look at what is finalized
             self._rounds.conclude(name, b"")

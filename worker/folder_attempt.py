@@ -197,6 +197,7 @@ class FolderAttempt(Attempt):
         call = Call.of_save(self.request.step, self.request.path)
         timings = {CALLED_AT: self.request.called_at, **self.timings}
         report = {"files": self._files, "timings": timings, "plan": self.request.plan, "call": call}
+        report["replicas"] = self.staged_image.replicas
         return json.dumps(report).encode()
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:

@@ -145,10 +145,11 @@ class Begin:
 
 @dataclass(frozen=True)
 class Staged:
-    """``timings``: the trainer's, see ``timings.py``."""
+    """``timings``: the trainer's, see ``timings.py``. ``replicas``: digests of values, see ``replicas.py``."""
 
     save_id: int
     timings: dict[str, float] = field(default_factory=dict)
+    replicas: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -181,8 +181,8 @@ class Server:
                 self._segment_store.slot_taken(request)
                 self._committer.expect(request)
                 self._writer.begin(request)
-            case messages.Staged(save_id, timings):
-                staged = self._writer.staged(save_id, timings)
+            case messages.Staged():
+                staged = self._writer.staged(message)
                 if staged is not None and staged.is_copied and self._replicator is not None:
                     self._replicator.expect(staged)
             case messages.Take():

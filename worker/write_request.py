@@ -28,7 +28,8 @@ class WriteRequest:
     follows when it is committed. ``called_at``: when ``save`` was called, in seconds since the epoch. ``is_copied``:
     other hosts are to have copies.
     ``most_links``: how many saves in a row may take a file that has not changed from the one before.
-    ``version``: of this package, for the manifest. The worker imports nothing more by then.
+    ``refuses_differing``: it fails if ranks have different values
+    under one name. ``version``: of this package, for the manifest. The worker imports nothing more by then.
     """
 
     save_id: int
@@ -53,4 +54,5 @@ class WriteRequest:
     called_at: float = 0.0
     is_copied: bool = False
     most_links: int = 0
+    refuses_differing: bool = False
     version: str = ""

@@ -114,12 +114,13 @@ class Writer:
             self._begun[request.save_id] = image
             self._changed.notify_all()
 
-    def staged(self, save_id: int, timings: dict[str, float]) -> WriteRequest | None:
-        """All of it is in the slot. ``timings``: the trainer's. Returns what was staged; None: it was cancelled."""
+    def staged(self, message: messages.Staged) -> WriteRequest | None:
+        """All of it is in the slot. Returns what was staged; None: it was cancelled."""
         with self._changed:
-            if (image := self._begun.pop(save_id, None)) is None:
+            if (image := self._begun.pop(message.save_id, None)) is None:
                 return None
-            self._take_staged(image, timings)
+            image.replicas = message.replicas
+            self._take_staged(image, message.timings)
             return image.request
 
     def cancel(self, asked: int, save_id: int, reason: CheckpointError) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from itertools import islice
@@ -29,7 +28,7 @@ from asyncckpt.loading.direct_load import some
 from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.plan import CheckpointPlan
-from asyncckpt.planning.replicas import warn_differing
+from asyncckpt.planning.replicas import NOTHING, Sample
 from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.stored_plan import StoredPlan
 from asyncckpt.planning.structure import StructureChanged
@@ -58,7 +57,8 @@ _NOTICE_S = 2.0
 class Captured(NamedTuple):
     """What is to be staged: the memory for it, and its tensors in the order of the plan, which has its objects.
 
-    ``pickle_bytes``, ``small_files``: as of ``WriteRequest``. ``is_new``: the plan was made for this save.
+    ``pickle_bytes``, ``small_files``: as of ``WriteRequest``. ``is_new``: the plan was made for this save. ``sample``:
+    of what the ranks compare.
     """
 
     buffer: StagingBuffer
@@ -66,18 +66,18 @@ class Captured(NamedTuple):
     pickle_bytes: tuple[int, ...] = ()
     small_files: tuple[tuple[str, bytes], ...] = ()
     is_new: bool = False
+    sample: Sample = NOTHING
 
 
 class _Offer(NamedTuple):
     """By what a rank can save: the number of a ``plan`` that it keeps, the attempt that stored one, or None.
 
-    ``call``: what it does; ``digests``: of values that may be replicas. ``heard``, ``has_settled``: the number of the
+    ``call``: what it does. ``heard``, ``has_settled``: the number of the
     last save by that plan that it knows to be durable, and whether it would be good to plan anew for what that says.
     """
 
     plan: int | str | None
     call: Call
-    digests: dict[str, int]
     heard: int = 0
     has_settled: bool = False
 
@@ -125,8 +125,6 @@ class PlanSelection:
     buffers: BufferPool
     supervisor: Supervisor
     threads: CopyThreads
-    differing: set[str] = field(default_factory=set)
-    """First rank: the names under which ranks are known to have different values."""
     stored: StoredPlan | None = None
     """That of the checkpoint which this job goes on from, until there is a plan for what is in it."""
 
@@ -159,12 +157,12 @@ class PlanSelection:
             client = wanted.group.connect_worker(self.supervisor.running)
             found = self._found_by_all(wanted, client, prepares)
         if not isinstance(found, Captured):
-            differing = None if wanted.group.alone else self.differing
-            plan = found or wanted.make_plan(differing, self._settling(wanted))
+            plan = found or wanted.make_plan(self._settling(wanted))
             found = self._placed_by_all(wanted, client, plan)
         if self.stored is not None and self.stored.names <= found.buffer.plan.names:
             self.stored = None  # it was taken, or never will be
-        return found._replace(pickle_bytes=wanted.pickle_bytes, small_files=wanted.small_files)
+        sample = wanted.sample(found.buffer.plan)
+        return found._replace(pickle_bytes=wanted.pickle_bytes, small_files=wanted.small_files, sample=sample)
 
     def plan_as(self, read: Callable[[], StoredPlan | None]) -> None:
         """Plan what comes first as a checkpoint was planned, if all ranks can. ``read``: gives that plan, or None."""
@@ -209,21 +207,19 @@ class PlanSelection:
             wanted.check()
             if (found := self._kept(wanted, client)) is not None:
                 plan = found.buffer.plan
-                offer = _Offer(plan.number, wanted.call, wanted.digests(plan))
+                offer = _Offer(plan.number, wanted.call)
                 if isinstance(plan, CheckpointPlan):
                     offer = offer._replace(heard=plan.settling.heard, has_settled=_next_settling(plan) is not None)
                 return offer
             if self.stored is not None and (asks or wanted.group.alone):  # else others may not have it
-                differing = None if wanted.group.alone else self.differing
-                found = wanted.restore_plan(self.stored, differing, self._settling(wanted))
+                found = wanted.restore_plan(self.stored, self._settling(wanted))
             if self.stored is None or found is None:
-                return _Offer(None, wanted.call, {})
-            return _Offer(self.stored.attempt, wanted.call, wanted.digests(found))
+                return _Offer(None, wanted.call)
+            return _Offer(self.stored.attempt, wanted.call)
 
         def decide(offers: list[_Offer]) -> list[int]:
-            plans, calls, digests, heard, has_settled = zip(*offers, strict=True)
+            plans, calls, heard, has_settled = zip(*offers, strict=True)
             check_same_call(calls)
-            warn_differing(digests, [array("Q", each.values()) for each in digests], self.differing)
             choice = _Choice.NEW
             if None not in plans and len({*plans} - {ANY_PLAN}) <= 1:
                 choice = _Choice.SETTLED if any(has_settled) and len({*heard}) == 1 else _Choice.KEPT

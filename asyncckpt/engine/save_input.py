@@ -17,6 +17,7 @@ from asyncckpt.planning.draft import Draft, DraftInput, make_plans
 from asyncckpt.planning.file_set import DcpFolder, FileSet, ShardedSafetensors
 from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
+from asyncckpt.planning.replicas import Sample
 from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.stored_plan import StoredPlan, restored_plan
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
@@ -81,24 +82,24 @@ class SaveInput(ABC):
         """Its tensors, by a plan that has the same key. Raises ``StructureChanged`` where that is not for it."""
 
     @abstractmethod
-    def make_plan(self, differing: set[str] | None, settling: Settling) -> CheckpointPlan | FileSetPlan:
+    def make_plan(self, settling: Settling) -> CheckpointPlan | FileSetPlan:
         """A new plan. Args: as of ``Draft``. Raises as ``make_plans``."""
 
-    def restore_plan(self, stored: StoredPlan, differing: set[str] | None, settling: Settling) -> CheckpointPlan | None:
+    def restore_plan(self, stored: StoredPlan, settling: Settling) -> CheckpointPlan | None:
         """The plan of a checkpoint, if it is for this; None: this has to be planned.
 
         Args:
             stored: What is known of that plan.
-            differing, settling: As of ``Draft``.
+            settling: As of ``Draft``.
 
         Raises:
             UnsavableStateError: A value cannot be saved.
         """
         return None
 
-    def digests(self, plan: Any) -> dict[str, int]:
-        """Of values that may be replicas: all ranks that have one are to have the same."""
-        return {}
+    @abstractmethod
+    def sample(self, plan: Any) -> Sample:
+        """Samples of values that may be replicas: all ranks that have one are to have the same."""
 
     asks = True
     """Whether the ranks ask each other which plan to take, also where constant structure is promised."""
@@ -159,21 +160,21 @@ class StateToSave(SaveInput):
         tensors: Sequence[torch.Tensor] = plan.capture(self.state, self.planner)
         return tensors
 
-    def make_plan(self, differing: set[str] | None, settling: Settling) -> CheckpointPlan:
-        draft = self._draft(differing, settling)
+    def make_plan(self, settling: Settling) -> CheckpointPlan:
+        draft = self._draft(settling)
         make_plans([draft], self.group, self.number)
         plan: CheckpointPlan = draft.plan
         return plan
 
-    def restore_plan(self, stored: StoredPlan, differing: set[str] | None, settling: Settling) -> CheckpointPlan | None:
-        return restored_plan(self._draft(differing, settling), stored, self.number)
+    def restore_plan(self, stored: StoredPlan, settling: Settling) -> CheckpointPlan | None:
+        return restored_plan(self._draft(settling), stored, self.number)
 
-    def _draft(self, differing: set[str] | None, settling: Settling) -> Draft:
+    def _draft(self, settling: Settling) -> Draft:
         given = DraftInput(self.state, self.planner, self.separate)
-        return Draft(given, self.group.rank, self.group.world_size, differing, settling)
+        return Draft(given, self.group.rank, self.group.world_size, settling)
 
-    def digests(self, plan: Any) -> dict[str, int]:
-        found: dict[str, int] = {} if self.group.alone else plan.replicas.digests(self.state)
+    def sample(self, plan: Any) -> Sample:
+        found: Sample = plan.sample(lambda: self.state, self.number)
         return found
 
 
@@ -210,9 +211,13 @@ class FilesToSave(SaveInput):
         tensors: Sequence[torch.Tensor] = plan.capture(self.contents)
         return tensors
 
-    def make_plan(self, differing: set[str] | None, settling: Settling) -> FileSetPlan:
+    def make_plan(self, settling: Settling) -> FileSetPlan:
         """Its files are those that the caller wants: nothing in them settles by itself."""
-        return make_file_set_plan(self.contents, self.group, self.number, differing)
+        return make_file_set_plan(self.contents, self.group, self.number)
+
+    def sample(self, plan: Any) -> Sample:
+        found: Sample = plan.sample(self.contents, self.number)
+        return found
 
     @property
     def pickle_bytes(self) -> tuple[int, ...]:

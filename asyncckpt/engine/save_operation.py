@@ -25,6 +25,8 @@ from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.events import Event
 from asyncckpt.flag import Flag
 from asyncckpt.planning.plan import CheckpointPlan
+from asyncckpt.planning.replicas import Sample
+from asyncckpt.planning.torch_file_plan import TorchFilePlan
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import SaveState
 from asyncckpt.shm.slots import State
@@ -141,7 +143,8 @@ class SaveOperation(SaveState):
         self._events.planned(is_new=captured.is_new, nbytes=self.buffer.plan.layout.nbytes)
         self.request = self._write_request(slot, captured, retention)
         tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
-        ready = ready_events(tensors)
+        sample = captured.sample
+        ready = ready_events([*tensors, *sample.on_devices] if sample.on_devices else tensors)
         plan = self.buffer.plan
         devices = plan.fingerprint.devices if isinstance(plan, CheckpointPlan) else None
         # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
@@ -152,7 +155,7 @@ class SaveOperation(SaveState):
             self._begin()
             if copier.overlaps:
                 note_copy(self.copied)
-            failure = copier.run(partial(self._copy, tensors, ready, devices, copier.threads))
+            failure = copier.run(partial(self._copy, tensors, ready, devices, copier.threads, sample))
         except BaseException as error:  # an interrupt: nobody else would ever call it off
             if not self.copied.is_set() and (not copier.overlaps or self._may_copy.acquire(blocking=False)):
                 self._call_off(error)
@@ -187,6 +190,7 @@ class SaveOperation(SaveState):
             upload=retention.upload() if group.rank == 0 and retention.upload is not None else None,
             called_at=self.called_at,
             most_links=self._config.rewrite_unchanged_every if self._config.link_unchanged else 0,
+            refuses_differing=self._config.differing_replicas == "raise",
             is_copied=self._config.replicas > 0 and isinstance(self.buffer.layout, CheckpointLayout),
         )
 
@@ -201,7 +205,12 @@ class SaveOperation(SaveState):
             self._finish(*early)
 
     def _copy(
-        self, tensors: Sequence[torch.Tensor], ready: ReadyEvents, devices: object | None, threads: CopyThreads
+        self,
+        tensors: Sequence[torch.Tensor],
+        ready: ReadyEvents,
+        devices: object | None,
+        threads: CopyThreads,
+        sample: Sample,
     ) -> CheckpointError | None:
         """Copy, and hand the slot over. What goes wrong is returned, and is the outcome of the save."""
         begun = time.perf_counter()
@@ -217,7 +226,7 @@ class SaveOperation(SaveState):
             self.is_whole = True
             stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # it may have returned already
             self._events.tell("staged", self.timings, self.timings["copy_s"])  # before the worker can say more
-            buffer.client.staged(self.number, {**self.timings, "stall_s": stall_s})
+            buffer.client.staged(self.number, {**self.timings, "stall_s": stall_s}, sample.digests(ready))
             self.release_tensors()
         except BaseException as error:
             failure = self._call_off(error)
@@ -275,8 +284,8 @@ class SaveOperation(SaveState):
         handle, on which somebody may be waiting.
         """
         self.is_durable = isinstance(outcome, Committed)
-        if isinstance(outcome, Committed) and isinstance(self.buffer.plan, CheckpointPlan):
-            self.buffer.plan.settling.note(self.number, outcome.unchanged)
+        if not isinstance(self.buffer.plan, TorchFilePlan):
+            self.buffer.plan.note_end(self.number, outcome.unchanged if isinstance(outcome, Committed) else None)
         self.has_ended = True
         with self._beginning:
             if not self.is_begun:  # the worker died while it was told of the save

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.gc_pause import without_gc
@@ -32,7 +33,7 @@ from asyncckpt.planning.plan import (
     is_opaque,
     split_items,
 )
-from asyncckpt.planning.replicas import Replicas, digests, warn_differing
+from asyncckpt.planning.replicas import Replicas
 from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key
 from asyncckpt.ranks.group import Group
@@ -76,7 +77,7 @@ def make_plans(drafts: Sequence[Draft], group: Group, number: int) -> None:
     if not drafts:
         return
 
-    def plan() -> list[tuple[SavePlan, array[int]]]:
+    def plan() -> list[SavePlan]:
         return [each.local_plan() for each in drafts]
 
     finals = group.ask_all("plan", number, plan, _for_each([each.global_plans for each in drafts]))
@@ -109,7 +110,6 @@ class Draft:
         given: DraftInput,
         rank: int,
         world_size: int,
-        differing: set[str] | None,
         settling: Settling | None = None,
     ) -> None:
         """Plan nothing yet.
@@ -117,13 +117,11 @@ class Draft:
         Args:
             given: What is to be planned.
             rank, world_size: The number of this rank, and how many there are.
-            differing: Under which names ranks are known, by the first, to have different values; it adds others. None:
-                this rank is alone.
             settling: What is known of what does not change; None: nothing.
         """
         self.plan: Any  # a ``CheckpointPlan``, from ``lay_out`` on; complete with the metadata
         self._state_dict, planner, self._separate, self._folder = given
-        self._planner, self._rank, self._world_size, self._differing = fresh(planner), rank, world_size, differing
+        self._planner, self._rank, self._world_size = fresh(planner), rank, world_size
         self.settling = settling or Settling()
         self._flat: dict[str, Any] | None = None
         self.local = SavePlan([])
@@ -158,13 +156,10 @@ class Draft:
         if self.is_plain:
             self.asked = self._digest()
 
-    def local_plan(self) -> tuple[SavePlan, array[int]]:
-        """What this rank has, with digests of the values."""
+    def local_plan(self) -> SavePlan:
+        """What this rank has."""
         self.plan_alone()
-        values = self.values()
-        if self._differing is None or not values:
-            return self.local, array("Q")
-        return self.local, digests(values.get(item.index.fqn, ...) for item in self.local.items)
+        return self.local
 
     def _digest(self) -> str:
         who = PLANNED_BY, self._rank, self._world_size, getattr(self._planner, "dedup_save_to_lowest_rank", None)
@@ -173,18 +168,20 @@ class Draft:
             hasher.update(repr(item).encode())
         return hasher.hexdigest()
 
+    def replicas(self, number: int) -> Replicas:
+        """What other ranks may have, too."""
+        values = self.values() if self._world_size > 1 else {}
+        names = [str(name) for name, value in values.items() if not (isinstance(value, DTensor) or is_sharded(value))]
+        return Replicas(self._state_dict, names, number)
+
     def values(self) -> Mapping[str, Any]:
         """Those of the state by their names, as far as the planner shows them."""
         values: Any = self._flat if self._flat is not None else getattr(self._planner, "state_dict", None)
         return values if isinstance(values, Mapping) else {}
 
     @without_gc
-    def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[Any]:
+    def global_plans(self, plans: list[SavePlan]) -> list[Any]:
         """First rank: who writes what."""
-        plans = [plan for plan, _ in found]
-        if self._differing is not None:
-            names = ((item.index.fqn for item in plan.items) for plan in plans)
-            warn_differing(names, [its for _, its in found], self._differing)
         with planning():
             self._finals, self.global_metadata = self._planner.create_global_plan(plans)
         if type(self._planner) is DefaultSavePlanner:
@@ -217,16 +214,15 @@ class Draft:
         shared = sum(settled is Settled.SHARED for settled, _ in counts)
         layout = DataLayout.lay_out(specs, stored.reserved, [*counts.values()], shared)
         files = self._planned_files([*counts], layout, tensor_items, object_items)
-        names = dict.fromkeys(item.index.fqn for item in self.local.items)
         self.plan = CheckpointPlan(
             number=number,
             layout=layout,
             objects=stored,
             fingerprint=Fingerprint(tensors, sorted(aliases.items())),
             values=values,
-            names=frozenset(names),
+            names=frozenset(item.index.fqn for item in self.local.items),
             files=files,
-            replicas=Replicas(self._state_dict, () if self._differing is None else names),
+            replicas=self.replicas(number),
             settling=self.settling,
         )
         tensor_places, object_places = iter(layout.tensors), iter(layout.objects)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from asyncckpt.planning.draft import Draft, DraftInput, make_plans
 from asyncckpt.planning.file_set import DcpFolder, FileSet, SafetensorsFile, ShardedSafetensors
 from asyncckpt.planning.layout import DataLayout, Place
 from asyncckpt.planning.plan import CheckpointPlan
+from asyncckpt.planning.replicas import Sample
 from asyncckpt.planning.safetensors_plan import SafetensorsPlan
 from asyncckpt.planning.sharded_safetensors import ShardedSafetensorsDraft, ShardedSafetensorsPlan
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
@@ -24,6 +25,7 @@ from asyncckpt.worker.segment_layout import ArchiveData, FileSetLayout, LargeFil
 from asyncckpt.worker.write_request import ANY_PLAN
 
 _Contents = DraftInput | ShardedSafetensors | SafetensorsFile | TorchFileContents
+_JointPlan = CheckpointPlan | ShardedSafetensorsPlan  # made by all ranks
 _PartPlan = CheckpointPlan | ShardedSafetensorsPlan | SafetensorsPlan | TorchFilePlan
 
 
@@ -73,7 +75,7 @@ class FileSetContents:
         return tuple(len(each.pickle) for each in self.large.values() if isinstance(each, TorchFileContents))
 
 
-def make_file_set_plan(contents: FileSetContents, group: Group, number: int, differing: set[str] | None) -> FileSetPlan:
+def make_file_set_plan(contents: FileSetContents, group: Group, number: int) -> FileSetPlan:
     """Plan a set of files. What all ranks have part in is planned with all, and what any rank raises, all raise.
 
     Args: as those of ``make_plans`` and ``Draft``. Raises as ``make_plans``; ``UnsavableStateError`` also where two
@@ -82,9 +84,9 @@ def make_file_set_plan(contents: FileSetContents, group: Group, number: int, dif
     drafts: dict[str, Draft] = {}
     for name, content in contents.large.items():
         if isinstance(content, DraftInput):
-            drafts[name] = Draft(content, group.rank, group.world_size, differing)
+            drafts[name] = Draft(content, group.rank, group.world_size)
         elif isinstance(content, ShardedSafetensors):
-            drafts[name] = ShardedSafetensorsDraft(name, content, group.rank, group.world_size, differing)
+            drafts[name] = ShardedSafetensorsDraft(name, content, group.rank, group.world_size)
     make_plans(list(drafts.values()), group, number)
     parts: dict[str, _PartPlan] = {}
     for name, content in contents.large.items():
@@ -136,6 +138,21 @@ class FileSetPlan:
                 case _:
                     raise StructureChanged("a file of another kind")
         return tensors
+
+    def sample(self, contents: FileSetContents, number: int) -> Sample:
+        """What ranks compare in save ``number``, of the files that they write together."""
+        found: list[tuple[str, object]] = []
+        for (file, content), part in zip(contents.large.items(), self.parts.values(), strict=True):
+            if isinstance(content, DraftInput | ShardedSafetensors) and isinstance(part, _JointPlan):
+                values = part.replicas.values(partial(stateful_to_dict, content.state_dict), number)
+                found += [(f"{file}/{name}", value) for name, value in values]
+        return Sample(found)
+
+    def note_end(self, number: int, unchanged: tuple[bytes, ...] | None) -> None:
+        """As ``CheckpointPlan.note_end``."""
+        for part in self.parts.values():
+            if isinstance(part, _JointPlan):
+                part.replicas.on_end(is_committed=unchanged is not None)
 
     def constants(self) -> dict[str, bytes | memoryview]:
         """What the worker has to know of the layout, by the name of its region in the segment."""

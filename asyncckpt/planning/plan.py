@@ -7,7 +7,7 @@ order of the layout. For DCP's default planner they are picked by position; a pl
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -21,7 +21,7 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.layout import DataLayout, PlannedFile, Settled
 from asyncckpt.planning.objects import Raw, StoredObjects
-from asyncckpt.planning.replicas import Replicas
+from asyncckpt.planning.replicas import Replicas, Sample
 from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.structure import (
     PLAIN,
@@ -88,6 +88,16 @@ class CheckpointPlan:
         self.fingerprint.check(tensors)
         self.objects.refresh(objects)
         return tensors
+
+    def sample(self, state: Callable[[], StateDict], number: int) -> Sample:
+        """What ranks compare of the ``state`` in save ``number``."""
+        return Sample(self.replicas.values(state, number))
+
+    def note_end(self, number: int, unchanged: tuple[bytes, ...] | None) -> None:
+        """Save ``number`` by this plan has ended. ``unchanged``: as of ``Committed``; None: it has failed."""
+        self.replicas.on_end(is_committed=unchanged is not None)
+        if unchanged is not None:
+            self.settling.note(number, unchanged)
 
     def constants(self) -> dict[str, bytes | memoryview]:
         """The files that are the same in every save, by the name of their region in the segment."""

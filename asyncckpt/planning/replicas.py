@@ -1,49 +1,129 @@
-"""Values that several ranks have under one name: DCP takes them for replicas, and saves one of them for all."""
+"""Values that several ranks have under one name: DCP takes them for replicas, and saves one of them for all.
+
+The ranks' workers compare them when they commit (``worker/replicas.py``). No worker has the bytes of a replica that
+another rank writes, so the trainer makes the digests: of all of a small value, of a sample of a tensor.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import logging
-from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain, islice
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from heapq import nsmallest
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncckpt.planning.structure import Keys, has_no_bytes, leaf_keys
+from asyncckpt.devices.kinds import ReadyEvents, kind_of
+from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, leaf_keys
 
-logger = logging.getLogger(__name__)
-
-# Whose bytes are compared. What is larger is a weight, or what is made of one, and copying it from a device takes time.
+# Values of up to so many bytes are compared whole, unless they are floating-point tensors, or on a device.
 _SMALL_BYTES = 64 << 10
-# Of the saves after the plan, and how many values of each rank.
-_COMPARED_SAVES, _COMPARED_VALUES = 3, 64
-_SHOWN = 5
-
-
-def digests(values: Iterable[object]) -> array[int]:
-    """A number for each value: equal for equal ones. 0 where that is not looked at."""
-    return array("Q", map(_digest, values))
+# Elements that are compared of a tensor: a sample from all over it.
+_SAMPLED = 16
+# The first save by a plan compares all values, up to a limit; the next saves, and then one of so many, some.
+_FIRST_SAVES, _MOST_VALUES = 4, 4096
+_COMPARE_EVERY, _LATER_VALUES = 10, 128
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replicas:
-    """A few small values, to be compared again in the next saves: what ranks begin with is often equal."""
+    """The values of a plan that other ranks may have, too, and in which saves they are compared.
 
-    def __init__(self, state_dict: Mapping[str, Any], names: Collection[str]) -> None:
-        """Look at those of ``names`` that are small, up to a limit."""
-        keys = {".".join(map(str, keys)): keys for keys in leaf_keys(state_dict)} if names else {}
-        small = (name for name in names if name in keys and _is_small(_value(state_dict, keys[name])))
-        self._keys = {name: keys[name] for name in islice(small, _COMPARED_VALUES)}
-        self._left = _COMPARED_SAVES
+    Ranks may have different names. So that they choose the same ones, each chooses by a hash of the name.
+    """
 
-    def digests(self, state_dict: Mapping[str, Any]) -> dict[str, int]:
-        """As ``digests``, by the names; of nothing, once enough saves are compared."""
-        if not self._left:
-            return {}
-        self._left -= 1
-        return {name: _digest(_value(state_dict, keys)) for name, keys in self._keys.items()}
+    def __init__(self, state_dict: Mapping[str, Any], names: Collection[str], number: int) -> None:
+        """Find the values.
+
+        Args:
+            state_dict: What was planned.
+            names: Those of its values that are no shards; empty: there are no other ranks.
+            number: That of the save, or of the preparation, that planned.
+        """
+        self._planned_at, self._compared_at = number, number
+        self._is_committed = False
+        chosen = set(nsmallest(_MOST_VALUES, names, key=_hash))
+        named = ((".".join(map(str, keys)), keys) for keys in (leaf_keys(state_dict) if names else ()))
+        self._keys = {name: keys for name, keys in named if name in chosen}
+        # A power of two: a rank with more names divides the parts of one with fewer.
+        self._parts = 1 << max(0, math.ceil(math.log2(max(1, len(self._keys)) / _LATER_VALUES)))
+
+    def on_end(self, *, is_committed: bool) -> None:
+        """A save has ended, on all ranks alike. After one that failed all is compared again."""
+        self._is_committed = is_committed
+
+    def values(self, state: Callable[[], Mapping[str, Any]], number: int) -> Iterable[tuple[str, object]]:
+        """The values of the ``state`` that are compared in save ``number``, with their names."""
+        turn, before = number // _COMPARE_EVERY, self._compared_at // _COMPARE_EVERY
+        if number < self._planned_at + _FIRST_SAVES:
+            turn, before = number, -1
+        if not self._keys or (turn == before and self._is_committed):
+            return
+        self._compared_at = number
+        state_dict = state()
+        for name, keys in self._keys.items():
+            if not self._is_committed or _hash(name) % self._parts == turn % self._parts:
+                yield name, _value(state_dict, keys)
+
+
+class Sample:
+    """Digests of values, of which those of tensors on devices may still be on their way to the host."""
+
+    def __init__(self, values: Iterable[tuple[str, object]]) -> None:
+        """Look at the values, and queue the sampling on the current streams of their devices."""
+        self._digests: dict[str, int] = {}
+        views: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+        for name, value in values:
+            with contextlib.suppress(Exception):  # of a class of the user's, perhaps: a warning is not worth a save
+                if isinstance(value, torch.Tensor) and not _is_small(value):
+                    view = _sampled(value)
+                    views.setdefault((view.device, view.itemsize), []).append((name, value, view))
+                else:
+                    self._digests[name] = _digest(value)
+        self._sampled: list[tuple[list[str], list[int], list[bytes], torch.Tensor]] = []
+        for its in views.values():
+            forms = [f"{tensor.dtype} {tuple(tensor.shape)}".encode() for _, tensor, _ in its]
+            sizes = [view.nbytes for _, _, view in its]
+            with contextlib.suppress(RuntimeError):  # a device that cannot do that
+                together = torch.cat([view for _, _, view in its])
+                self._sampled.append(([name for name, _, _ in its], sizes, forms, together))
+
+    @property
+    def on_devices(self) -> list[torch.Tensor]:
+        """What has to be ready before ``digests`` is called."""
+        return [tensor for *_, tensor in self._sampled if not tensor.is_cpu]
+
+    def digests(self, ready: ReadyEvents) -> dict[str, int]:
+        """A number for each value, by name: equal for equal ones. ``ready``: made after this, on the same thread."""
+        for names, sizes, forms, together in self._sampled:
+            data, at = _on_host(together, ready).view(torch.uint8).numpy().tobytes(), 0
+            for name, nbytes, form in zip(names, sizes, forms, strict=True):
+                self._digests[name] = _number(hashlib.blake2b(form + data[at : at + nbytes], digest_size=8))
+                at += nbytes
+        self._sampled.clear()
+        return self._digests
+
+
+def _on_host(tensor: torch.Tensor, ready: ReadyEvents) -> torch.Tensor:
+    """Copy a sample from its device, without a wait for what that was given after it was ``ready``."""
+    kind = kind_of(tensor.device)
+    if kind is None or tensor.device not in ready:
+        return tensor.cpu()
+    ready[tensor.device].synchronize()
+    with kind.use(tensor.device, kind.new_stream(tensor.device)):
+        return tensor.cpu()
+
+
+NOTHING = Sample(())
+
+
+def _hash(name: str) -> int:
+    return zlib.crc32(name.encode(errors="surrogatepass"))
 
 
 def _value(state_dict: Any, keys: Keys) -> Any:
@@ -52,18 +132,33 @@ def _value(state_dict: Any, keys: Keys) -> Any:
     return state_dict
 
 
-def _is_small(value: object) -> bool:
-    """Whether its bytes are looked at, and not only its form."""
-    return _digest(value) != 0 and (not isinstance(value, torch.Tensor) or bool(_bytes(value)))
+def _number(hasher: Any) -> int:
+    return int.from_bytes(hasher.digest(), "little")
 
 
 def _digest(value: object) -> int:
+    """A number for a small value. Raises ``ValueError`` if it is something else, or too large."""
     hasher = hashlib.blake2b(digest_size=8)
-    try:
-        _add(hasher.update, value, _SMALL_BYTES)
-    except Exception:  # of a class of the user's, perhaps: a warning is not worth a save
-        return 0
-    return int.from_bytes(hasher.digest(), "little") or 1
+    _add(hasher.update, value, _SMALL_BYTES)
+    return _number(hasher)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is compared whole."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.is_cpu and not is_number and tensor.nbytes <= _SMALL_BYTES
+
+
+@torch.no_grad()
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some elements from all over a tensor, as integers in a row. Raises ``ValueError`` if it is not plain."""
+    if type(tensor) not in PLAIN or has_no_bytes(tensor) or tensor.is_conj() or tensor.is_neg():
+        raise ValueError("it is not compared")
+    kind, count = _INTEGERS[tensor.itemsize], tensor.numel()
+    few, step = min(count, _SAMPLED), max(1, count // _SAMPLED)
+    if tensor.is_contiguous():
+        return tensor.as_strided((few,), (step,)).view(kind)
+    return tensor[torch.unravel_index(torch.arange(few) * step, tensor.shape)].view(kind)
 
 
 def _add(add: Callable[[bytes], object], value: Any, left: int) -> int:
@@ -108,44 +203,7 @@ def _add(add: Callable[[bytes], object], value: Any, left: int) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    """Those of a small tensor that is no weight: floating-point ones may differ a little, as statistics of batches."""
-    if type(tensor) is not torch.Tensor or not tensor.is_cpu or has_no_bytes(tensor) or not tensor.data_ptr():
-        return b""
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.nbytes > _SMALL_BYTES:
+    """Return those of a tensor that is compared whole; none of one in a container that is not."""
+    if type(tensor) not in PLAIN or has_no_bytes(tensor) or not tensor.data_ptr() or not _is_small(tensor):
         return b""
     return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def warn_differing(names: Iterable[Iterable[str]], digests: Sequence[array[int]], known: set[str]) -> None:
-    """Log the names under which ranks have different values, of which only one is saved.
-
-    Args:
-        names: Those of the values of each rank.
-        digests: Those of its values.
-        known: Names that were logged before; those that are now are added.
-    """
-    found: dict[str, dict[int, list[int]]] = {}
-    for rank, (its, mine) in enumerate(zip(names, digests, strict=True)):
-        if rank and mine == digests[0]:
-            continue  # as on nearly all ranks of nearly all jobs
-        for name, digest in zip(its, mine, strict=False):  # none of a planner that does not show its values
-            if digest and name not in known:
-                found.setdefault(name, {}).setdefault(digest, []).append(rank)
-    differing = {name: by_digest for name, by_digest in found.items() if len(by_digest) > 1}
-    if differing:
-        shown = ", ".join(f"{name!r} ({_ranks(by_digest)})" for name, by_digest in list(differing.items())[:_SHOWN])
-        more = f", and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-        logger.warning(
-            "%d values differ from rank to rank, and of each only one is saved, which every rank will load: %s%s; wrap"
-            " what is of each rank's own in asyncckpt.PerRank",
-            len(differing),
-            shown,
-            more,
-        )
-    known.update(differing)
-
-
-def _ranks(by_digest: Mapping[int, list[int]]) -> str:
-    """Two ranks that differ."""
-    one, other, *_ = (ranks[0] for ranks in by_digest.values())
-    return f"ranks {one} and {other}"

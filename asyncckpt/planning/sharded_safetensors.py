@@ -22,6 +22,7 @@ from asyncckpt.planning.draft import Draft, DraftInput
 from asyncckpt.planning.file_set import ShardedSafetensors
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.plan import FlatCapture, PlannerCapture, split_items
+from asyncckpt.planning.replicas import Replicas
 from asyncckpt.planning.safetensors_plan import Form, check_apart, check_metadata, in_order, lay_out
 from asyncckpt.planning.safetensors_shards import shard
 from asyncckpt.planning.structure import Fingerprint, stateful_to_dict
@@ -81,6 +82,7 @@ class ShardedSafetensorsPlan:
     fingerprint: Fingerprint
     parts: Sequence[_Part]
     beside: Mapping[str, bytes]
+    replicas: Replicas
 
     def capture(self, content: ShardedSafetensors) -> Sequence[torch.Tensor]:
         """The caller's own tensors in the order of the layout. Raises ``StructureChanged``, ``UnsavableStateError``."""
@@ -115,35 +117,33 @@ class ShardedSafetensorsPlan:
 class ShardedSafetensorsDraft(Draft):
     """A plan being made, with all ranks."""
 
-    def __init__(
-        self, name: str, content: ShardedSafetensors, rank: int, world_size: int, differing: set[str] | None
-    ) -> None:
+    def __init__(self, name: str, content: ShardedSafetensors, rank: int, world_size: int) -> None:
         """Plan nothing yet.
 
         Args:
             name: Of the file, if it becomes one.
             content: What stands in it.
-            rank, world_size, differing: As of ``Draft``.
+            rank, world_size: As of ``Draft``.
 
         Raises:
             UnsavableStateError: The metadata is not text.
         """
         check_metadata(content.metadata)
         given = DraftInput(stateful_to_dict(content.state_dict), None, folder=name)
-        super().__init__(given, rank, world_size, differing)
+        super().__init__(given, rank, world_size)
         self._file, self._content = name, content
 
-    def local_plan(self) -> tuple[SavePlan, array[int]]:
+    def local_plan(self) -> SavePlan:
         """What this rank has. No two of its tensors share memory: who loads the file would have them apart."""
         local = super().local_plan()
         tensors = {name: value for name, value in self.values().items() if isinstance(value, torch.Tensor)}
         check_apart({name: getattr(value, "_local_tensor", value) for name, value in tensors.items()})
         return local
 
-    def global_plans(self, found: list[tuple[SavePlan, array[int]]]) -> list[Any]:
+    def global_plans(self, plans: list[SavePlan]) -> list[Any]:
         """First rank: who writes what, and where."""
-        ours = dict.fromkeys(item.index.fqn for plan, _ in found for item in plan.items)
-        kept = super().global_plans(found)
+        ours = dict.fromkeys(item.index.fqn for plan in plans for item in plan.items)
+        kept = super().global_plans(plans)
         forms: dict[str, Form] = {}
         for name in ours:
             about = self.global_metadata.state_dict_metadata[name]
@@ -162,7 +162,7 @@ class ShardedSafetensorsDraft(Draft):
             files.append(_File(file, nbytes, header))
             places |= {name: (number, begin) for name, begin in begins.items()}
         answers = []
-        for rank, (its_kept, (local, _)) in enumerate(zip(kept, found, strict=True)):
+        for rank, (its_kept, local) in enumerate(zip(kept, plans, strict=True)):
             known = files if rank == 0 else [each._replace(header=b"") for each in files]
             its = dict.fromkeys(item.index.fqn for item in local.items)
             answers.append(
@@ -190,6 +190,7 @@ class ShardedSafetensorsDraft(Draft):
             fingerprint=Fingerprint(tensors, []),
             parts=parts,
             beside=final.beside,
+            replicas=self.replicas(number),
         )
 
     def _check_forms(self, final: _Places, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> None:

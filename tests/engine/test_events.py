@@ -119,8 +119,8 @@ def test_a_worker_that_is_quick_does_not_change_the_order(
 ) -> None:
     staged = WorkerClient.staged
 
-    def slow(self: WorkerClient, save_id: int, timings: dict[str, float]) -> None:
-        staged(self, save_id, timings)
+    def slow(self: WorkerClient, save_id: int, timings: dict[str, float], replicas: dict[str, int]) -> None:
+        staged(self, save_id, timings, replicas)
         wait_for(lambda: any(event.phase == "committed" for event in heard.events) or not overlap)
 
     for overlap in (False, True):

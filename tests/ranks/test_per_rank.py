@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from support.ranks import QUICK, run
 from torch.distributed.checkpoint import state_dict_loader
 
-from asyncckpt import Checkpointer, PerRank
+from asyncckpt import Checkpointer, Config, PerRank
 from asyncckpt.errors import MismatchError, UnsavableStateError
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -187,7 +188,6 @@ def _save_what_differs(root: str) -> list[str]:
     with Checkpointer(root, QUICK) as checkpointer:
         checkpointer.save(1, same).result(30)
         checkpointer.prepare(later)
-        assert not heard.messages
         for step in (2, 3):
             checkpointer.save(step, same | different).result(30)
         for step in (4, 5, 6, 7):
@@ -198,7 +198,56 @@ def _save_what_differs(root: str) -> list[str]:
 
 def test_values_that_differ_are_named(tmp_path: Path) -> None:
     first, *others = run(3, _save_what_differs, str(tmp_path / "root"), folder=tmp_path)
-    assert len(first) == 2 and not any(others)
-    assert "1 values differ from rank to rank" in first[1] and "'later.position' (ranks 0 and 1)" in first[1]
-    assert "6 values differ from rank to rank" in first[0] and "'rng' (ranks 0 and 1)" in first[0]
-    assert "and 1 more; wrap what is of each rank's own in asyncckpt.PerRank" in first[0]
+    assert len(first) == 3 and not any(others)
+    assert "1 values differ from rank to rank" in first[0] and "'model.statistics' (ranks 0 and 1)" in first[0]
+    assert "6 values differ from rank to rank" in first[1] and "'rng' (ranks 0 and 1)" in first[1]
+    assert "and 1 more; wrap what is of each rank's own in asyncckpt.PerRank" in first[1]
+    assert "1 values differ from rank to rank" in first[2] and "'later.position' (ranks 0 and 1)" in first[2]
+
+
+def _experts(of: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Weights of rank ``of``, under names that all ranks have."""
+    torch.manual_seed(of)
+    own = {f"experts.{number}": torch.randn(96, 40).to(dtype) for number in range(7)}
+    own |= {"moments": torch.nn.Parameter(torch.randn(30, 9)).t(), "scale": torch.randn((), dtype=torch.float64)}
+    return {"model": {"shared": torch.ones(1000), "empty": torch.empty(0), **own}}
+
+
+def _save_experts(root: str, config: Config) -> list[str]:
+    logging.getLogger("asyncckpt").addHandler(heard := _Handler())
+    dtype = torch.bfloat16
+    with Checkpointer(root, config) as checkpointer:
+        checkpointer.prepare(_experts(0, dtype))
+        if config.differing_replicas == "raise":
+            for step in (1, 2, 3, 4, 5, 6):
+                save = checkpointer.save(step, _experts(dist.get_rank(), dtype))
+                with pytest.raises(UnsavableStateError, match="9 values differ from rank to rank.*nothing is saved"):
+                    save.result(30)
+            assert checkpointer.latest() is None
+            heard.messages.clear()
+        checkpointer.save(7, _experts(0, dtype)).result(30)
+        assert not heard.messages
+        for step in range(8, 40):
+            checkpointer.save(step, _experts(0, dtype))
+        if config.differing_replicas == "raise":
+            with pytest.raises(UnsavableStateError):
+                for step in range(40, 51):
+                    checkpointer.save(step, _experts(dist.get_rank(), dtype)).result(30)
+        else:
+            for step in range(40, 72):
+                checkpointer.save(step, _experts(dist.get_rank(), dtype)).result(30)
+    return heard.messages
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_weights_of_each_rank_under_equal_names_are_named(tmp_path: Path, constant: bool) -> None:
+    config = replace(QUICK, keep_last=1, assume_constant_structure=constant)
+    first, other = run(2, _save_experts, str(tmp_path / "root"), config, folder=tmp_path)
+    assert not other and len(first) == 1  # each name once
+    assert "9 values differ from rank to rank" in first[0] and "'model.experts.0' (ranks 0 and 1)" in first[0]
+    assert "give it a name of its own on each rank" in first[0] and str(tmp_path / "root") in first[0]
+
+
+def test_weights_of_each_rank_under_equal_names_can_be_refused(tmp_path: Path) -> None:
+    config = replace(QUICK, keep_last=1, differing_replicas="raise", overlap=True)
+    run(2, _save_experts, str(tmp_path / "root"), config, folder=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, UnsavableStateError
 from asyncckpt.loading.source import read_manifest, verify
 from asyncckpt.planning.file_set import FileSet
 
@@ -67,6 +68,26 @@ def test_all_ranks_add_to_it(tmp_path: Path, config: Config) -> None:
         assert torch.load(path / "large_1.pt")[-1] == step
         names = {each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()}
         assert names - {*read_manifest(str(path)).files} == {"asyncckpt.json"}
+
+
+def _save_own_weights(root: str) -> None:
+    """Weights of each rank's own, under a name that all ranks have, in each kind of file that ranks write together."""
+    own = {"w": torch.full((100,), float(dist.get_rank())), "all": torch.arange(9.0)}
+    with Engine(replace(QUICK, differing_replicas="raise")) as engine:
+        for number in range(2):
+            files = FileSet()
+            if number == 0:
+                files.add_dcp_folder("model_0", own)
+            else:
+                files.add_sharded_safetensors("model.safetensors", own)
+            save = engine.save(os.path.join(root, str(number)), files)
+            with pytest.raises(UnsavableStateError, match=r"1 values differ .*of 2 compared\): 'model.*/w'"):
+                save.result(60)
+
+
+def test_weights_of_each_rank_under_equal_names_are_refused(tmp_path: Path) -> None:
+    run(2, _save_own_weights, str(tmp_path / "root"), folder=tmp_path)
+    assert not any((tmp_path / "root").iterdir())
 
 
 def _refused(root: str, how: str) -> str:
