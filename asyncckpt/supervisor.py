@@ -120,6 +120,10 @@ class Supervisor:
         """Whoever this is for is made, and can be closed: from now on it is, as the head of this module says."""
         _open[id(self)] = self
 
+    def claim(self, claim: Claim) -> None:
+        """Have the first rank's worker, once it starts, lock a folder, unless it is to lock another."""
+        self._claim = self._claim or claim
+
     def running(self, rank: int) -> WorkerClient:
         """The worker of ``rank``; a new one where there is none yet, or it has died.
 

@@ -91,7 +91,10 @@ class ListPublished:
 
 @dataclass(frozen=True)
 class PublishedSegments:
+    """``trouble``: why nothing newer comes from another host; "": no reason is known."""
+
     published: tuple[PublishedSegment, ...]
+    trouble: str = ""
 
 
 @dataclass(frozen=True)

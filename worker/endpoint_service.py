@@ -146,7 +146,8 @@ class EndpointService:
                     case endpoint_messages.Retire():
                         self.retire()
                     case endpoint_messages.ListPublished():
-                        send(peer, endpoint_messages.PublishedSegments(self._segment_store.published()))
+                        published, trouble = self._segment_store.published(), self._serving.trouble
+                        send(peer, endpoint_messages.PublishedSegments(published, trouble))
                     case endpoint_messages.OpenSegment(number):
                         self._send_read_only(peer, number)
                     case endpoint_messages.AskImages():

@@ -28,7 +28,6 @@ from asyncckpt.worker.endpoint_messages import (
     Inventory,
     ListPublished,
     OpenSegment,
-    PublishedSegment,
     PublishedSegments,
     Retire,
     Serve,
@@ -207,10 +206,10 @@ class ReaderClient:
         connection = connect(endpoint)
         return None if connection is None else cls(connection, endpoint)
 
-    def published(self) -> tuple[PublishedSegment, ...]:
+    def published(self) -> PublishedSegments:
         """Where something is published now."""
         answer: PublishedSegments = ask(self._connection, ListPublished(), self.timeout, PublishedSegments)
-        return answer.published
+        return answer
 
     def follow(self, locator: str) -> Followed:
         """Have it have here what is published on another host, where ``locator`` says."""

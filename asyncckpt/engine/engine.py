@@ -84,6 +84,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._closed, self._turn, self._numbers, self._questions = False, Turn(), itertools.count(1), itertools.count(1)
         self.tell, self.plan_as = self._supervisor.listeners.tell, self._plans.plan_as
         self.check_open, self.is_over = self._supervisor.check_open, self._supervisor.is_over
+        self.claim = self._supervisor.claim
         self._supervisor.register()
 
     @property

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
-from asyncckpt.errors import UnsavableStateError
+from asyncckpt.errors import StorageError, UnsavableStateError
 from asyncckpt.integrations.seen_tensors import SeenTensors
+from asyncckpt.loading.source import wait_for_attempts
 from asyncckpt.planning.file_set import FileSet
+from asyncckpt.ranks.collectives import from_first
 from asyncckpt.save_handle import Save
+from asyncckpt.worker.root_claim import Claim
 from asyncckpt.worker.storage import absolute, replace_or_set_aside
 
 logger = logging.getLogger(__name__)
@@ -160,6 +164,28 @@ def _warn_of_others(folder: Path) -> None:
     beside = [each for each in folder.parent.iterdir() if each != folder]
     if others := [each.name for each in beside if each.is_file() or any(each.rglob("*"))]:
         logger.warning("not saved, as it was written beside the folder of the checkpoint: %s", ", ".join(others))
+
+
+def wait_for_dead_trainer(root: str, config: Config | None) -> None:
+    """Wait on all ranks until the worker of a trainer that died has written to ``root`` what was staged.
+
+    Only workers of the first rank's host are known, and those whose locks are seen. After ``Config.timeout`` seconds
+    the log says that an older checkpoint may be the newest.
+    """
+    try:
+        from_first(partial(wait_for_attempts, absolute(root), Config.given(config).timeout, _locked(root)))
+    except StorageError as error:
+        logger.warning("training may resume from a checkpoint that is not the newest: %s", error)
+
+
+def lock_for_worker(root: str, config: Config | None) -> None:
+    """Have the first rank's worker, once it starts, hold a lock by which ``wait_for_dead_trainer`` finds it."""
+    engines.shared.get(config=config).claim(Claim(_locked(root), None))
+
+
+def _locked(root: str) -> str:
+    """The name of the lock. As an address, it is a file of the runtime folder: no framework uploads it."""
+    return f"file://{absolute(root)}"
 
 
 def begin_save(place: str, capture: Capture, step: int | None, config: Config | None) -> Save:

@@ -5,6 +5,7 @@ All of it works without torch, and reads no pickle.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +33,8 @@ from asyncckpt.worker.root_lock import LOCK_NAME, is_finishing
 from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import history, newest_step, stored_step
 from asyncckpt.worker.storage.storage import InputFile
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _SOME = 4  # checkpoints that an error names
@@ -75,7 +78,7 @@ def _is_checkpoint(folder: str) -> bool:
 
 def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> None:
     """Wait until no worker is writing under ``root`` any more: one whose trainer died may be about to finalize, or to
-    begin.
+    begin. A line in the log says so.
 
     One whose trainer lives may always be writing: after as many attempts as a dead one can have left, this waits for no
     other. Raises ``StorageError`` after ``timeout`` seconds.
@@ -84,11 +87,15 @@ def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> N
     """
     storage, deadline = storage_for(root), time.monotonic() + timeout
     known: set[str] = set()
+    is_told = False
     while (attempts := storage.attempts_under_way(root)) or is_finishing(locked or root):
         if len(known) < _MOST_STAGED:
             known.update(attempts)
         elif attempts and known.isdisjoint(attempts):
             return
+        if not is_told:
+            logger.warning("waiting until a worker has written what was staged before, under %s", root)
+            is_told = True
         if time.monotonic() >= deadline:
             raise StorageError(
                 f"a worker is still writing here after {timeout:g} s; wait for it, or name the step to load",

@@ -32,8 +32,8 @@ _SCALARS = _EXACT | {float}
 class Raw(bytes):
     """Bytes that a user's own planner made; they are stored as they are.
 
-    More room is reserved for an archive, as ``torch.save`` makes it and Megatron-LM's planner hands it over. For any
-    others exactly their own length is reserved.
+    An archive, as ``torch.save`` makes it and Megatron-LM's planner hands it over, is unpickled once, and more room is
+    reserved for it. For any others exactly their own length is reserved.
     """
 
 
@@ -129,8 +129,9 @@ def _check_unpickles(name: str, value: object, data: bytes) -> None:
             return
         except unless_interrupt(Exception) as error:  # whatever the value's own code raises
             cause = error
+    kind = "" if isinstance(value, Raw) else f", a {type(value).__qualname__},"
     raise UnsavableStateError(
-        f"the value of {name!r}, a {type(value).__qualname__}, pickles, but could not be loaded again:"
+        f"the value of {name!r}{kind} pickles, but could not be loaded again:"
         f" {type(cause).__name__}: {cause}; leave it out of the state dict, or mend its __reduce__ or __setstate__"
     ) from cause
 
@@ -193,7 +194,7 @@ class StoredObjects:
     def own_pickles(self) -> Iterator[tuple[str, bytes]]:
         """The names and the bytes of those that pickled by code of their own, as classes and arrays do."""
         for name, kind, data in zip(self._names, self._checked, self._bytes, strict=True):
-            if kind is not None:
+            if kind not in (None, Raw):
                 yield name, data
 
     def forget_slots(self) -> None:
@@ -231,7 +232,7 @@ class StoredObjects:
 
     def _check(self, number: int, value: Any, data: bytes) -> None:
         """Unpickle ``data`` again, if the value pickles by code of its own, and is of another type than before."""
-        if value is None or isinstance(data, Raw) or _kept(value) is not None:
+        if value is None or _has_fixed_size(data) or _kept(value) is not None:
             self._checked[number] = None
         elif type(value) is not self._checked[number]:
             _check_unpickles(self._names[number], value, data)

@@ -1,7 +1,7 @@
 """Values that several ranks have under one name: DCP takes them for replicas, and saves one of them for all.
 
 The ranks' workers compare them when they commit (``worker/replicas.py``). No worker has the bytes of a replica that
-another rank writes, so the trainer makes the digests: of all of a small value, of a sample of a tensor.
+another rank writes, so the trainer makes the digests: of a small value as a whole, of a sample of a tensor.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Replicas:
 
         Args:
             state_dict: What was planned.
-            names: Those of its values that are no shards; empty: there are no other ranks.
-            number: That of the save, or of the preparation, that planned.
+            names: The names of its values that are no shards; empty: there are no other ranks.
+            number: The number of the save, or of the preparation, that planned.
         """
         self._planned_at, self._compared_at = number, number
         self._is_committed = False
@@ -54,11 +54,11 @@ class Replicas:
         self._parts = 1 << max(0, math.ceil(math.log2(max(1, len(self._keys)) / _LATER_VALUES)))
 
     def on_end(self, *, is_committed: bool) -> None:
-        """A save has ended, on all ranks alike. After one that failed all is compared again."""
+        """Note the end of a save, on all ranks alike. After a save that failed all values are compared again."""
         self._is_committed = is_committed
 
     def values(self, state: Callable[[], Mapping[str, Any]], number: int) -> Iterable[tuple[str, object]]:
-        """The values of the ``state`` that are compared in save ``number``, with their names."""
+        """Yield the values of the ``state`` that are compared in save ``number``, with their names."""
         turn, before = number // _COMPARE_EVERY, self._compared_at // _COMPARE_EVERY
         if number < self._planned_at + _FIRST_SAVES:
             turn, before = number, -1
@@ -68,14 +68,18 @@ class Replicas:
         state_dict = state()
         for name, keys in self._keys.items():
             if not self._is_committed or _hash(name) % self._parts == turn % self._parts:
-                yield name, _value(state_dict, keys)
+                try:
+                    value = _value(state_dict, keys)
+                except (LookupError, TypeError):  # a planner of the user's may do without it
+                    continue
+                yield name, value
 
 
 class Sample:
-    """Digests of values, of which those of tensors on devices may still be on their way to the host."""
+    """Digests of values. Samples of tensors on devices may still be on the devices."""
 
     def __init__(self, values: Iterable[tuple[str, object]]) -> None:
-        """Look at the values, and queue copies of samples on the current streams of their devices."""
+        """Look at the values, and queue the sampling on the current streams of their devices."""
         self._digests: dict[str, int] = {}
         views: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
         for name, value in values:
@@ -87,29 +91,41 @@ class Sample:
                     self._digests[name] = _digest(value)
             except unless_interrupt(Exception):  # of a class of the user's, perhaps: a warning is not worth a save
                 continue
-        self._copies: list[tuple[list[str], list[int], list[bytes], torch.Tensor]] = []
-        self.on_devices: list[torch.Tensor] = []
-        """What has to be ready before ``digests`` is called."""
-        for (device, _), its in views.items():
-            together = torch.cat([view for _, _, view in its])
-            if device.type != "cpu":
-                self.on_devices.append(together)
-                together = together.to("cpu", non_blocking=kind_of(device) is not None)
+        self._sampled: list[tuple[list[str], list[int], list[bytes], torch.Tensor]] = []
+        for its in views.values():
             forms = [f"{tensor.dtype} {tuple(tensor.shape)}".encode() for _, tensor, _ in its]
-            self._copies.append(([name for name, _, _ in its], [view.nbytes for _, _, view in its], forms, together))
+            sizes = [view.nbytes for _, _, view in its]
+            with contextlib.suppress(RuntimeError):  # a device that cannot do that
+                together = torch.cat([view for _, _, view in its])
+                self._sampled.append(([name for name, _, _ in its], sizes, forms, together))
+
+    @property
+    def on_devices(self) -> list[torch.Tensor]:
+        """The samples that have to be ready before ``digests`` is called."""
+        return [tensor for *_, tensor in self._sampled if not tensor.is_cpu]
 
     def digests(self, ready: ReadyEvents) -> dict[str, int]:
-        """A number for each value, by name: equal for equal ones. ``ready``: made after this, on the same thread."""
-        for tensor in self.on_devices:
-            if tensor.device in ready:
-                ready[tensor.device].synchronize()
-        for names, sizes, forms, together in self._copies:
-            data, at = together.view(torch.uint8).numpy().tobytes(), 0
+        """Return a number for each value, by name: equal for equal values.
+
+        ``ready``: the events that the same thread recorded after it made this sample.
+        """
+        for names, sizes, forms, together in self._sampled:
+            data, at = _on_host(together, ready).view(torch.uint8).numpy().tobytes(), 0
             for name, nbytes, form in zip(names, sizes, forms, strict=True):
                 self._digests[name] = _number(hashlib.blake2b(form + data[at : at + nbytes], digest_size=8))
                 at += nbytes
-        self._copies.clear()
+        self._sampled.clear()
         return self._digests
+
+
+def _on_host(tensor: torch.Tensor, ready: ReadyEvents) -> torch.Tensor:
+    """Copy a sample from its device, without a wait for work that the device was given after it was ``ready``."""
+    kind = kind_of(tensor.device)
+    if kind is None or tensor.device not in ready:
+        return tensor.cpu()
+    ready[tensor.device].synchronize()
+    with kind.use(tensor.device, kind.new_stream(tensor.device)):
+        return tensor.cpu()
 
 
 NOTHING = Sample(())
@@ -130,7 +146,7 @@ def _number(hasher: Any) -> int:
 
 
 def _digest(value: object) -> int:
-    """A number for a small value. Raises ``ValueError`` if it is something else, or too large."""
+    """Return a number for a small value. Raise ``ValueError`` if the value is something else, or too large."""
     hasher = hashlib.blake2b(digest_size=8)
     _add(hasher.update, value, _SMALL_BYTES)
     return _number(hasher)
@@ -144,7 +160,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some elements from all over a tensor, as integers in a row. Raises ``ValueError`` if it is not plain."""
+    """Return some elements from all over a tensor, as integers in a row. Raise ``ValueError`` if it is not plain."""
     if type(tensor) not in PLAIN or has_no_bytes(tensor) or tensor.is_conj() or tensor.is_neg():
         raise ValueError("it is not compared")
     kind, count = _INTEGERS[tensor.itemsize], tensor.numel()
@@ -155,10 +171,10 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _add(add: Callable[[bytes], object], value: Any, left: int) -> int:
-    """Tell what a value is by some bytes, the same for equal ones.
+    """Describe a value by some bytes, the same for equal values.
 
     Args:
-        add: Takes them.
+        add: Takes the bytes.
         value: Plain values, and dicts, lists and tuples of such; arrays and tensors.
         left: The most bytes.
 
@@ -166,7 +182,7 @@ def _add(add: Callable[[bytes], object], value: Any, left: int) -> int:
         How many are left.
 
     Raises:
-        ValueError: It is something else, or too large.
+        ValueError: The value is something else, or too large.
     """
     kind = type(value)
     parts: Iterable[Any] = ()
@@ -196,7 +212,7 @@ def _add(add: Callable[[bytes], object], value: Any, left: int) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    """Return those of a tensor that is compared whole; none of one in a container that is not."""
+    """Return the bytes of a tensor that is compared whole; no bytes of any other tensor in a container."""
     if type(tensor) not in PLAIN or has_no_bytes(tensor) or not tensor.data_ptr() or not _is_small(tensor):
         return b""
     return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)

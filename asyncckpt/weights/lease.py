@@ -264,6 +264,8 @@ class RankPublications:
         self._client: ReaderClient | None = None
         self._owner = os.getpid()
         self._segments: list[_MappedSegment] = []
+        self.trouble = ""
+        """The reason why nothing newer comes from another host; "": none is known."""
 
     def refresh(self, timeout: float) -> None:
         """Ask the worker what there is. Raises ``SaveTimeoutError`` if it has no answer in ``timeout`` seconds."""
@@ -277,7 +279,9 @@ class RankPublications:
                 return
             self._client.timeout = timeout
             try:
-                self._update(self._client.published(), self._client)
+                answer = self._client.published()
+                self.trouble = answer.trouble
+                self._update(answer.published, self._client)
                 return
             except SaveTimeoutError:
                 self._leave()  # a late answer must not be taken for that to the next question

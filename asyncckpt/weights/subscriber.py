@@ -242,6 +242,8 @@ class WeightSubscriber:
         hint = ""
         if half:
             hint = f"; {max(half).ranks} ranks publish, and not all of them on this host: give a locator"
+        elif trouble := next((rank.trouble for rank in self._ranks if rank.trouble), ""):
+            hint = f"; nothing newer comes from the publisher: {trouble}"
         return (
             f"no weights{asked} at {self._address!r} within {timeout:g} s; the versions that are there, in order:"
             f" {there}{hint}"

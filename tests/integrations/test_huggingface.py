@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ pytest.importorskip("transformers")
 from support import hf_training
 from support.hf_ranks import Died, dies_at
 from support.hf_states import checkpoints, same_files
-from support.workers import Faulty, wait_for
+from support.workers import Faulty, stop, wait_for
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -211,3 +214,53 @@ def test_the_next_training_of_the_process_waits_for_what_the_one_before_saves(tm
     trainer.train(resume_from_checkpoint=True)
     timer.join()
     assert min(trainer.recorder.losses) == 3
+
+
+def _train_until_killed(run: Path, pid: Path) -> None:
+    def at_step(step: int) -> None:
+        if step == 5:
+            worker = engines.shared.get().worker
+            assert worker is not None
+            pid.write_text(str(worker.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    hf_training.trainer(run, at_step=at_step).train()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_training_resumes_from_what_a_killed_one_had_staged(
+    tmp_path: Path, gate: Path, caplog: pytest.LogCaptureFixture, is_stopped: bool
+) -> None:
+    run, pid = tmp_path / "run", tmp_path / "pid"
+    killed = multiprocessing.get_context("fork").Process(target=_train_until_killed, args=(run, pid))
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL and get_last_checkpoint(run) is None
+    if is_stopped:
+        stop(int(pid.read_text()))
+        gate.touch()
+
+    def go_on() -> None:
+        gate.touch()
+        os.kill(int(pid.read_text()), signal.SIGCONT)
+
+    timer = threading.Timer(0.5, go_on)
+    timer.start()
+    trainer = hf_training.trainer(run)
+    timer.join()
+    assert get_last_checkpoint(run) == str(run / "checkpoint-4")
+    assert f"waiting until a worker has written what was staged before, under {run}" in caplog.text
+    trainer.train(resume_from_checkpoint=True)
+    assert min(trainer.recorder.losses) == 5
+    assert sorted(each.name for each in run.iterdir()) == [f"checkpoint-{step}" for step in (2, 4, 6)]
+
+
+def test_a_training_does_not_wait_for_ever(tmp_path: Path, gate: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, pid = tmp_path / "run", tmp_path / "pid"
+    killed = multiprocessing.get_context("fork").Process(target=_train_until_killed, args=(run, pid))
+    killed.start()
+    killed.join(60)
+    hf_training.trainer(run, config=Config(timeout=0.3))
+    assert "training may resume from a checkpoint that is not the newest" in caplog.text
+    gate.touch()
+    wait_for(lambda: checkpoints(run) == [2, 4])

@@ -150,6 +150,52 @@ run(work)
 )
 
 
+# As megatron.training.async_utils, which makes a queue when it is imported.
+_LATE = (
+    _RANKS
+    + """
+import types
+from megatron.core.dist_checkpointing.strategies import async_utils
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue as Queue
+training = types.ModuleType("megatron.training.async_utils")
+training.AsyncCallsQueue = Queue
+training._async_calls_queue = Queue()
+sys.modules[training.__name__] = training
+
+def work(rank, world):
+    import asyncckpt.integrations.megatron
+    from asyncckpt.integrations import nvrx
+    held = [Queue()]
+    try:
+        asyncckpt.integrations.megatron.install()
+    except asyncckpt.integrations.megatron.MegatronWiringError as error:
+        assert "an object holds it" in str(error), error
+    else:
+        raise AssertionError("a queue is left that saves by itself")
+    assert type(training._async_calls_queue) is async_utils.AsyncCallsQueue is Queue
+    held.clear()
+    asyncckpt.integrations.megatron.install()
+    queue = training._async_calls_queue
+    assert isinstance(queue, nvrx.AsyncCallsQueue) and issubclass(Queue, nvrx.AsyncCallsQueue)
+    asyncckpt.integrations.megatron.install()
+    assert training._async_calls_queue is queue
+    from megatron.core import dist_checkpointing
+    request = dist_checkpointing.save(state(1, rank, world), made(f"{ROOT}/1", rank), async_sharded_save=True)
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+    check(1, rank, world, f"{ROOT}/1")
+    assert os.path.exists(f"{ROOT}/1/asyncckpt.json")
+    queue.close()
+
+run(work)
+"""
+)
+
+
+def test_queues_that_were_made_before_are_replaced_or_refused(tmp_path: Path) -> None:
+    python(_LATE, MEGATRON, arguments=(str(tmp_path / "it"),))
+
+
 @pytest.mark.parametrize("nvrx", ["", "nvrx-0.7.0"])
 def test_megatron_core_saves_and_loads(tmp_path: Path, nvrx: str) -> None:
     python(_CORE, MEGATRON, *filter(None, [nvrx]), arguments=(str(tmp_path / "it"),))

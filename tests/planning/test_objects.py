@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from support.states import stock_load
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+import asyncckpt
 from asyncckpt import Checkpointer
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.layout import Place
@@ -122,6 +124,21 @@ def test_what_does_not_unpickle_is_refused_at_its_first_save(root: Path) -> None
         with pytest.raises(UnsavableStateError, match=r"'a\.lost', a Lost, .* TypeError"):
             checkpointer.save(3, {"a": {"lost": Lost(1)}, "w": torch.ones(2)})
         assert checkpointer.steps() == [2]
+
+
+class Planner(DefaultSavePlanner):
+    """Plans as DCP's, and pickles objects itself."""
+
+
+def test_what_a_planner_pickled_and_does_not_unpickle_is_refused(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"a": {"lost": Lost(1)}, "w": torch.ones(2)}
+    with pytest.raises(UnsavableStateError, match=r"'a\.lost' pickles, but could not be loaded again: TypeError"):
+        asyncckpt.save(state, checkpoint_id=tmp_path / "1", planner=Planner())
+    assert not (tmp_path / "1").exists()
+    state["a"]["lost"] = Mean(torch.ones(3), 2)
+    asyncckpt.save(state, checkpoint_id=tmp_path / "2", planner=Planner())
+    stock_load(into := {"a": {"lost": None}, "w": torch.zeros(2)}, tmp_path / "2")
+    assert torch.equal(into["a"]["lost"].mean, torch.ones(3) / 2)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("of_planner", [False, True])

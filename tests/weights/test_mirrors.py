@@ -233,12 +233,33 @@ def test_nobody_is_there(at: At) -> None:
     nowhere = "asyncckpt://00ff@127.0.0.1:9?transport=sockets"
     with WeightSubscriber(ADDRESS, locator=nowhere, config=CONFIG) as reader:
         begun = time.monotonic()
-        with pytest.raises(WeightsTimeoutError, match="no weights"):
+        with pytest.raises(WeightsTimeoutError, match="no weights.*nothing newer comes.*refused"):
             reader.acquire(timeout=0.5)
         assert time.monotonic() - begun < 20
     reader = WeightSubscriber("another", locator="policy", config=CONFIG)
     with reader, pytest.raises(CheckpointError, match="cannot be had.*policy"):
         reader.acquire(timeout=5)
+
+
+def test_a_key_that_is_refused_is_told(at: At, folder: Path) -> None:
+    """The locator is read again, as a trainer that is started anew writes another one."""
+    at(0)
+    place = folder / "locator"
+    with WeightPublisher(ADDRESS, config=CONFIG) as publisher:
+        locator = publisher.serve("127.0.0.1")
+        publisher.publish(model(1), 1)
+        key, at_, places = locator.removeprefix("asyncckpt://").partition("@")
+        place.touch(0o600)
+        place.write_text(f"asyncckpt://{key[::-1]}{at_}{places}")
+        at(1)
+        with WeightSubscriber(ADDRESS, locator=str(place), config=CONFIG) as reader:
+            with pytest.raises(WeightsTimeoutError, match="none; nothing newer.*refuses the key.*take the newest"):
+                reader.acquire(timeout=2)
+            place.write_text(locator)
+            with reader.acquire(timeout=30) as weights:
+                assert version_in(weights) == 1
+            with pytest.raises(WeightsTimeoutError, match="in order: 1$"):
+                reader.acquire(min_version=2, timeout=0.5)
 
 
 def test_a_worker_leaves_when_nobody_has_read_for_a_while(at: At) -> None:

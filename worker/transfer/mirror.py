@@ -26,6 +26,7 @@ from asyncckpt.worker.transfer.holder import Holder, RemoteVersion
 from asyncckpt.worker.transfer.locator import Locator
 from asyncckpt.worker.transfer.mirror_buffer import MirrorBuffer
 from asyncckpt.worker.transfer.requests import TransferAddress
+from asyncckpt.worker.transfer.sealed_connection import KeyRefusedError
 from asyncckpt.worker.transfer.server import TransferServer
 from asyncckpt.worker.transfer.sockets import CONNECTIONS
 from asyncckpt.worker.transfer.versions import SPAN_BYTES, VersionImage
@@ -65,6 +66,8 @@ class Mirror:
         self._holders: dict[TransferAddress, Holder] = {}
         self._closed = threading.Event()
         self._said = ""
+        self.trouble = ""
+        """The reason why nothing newer comes; "": none is known."""
         self._thread = threading.Thread(target=self._run, name="asyncckpt-mirror", daemon=True)
         self._thread.start()
 
@@ -83,6 +86,8 @@ class Mirror:
                     locator = Locator.read(self.locator)
                     self._server.keys = (locator.key,)
                     self._follow(locator, pool)
+                except KeyRefusedError as error:
+                    self._say(f"{error}: the locator is that of another publication, or of one before; take the newest")
                 except (OSError, CheckpointError, ValueError) as error:
                     self._say(str(error))
                 except Exception:
@@ -99,6 +104,7 @@ class Mirror:
         while not self._closed.is_set():
             after = None if self._last is None else self._last.version
             found = publisher.next_version(after, _NEXT_S, self._own, refused)
+            self.trouble = ""
             if (version := found.version) is None:
                 continue
             try:
@@ -261,7 +267,8 @@ class Mirror:
                 holder.close()
 
     def _say(self, words: str) -> None:
-        """Log what is in the way, once."""
+        """Log what is in the way, once, and keep it for readers."""
+        self.trouble = words
         if words != self._said:
             self._said = words
             logger.warning("weights of another host: %s", words)

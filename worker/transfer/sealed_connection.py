@@ -42,6 +42,10 @@ _VOCABULARY = frozenset(
 _FORGED = "what came was not said by a process of this job"
 
 
+class KeyRefusedError(ConnectionResetError):
+    """The other end gives no answer to the proof: it knows another key, or is just ending."""
+
+
 class SealedConnection:
     """One end. One thread at a time sends, and one receives; any may ``close``.
 
@@ -59,6 +63,7 @@ class SealedConnection:
             silence: Seconds for which the other end may be silent, and which shaking hands may take in all.
 
         Raises:
+            KeyRefusedError: The other end has ended the connection at the proof.
             OSError: The other end does not know the key, or is silent, or gone.
         """
         self._socket = connection
@@ -72,7 +77,10 @@ class SealedConnection:
             if asks:
                 nonces = self._receive_by(until, NONCE_BYTES), mine
                 connection.sendall(mine + proof(keys[0], b"asks", *nonces))
-                said, other = self._receive_by(until, _PROOF_BYTES), b"answers"
+                try:
+                    said, other = self._receive_by(until, _PROOF_BYTES), b"answers"
+                except ConnectionResetError as error:
+                    raise KeyRefusedError(f"{self.peer} refuses the key") from error
             else:
                 connection.sendall(mine)
                 nonces = mine, self._receive_by(until, NONCE_BYTES)

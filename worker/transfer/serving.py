@@ -75,6 +75,11 @@ class Serving:
         """Whether it does."""
         return self._mirror is not None
 
+    @property
+    def trouble(self) -> str:
+        """The reason why nothing newer comes from the publisher; "": none is known, or this follows nobody."""
+        return "" if (mirror := self._mirror) is None else mirror.trouble
+
     def end_following(self) -> None:
         """Fetch no more. What is here stays."""
         with self._lock:

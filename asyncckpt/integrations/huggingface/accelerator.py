@@ -15,7 +15,14 @@ from accelerate import Accelerator, DistributedType
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError
-from asyncckpt.integrations.capture import begin_save, capturing, replaced, told_to_all
+from asyncckpt.integrations.capture import (
+    begin_save,
+    capturing,
+    lock_for_worker,
+    replaced,
+    told_to_all,
+    wait_for_dead_trainer,
+)
 from asyncckpt.worker.storage import remove_old_checkpoint, storage_for
 
 logger = logging.getLogger(__name__)
@@ -74,6 +81,7 @@ class _AcceleratorSaves:
             logger.warning("%s has other files: accelerate saves there itself, and the training waits", place)
             return self._stock_save(output_dir, safe_serialization, **options)
         os.makedirs(os.path.dirname(place), exist_ok=True)
+        lock_for_worker(os.path.dirname(place), self._config)
         with (
             told_to_all(place, None, self._config),
             capturing(os.path.basename(place)) as capture,
@@ -95,6 +103,7 @@ class _AcceleratorSaves:
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
             # accelerate would also look at what a save has left that was killed: its name has a number, too.
             root = os.path.join(accelerator.project_dir, "checkpoints")
+            wait_for_dead_trainer(root, self._config)
             input_dir = max(_numbered(root).items(), default=(0, None))[1]
         return self._stock_load(input_dir, *args, **options)
 

@@ -32,8 +32,10 @@ from asyncckpt.integrations.capture import (
     Capture,
     begin_save,
     capturing,
+    lock_for_worker,
     replaced,
     told_to_all,
+    wait_for_dead_trainer,
 )
 from asyncckpt.integrations.huggingface.rotation import rotate
 from asyncckpt.save_handle import Save
@@ -48,6 +50,9 @@ _SENTINEL = "checkpoint-is-incomplete.txt"  # written by transformers' trainer_j
 def enable(trainer: Trainer, config: Config | None = None) -> None:
     """Have ``trainer`` save its checkpoints in the background from now on. A second call changes nothing.
 
+    All ranks call this, and before they look for a checkpoint to resume from: this waits until the worker of a trainer
+    that was killed has written what was staged for the same ``output_dir``.
+
     Args:
         trainer: Any that derives from transformers' Trainer. What it does itself for DeepSpeed, XLA, SageMaker's model
             parallelism and ``save_on_each_node`` it goes on doing, with a warning.
@@ -60,6 +65,7 @@ def enable(trainer: Trainer, config: Config | None = None) -> None:
     if missing or not hasattr(transformers.trainer, "rotate_checkpoints"):
         raise TypeError(f"{type(trainer).__name__} is no Trainer of transformers 5, or of one that asyncckpt knows")
     if not isinstance(getattr(trainer._save_checkpoint, "__self__", None), _TrainerSaves):
+        wait_for_dead_trainer(trainer.args.output_dir, config)
         _TrainerSaves(trainer, config)
 
 
@@ -118,6 +124,7 @@ class _TrainerSaves:
         run_dir = trainer._get_output_dir(trial)
         place = os.path.join(run_dir, f"{_PREFIX}{trainer.state.global_step}")
         os.makedirs(run_dir, exist_ok=True)
+        lock_for_worker(run_dir, self._config)
         is_urgent = _is_urgent(place)  # first: a save of this step that is under way needs that place
         # All ranks have to call their callbacks at the same place, as these may talk to each other.
         self._settle(wait=trainer.args.world_size > 1 and any(each.calls for each in self._unsettled))

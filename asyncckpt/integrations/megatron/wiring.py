@@ -8,6 +8,7 @@ stand in for it. megatron-core 0.16 has code of its own for the same: there the 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import inspect
 import sys
@@ -166,13 +167,36 @@ def _install_in_core(torch_strategy: ModuleType) -> None:
             "save_state_dict_async_plan of this Megatron-LM has no parameter cached_ckpt_structure, as megatron-core"
             " 0.16 has, and so may return something else"
         )
+    if requests.AsyncCallsQueue is not _QueueForCore:
+        _replace_queues(requests.AsyncCallsQueue)
     for name in _CORE_NAMES:
         setattr(torch_strategy, name, _OURS[name])
     torch_strategy.save_state_dict_async_plan = _plan_for_core  # type: ignore[attr-defined]
-    own_queue = requests.AsyncCallsQueue
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and getattr(module, "AsyncCallsQueue", None) is own_queue:
-            module.AsyncCallsQueue = _QueueForCore  # type: ignore[attr-defined]
+
+
+def _replace_queues(own_queue: type[Any]) -> None:
+    """Replace megatron-core's class of queues, and each queue that a module made when it was imported.
+
+    ``megatron.training`` makes one. Raises ``MegatronWiringError`` if a queue cannot be replaced, as its saves would go
+    on through megatron-core's own processes.
+    """
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    named = [(module, name, value) for module in modules for name, value in list(vars(module).items())]
+    queues = [(module, name, value) for module, name, value in named if isinstance(value, own_queue)]
+    gc.collect()
+    others = [each for each in gc.get_objects() if type(each) is own_queue]
+    others = [each for each in others if all(each is not value for _, _, value in queues)]
+    if others or any(value.async_calls for _, _, value in queues):
+        raise MegatronWiringError(
+            "an AsyncCallsQueue of megatron-core was made before asyncckpt.integrations.megatron.install() was called,"
+            f" and {'an object holds it' if others else 'it has saves under way'}, so that its saves would not be"
+            " asyncckpt's: call install() before anything of Megatron-LM is imported"
+        )
+    for module, name, value in named:
+        if value is own_queue:
+            setattr(module, name, _QueueForCore)
+    for module, name, value in queues:
+        setattr(module, name, _QueueForCore(persistent=value.persistent))
 
 
 class _QueueForCore(nvrx.AsyncCallsQueue):
