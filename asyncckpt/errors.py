@@ -13,7 +13,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class CheckpointError(Exception):
@@ -183,7 +185,7 @@ def _is_handler(frame: FrameType) -> bool:
     return frame.f_back is not None and any(each is frame.f_back for each in flat)
 
 
-def unless_interrupt(*kinds: type[BaseException]) -> tuple[type[BaseException], ...]:
+def unless_interrupt(*kinds: type[E]) -> tuple[type[E], ...]:
     """Return the classes for an ``except`` to catch: ``kinds``; none if the exception at hand ``is_interrupt``."""
     error = sys.exc_info()[1]
     return () if error is not None and is_interrupt(error) else kinds

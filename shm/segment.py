@@ -185,11 +185,12 @@ class Segment:
         """Give the memory from ``begin`` on back to the system: what was in it is gone, for all who have it mapped, and
         reads as zeros.
 
-        It may be taken again by ``touch``.
+        It may be taken again by ``touch``. Raises ``OutOfMemoryError`` if the kernel refuses.
         """
         nbytes = round_up(self.nbytes) - begin
         if nbytes and _libc.fallocate(self.fileno(), _PUNCH_HOLE | _KEEP_SIZE, begin, nbytes) != 0:
-            raise OSError(code := ctypes.get_errno(), os.strerror(code))
+            why = os.strerror(ctypes.get_errno())
+            raise OutOfMemoryError(f"{nbytes:,} bytes of shared memory cannot be given back: {why}")
 
     def close(self) -> None:
         """Unmap, and close the descriptor. Safe to call twice, and after a half-finished ``__init__``.

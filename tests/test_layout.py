@@ -20,7 +20,7 @@ FOLDERS = {"asyncckpt": HERE / "asyncckpt", "asyncckpt.worker": HERE / "worker",
 # ``asyncckpt/`` is a room.
 LINE = (
     ("errors", "config", "flag", "gc_pause"),
-    ("events", "interval"),
+    ("events", "interval", "threads"),
     ("shm", "telemetry"),
     ("worker",),
     ("save_handle", "publication", "ranks", "supervisor", "devices"),

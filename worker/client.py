@@ -20,6 +20,7 @@ from asyncckpt.errors import (
     located,
 )
 from asyncckpt.shm.segment import Segment
+from asyncckpt.threads import no_thread
 from asyncckpt.worker import messages
 from asyncckpt.worker.held_image import HeldImage
 from asyncckpt.worker.open_saves import OpenSaves, TrackedSave
@@ -71,7 +72,7 @@ class WorkerClient:
         except BaseException as error:
             self._process.end()
             if isinstance(error, RuntimeError):
-                raise WorkerDiedError(f"no thread can be started to listen to the worker: {error}") from error
+                raise WorkerDiedError(no_thread(error).message) from error
             raise
 
     @property
@@ -217,8 +218,11 @@ class WorkerClient:
         if self._owner == os.getpid() and not self._is_told and not self._detaching:
             self._closing = True
             self._process.detach()  # another of this process may have to wait for its end
-            with contextlib.suppress(OSError, ImportError):  # nothing can be imported as the interpreter ends
-                messages.send(self._connection, messages.Close())
+            try:
+                with contextlib.suppress(ImportError):  # nothing can be imported as the interpreter ends
+                    messages.send(self._connection, messages.Close())
+            except OSError:
+                self._connection.hang_up()  # so that the worker waits for nothing
             self._is_told = True  # not before: an exception may come in between, and the next call is to tell it
 
     def kill(self) -> None:
@@ -263,6 +267,10 @@ class WorkerClient:
                 self._process.kill()  # it may wait for a descriptor that never comes
             if not isinstance(error, OSError) or is_interrupt(error):
                 raise
+            if not isinstance(error, ConnectionError):  # the worker is there, and would wait for this message
+                self.kill()
+                why = f"the worker {self.pid} cannot be told anything, and was killed: {error}"
+                raise WorkerDiedError(f"{why}; the next save starts a new worker") from error
             # The listener is about to find out why; it knows more than "broken pipe".
             self._listener.join(timeout=10)
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
@@ -335,8 +343,10 @@ class WorkerClient:
     def _on_exit(self) -> None:
         """The worker is gone: everything open fails, and says why."""
         code = self._process.wait(0 if self._detaching else _END_S)
-        if code is None and self.saves and not self._detaching:
-            self._process.kill()  # what it was to do has failed
+        if code is None:
+            self._process.detach()
+            if self.saves and not self._detaching:
+                self._process.kill()  # what it was to do has failed
         words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
         death = WorkerDiedError(f"the worker {self.pid} {how_it_ended(code)}{words}")
         with self.saves.lock:

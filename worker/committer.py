@@ -17,6 +17,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
+from asyncckpt.threads import start
 from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.messages import Committed, Failed, Rendezvous
 from asyncckpt.worker.replicas import ReplicaCheck
@@ -134,10 +135,10 @@ class Committer:
         self._last_step: int | None = None
         self._next_step: int | None = None
         self._prunable: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
-        self._pruner = threading.Thread(target=self._prune, name="asyncckpt-prune")
-        self._pruner.start()
-        self._thread = threading.Thread(target=self._run, name="asyncckpt-committer")
-        self._thread.start()
+        self._pruner = threading.Thread(target=self._prune, name="asyncckpt-prune", daemon=True)
+        start(self._pruner)
+        self._thread = threading.Thread(target=self._run, name="asyncckpt-committer", daemon=True)
+        start(self._thread)
 
     def join(self, rendezvous: Rendezvous, timeout: float) -> None:
         """From the next save on, commit with the other ranks; ``timeout``: seconds that the store may take."""

@@ -25,6 +25,7 @@ from functools import partial
 import xxhash
 
 from asyncckpt.errors import JobTakenError, SaveTimeoutError
+from asyncckpt.threads import start
 from asyncckpt.worker.socket_connection import SocketConnection
 
 FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
@@ -91,7 +92,7 @@ class Endpoint:
 
     def listen(self, answer: Callable[[SocketConnection], None]) -> None:
         """From now on have ``answer`` called with each connection of this user, on a thread of its own."""
-        threading.Thread(target=self._accept, args=[answer], name="asyncckpt-endpoint", daemon=True).start()
+        start(threading.Thread(target=self._accept, args=[answer], name="asyncckpt-endpoint", daemon=True))
 
     def close(self) -> None:
         """Give the name back. Connections that are open stay so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from typing import NamedTuple
 from multiprocess.connection import wait
 
 from asyncckpt.errors import WorkerDiedError
+from asyncckpt.shm.descriptor import close
+from asyncckpt.threads import process_limit
 from asyncckpt.worker.endpoint import FOLDER_VARIABLE, runtime_folder
 from asyncckpt.worker.messages import Ready, receive
 from asyncckpt.worker.socket_connection import SocketConnection
@@ -65,7 +68,7 @@ class WorkerProcess:
             with contextlib.suppress(AttributeError):
                 self.close()
             if isinstance(error, OSError):
-                raise WorkerDiedError(f"the worker process did not start: {error}") from error
+                raise not_started("the worker process did not start:", error) from error
             raise
         _started.add(self)
 
@@ -148,7 +151,13 @@ class WorkerProcess:
         self.connection.close()
         stderr, self._stderr = self._stderr, -1
         if stderr >= 0:
-            os.close(stderr)
+            close(stderr)
+
+
+def not_started(text: str, error: OSError) -> WorkerDiedError:
+    """Return what to raise for ``error``, with which a process could not be started; ``text`` says which process."""
+    limit = f"; {process_limit()}" if error.errno == errno.EAGAIN else ""
+    return WorkerDiedError(f"{text} {error}{limit}")
 
 
 @contextlib.contextmanager
@@ -161,13 +170,15 @@ def watched(pid: int) -> Iterator[list[int]]:
         yield fds
     finally:
         for fd in fds:
-            os.close(fd)
+            close(fd)
 
 
 def how_it_ended(code: int | None) -> str:
     """An exit code in words; None: it runs, and does not listen."""
     if code is None:
         return "closed its socket"
+    if code == 0 and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        return "has ended, and nobody knows how, because this process ignores SIGCHLD"
     if code >= 0:
         return f"ended with status {code}"
     try:

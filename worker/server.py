@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from multiprocess.connection import wait
 
-from asyncckpt.errors import CheckpointError, JobTakenError, OutOfMemoryError, StorageError, WorkerDiedError
+from asyncckpt.errors import CheckpointError, WorkerDiedError
+from asyncckpt.threads import start
 from asyncckpt.worker import messages
 from asyncckpt.worker.committer import Committer
 from asyncckpt.worker.endpoint_messages import Follow, Serve
@@ -171,7 +172,7 @@ class Server:
             case messages.Question(number):
                 try:
                     self._answer(message)
-                except (JobTakenError, OutOfMemoryError, StorageError, WorkerDiedError) as error:
+                except CheckpointError as error:
                     self._send(messages.Answer(number, messages.Refused(error)))
             case messages.Join(rendezvous, timeout):
                 self._committer.join(rendezvous, timeout)
@@ -186,7 +187,10 @@ class Server:
                     self._replicator.expect(staged)
             case messages.Take():
                 # Beside all else: it takes a second for each two GiB or so.
-                threading.Thread(target=self._take, args=[message], name="asyncckpt-memory", daemon=True).start()
+                try:
+                    start(threading.Thread(target=self._take, args=[message], name="asyncckpt-memory", daemon=True))
+                except CheckpointError:
+                    self._take(message)
             case messages.GiveBack(number, begin, slots):
                 self._segment_store.give_back(number, begin, slots)
             case messages.Release(number):
@@ -313,8 +317,10 @@ class Server:
         try:
             with self._sending:
                 send(self._connection, message)
-        except OSError:
+        except ConnectionError:
             pass  # the trainer is gone; the loop sees that by itself, and the work goes on
+        except OSError:
+            self._connection.hang_up()  # else the trainer would wait for this message
 
 
 class _LogHandler(logging.Handler):

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from itertools import tee
 from operator import itemgetter
@@ -15,10 +16,12 @@ from typing import Any
 
 from multiprocess.connection import Connection
 
-from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.errors import OutOfMemoryError, unless_interrupt
 from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.segment import Segment
 
+# How long to try again where the kernel refuses to send, for want of memory, say; and how often.
+_TRY_S, _PAUSE_S = 1.0, 0.01
 _NUMBER = struct.Struct("i")
 # What stands before a message, as multiprocessing has it: its length, or -1 and then its length.
 _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!iQ")
@@ -55,17 +58,22 @@ class SocketConnection(Connection):  # type: ignore[misc]
         """
         length = len(buf)
         head = _LENGTH.pack(length) if length < _LONG_BYTES else _LONG_LENGTH.pack(-1, length)
+        until = time.monotonic() + _TRY_S
         self._unsent.append(_Message(b"".join((head, buf))))
         while self._unsent:
             message = self._unsent[0]
             while (done := sum(message.sent)) < len(message.text):
                 # No such exception comes between the sending and the note of it: that is written in C.
-                message.sent.extend(map(self.socket.send, (message.text[done:],)))
+                try:
+                    message.sent.extend(map(self.socket.send, (message.text[done:],)))
+                except unless_interrupt(OSError) as error:
+                    _pause(error, until)
             with contextlib.suppress(ValueError):  # who tells a worker to end does not wait for another that tells it
                 self._unsent.remove(message)
 
     def _close(self) -> None:
-        self.socket.close()
+        with contextlib.suppress(OSError):  # it is closed, whatever the kernel says
+            self.socket.close()
 
     def hang_up(self, how: int = socket.SHUT_RDWR) -> None:
         """End all talk, at once, in whatever thread; ``how``: or that of one direction."""
@@ -80,7 +88,13 @@ class SocketConnection(Connection):  # type: ignore[misc]
 
     def send_descriptor(self, fd: int) -> None:
         """Let the process at the other end have ``fd``, too. Raises ``OSError``."""
-        socket.send_fds(self.socket, [b"\0"], [fd])
+        until = time.monotonic() + _TRY_S
+        while True:
+            try:
+                socket.send_fds(self.socket, [b"\0"], [fd])
+                return
+            except unless_interrupt(OSError) as error:
+                _pause(error, until)
 
     def receive_descriptor(self) -> Descriptor:
         """Wait for a descriptor. Raises ``EOFError``, ``OSError``; ``EMFILE`` if this process may have no more.
@@ -116,3 +130,10 @@ class SocketConnection(Connection):  # type: ignore[misc]
                 " that limit"
             ) from error
         return Segment.attach(file, writable=writable)
+
+
+def _pause(error: OSError, until: float) -> None:
+    """Wait a little before the next try to send. Raises ``error`` if the other end is gone, or after ``until``."""
+    if isinstance(error, ConnectionError) or error.errno == errno.EBADF or time.monotonic() > until:
+        raise error
+    time.sleep(_PAUSE_S)

@@ -30,6 +30,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from enum import IntEnum
 
+from asyncckpt.threads import start
+
 logger = logging.getLogger(__name__)
 
 # Operation, bytes of the key, field or number of fields, seconds to wait, bytes of the value.
@@ -126,7 +128,7 @@ class Store:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="asyncckpt-store", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def __len__(self) -> int:
         """How many keys there are."""

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from asyncckpt.errors import SaveTimeoutError, WorkerDiedError
+from asyncckpt.threads import no_thread
 from asyncckpt.worker.messages import Rendezvous
 from asyncckpt.worker.store import ANSWER, FIELD, ID_BYTES, NONCE_BYTES, REQUEST, Operation, keep_alive, proof
 
@@ -230,7 +231,7 @@ class StoreConnection:
                     self._is_busy = True
                 except RuntimeError as error:
                     self._tasks.pop()
-                    future.set_exception(WorkerDiedError(f"no thread can be started to tell rank 0: {error}", rank=0))
+                    future.set_exception(WorkerDiedError(no_thread(error).message, rank=0))
         return future
 
     def close(self, timeout: float = 0.0) -> None:

@@ -34,6 +34,7 @@ from asyncckpt.errors import (
     located,
 )
 from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.threads import start
 from asyncckpt.worker.extent import check_whole
 from asyncckpt.worker.index import Index
 from asyncckpt.worker.joint_file import JointInput
@@ -94,7 +95,7 @@ class Uploader:
         self._failure: CheckpointError | None = None  # of one that is tried again
         self._loss: CheckpointError | None = None  # of one that is not; told once
         self._thread = threading.Thread(target=self._run, name="asyncckpt-uploader", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def note(self, upload: Upload) -> None:
         """Its checkpoint is about to be committed. Raises ``StorageError``."""

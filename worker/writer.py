@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from asyncckpt.errors import CheckpointError, RankFailedError
 from asyncckpt.shm.slots import State
+from asyncckpt.threads import Pool, start
 from asyncckpt.worker import messages
 from asyncckpt.worker.attempt import Attempt, FileAttempt
 from asyncckpt.worker.committer import Committer, located_in
@@ -104,7 +105,7 @@ class Writer:
         self._queue: deque[StagedImage] = deque()
         self._finishing = False
         self._thread = threading.Thread(target=self._run, name="asyncckpt-writer", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def begin(self, request: WriteRequest) -> None:
         """The trainer is staging that."""
@@ -191,7 +192,7 @@ class Writer:
             self._queue.append(image)
 
     def _run(self) -> None:
-        with ThreadPoolExecutor(self._io_threads, thread_name_prefix="asyncckpt-io") as pool:
+        with Pool(self._io_threads, thread_name_prefix="asyncckpt-io") as pool:
             while (image := self._next()) is not None:
                 with image.hosted.used():  # as soon as the slot is free, the trainer may release the segment
                     self._carry_out(image, pool)

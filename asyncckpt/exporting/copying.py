@@ -23,6 +23,7 @@ from asyncckpt.gc_pause import without_gc
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import address_of
 from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.threads import Pool
 from asyncckpt.worker.storage.storage import OutputFile
 
 # Batches that are filled or written at once: while some are read, others are written.
@@ -90,7 +91,7 @@ class _Writing:
 
     def run(self) -> None:
         """All batches. Raises what the first that fails has raised."""
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="asyncckpt-export") as pool:
+        with Pool(_THREADS, thread_name_prefix="asyncckpt-export") as pool:
             tasks = []
             try:
                 for number, batch in enumerate(self._batches):

@@ -18,6 +18,7 @@ from asyncckpt.loading.shared_files import explained
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.threads import Pool
 from asyncckpt.worker.index import Index
 from asyncckpt.worker.joint_file import JointInput
 from asyncckpt.worker.storage import is_address
@@ -308,7 +309,7 @@ class MemoryFile(ChecksummedFile):
 def read_pool(path: str) -> ThreadPoolExecutor:
     """The threads that read the checkpoint ``path``."""
     threads = _REQUESTS if is_address(path) else READ_THREADS
-    return ThreadPoolExecutor(threads, thread_name_prefix="asyncckpt-read")
+    return Pool(threads, thread_name_prefix="asyncckpt-read")
 
 
 def read_plain(file: InputFile, begin: int, end: int) -> bytes:

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +20,7 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.ranks.address import own_address
 from asyncckpt.ranks.collectives import from_first, gather, gather_to_first, rank_of
+from asyncckpt.threads import Pool
 from asyncckpt.worker.endpoint import endpoint_names, endpoint_scope
 from asyncckpt.worker.endpoint_messages import Images
 from asyncckpt.worker.held_image import ImageKey, ImageSummary
@@ -163,7 +163,7 @@ def _held_here(job: str, scope: str, key: bytes, host: str | None) -> Iterator[I
             return []
         return [ImagePlace(each, scope, endpoint, served) for each in images]
 
-    with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="asyncckpt-ask") as pool:
+    with Pool(_ASKED_AT_ONCE, thread_name_prefix="asyncckpt-ask") as pool:
         for places in pool.map(ask, endpoint_names(job)):
             yield from places
 

@@ -26,6 +26,7 @@ from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
 from asyncckpt.shm.segment import round_up
+from asyncckpt.threads import Pool
 from asyncckpt.worker.index import Item
 
 # Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor. Where
@@ -184,7 +185,7 @@ class ReadRequests:
         collected = self._take_memory(rows, file)
         destinations = self._destinations(rows)
         # Tied where they are loaded to, and not where they were stored: the last one wins, and is whole.
-        with ThreadPoolExecutor(1) if destinations.tied else contextlib.nullcontext(pool) as threads:
+        with Pool(1) if destinations.tied else contextlib.nullcontext(pool) as threads:
             for run in file.read(self._ranges(rows), threads, destinations, verify=verify):
                 if run.damages:
                     raise file.explained(run.damages[0])

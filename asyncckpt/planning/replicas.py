@@ -6,6 +6,7 @@ another rank writes, so the trainer makes the digests: of a small value as a who
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import zlib

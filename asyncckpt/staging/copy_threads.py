@@ -11,6 +11,7 @@ from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.flag import Flag
+from asyncckpt.threads import start
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,11 @@ class CopyThreads:
         started = 0
         try:
             for thread in self._threads:
-                thread.start()
+                start(thread)
                 started += 1
-        except RuntimeError as error:
+        except CheckpointError:
             del self._threads[started:]
-            raise CheckpointError(f"no thread can be started that copies: {error}") from error
+            raise
 
     def run(self, call: Callable[[], object]) -> None:
         """Have ``call`` called by one of them; where they have ended, or are another process's, here and now.

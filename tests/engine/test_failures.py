@@ -9,10 +9,11 @@ import os
 import resource
 import shutil
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,7 +23,14 @@ from support.workers import FAULTY, Faulty, overdue, wait_reached
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.errors import ClosedError, SaveTimeoutError, StorageError, UnsavableStateError, WorkerDiedError
+from asyncckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    SaveTimeoutError,
+    StorageError,
+    UnsavableStateError,
+    WorkerDiedError,
+)
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.staging.buffer import StagingBuffer
@@ -365,3 +373,33 @@ def test_a_state_that_changes_while_it_is_planned_leaves_no_memory(root: Path, m
         (buffer,) = closed
         assert buffer.segment.closed
         checkpointer.save(1, small_state()).result(60)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_thread_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """Whichever it is: what needs it fails, and says what limits threads; or does without."""
+    start: Any = threading._start_new_thread  # type: ignore[attr-defined]
+    refused, begun, tries = 0, 0, 0
+
+    def refuse(*args: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun == refused:
+            raise RuntimeError("can't start new thread")
+        return start(*args)
+
+    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    failures = 0
+    while begun >= refused:
+        refused, begun, tries = refused + 1, 0, tries + 1
+        into = {"w": torch.zeros(3_000_000)}
+        with contextlib.ExitStack() as opened:
+            try:
+                checkpointer = opened.enter_context(Checkpointer(tmp_path / str(tries), Config(overlap=overlap)))
+                checkpointer.save(1, {"w": torch.ones(3_000_000)}).result(60)
+                checkpointer.load(into)
+                assert bool((into["w"] == 1).all())
+            except CheckpointError as error:
+                failures += 1
+                assert "no thread can be started" in str(error) and "RLIMIT_NPROC" in str(error)
+    assert failures >= 3 and tries > failures + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from asyncckpt.shm import budget
 from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.segment import PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, MAX_SLOTS, SlotTable, State
+
+_F_ADD_SEALS, _F_SEAL_FUTURE_WRITE = 1033, 0x10  # of the kernel
 
 
 def test_a_segment_is_shared_and_cannot_shrink() -> None:
@@ -145,3 +148,17 @@ def test_a_small_dev_shm_makes_no_difference(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout == b"done\n"
+
+
+def test_memory_that_the_kernel_does_not_take_back() -> None:
+    with Segment.create("asyncckpt-test", PAGE) as segment:
+        fcntl.fcntl(segment.fileno(), _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+        with pytest.raises(OutOfMemoryError, match="cannot be given back: Operation not permitted"):
+            segment.give_back()
+
+
+def test_a_close_that_fails_is_no_error() -> None:
+    descriptor = Descriptor.of(os.open, "/dev/null", os.O_RDONLY)
+    os.close(descriptor.fileno())
+    descriptor.close()
+    assert descriptor.closed

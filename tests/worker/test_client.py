@@ -174,6 +174,92 @@ except asyncckpt.errors.StorageError as error:
     assert complete_steps(str(root)) == [1]
 
 
+_IN_WORKER = """
+import errno, sys, threading
+from asyncckpt.worker import __main__, messages, server
+{}
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+_REFUSE_THREAD = """
+start, begun = threading._start_new_thread, []
+def refuse(*args):
+    begun.append(1)
+    if len(begun) == {}:
+        raise RuntimeError("can't start new thread")
+    return start(*args)
+threading._start_new_thread = refuse
+"""
+
+_REFUSE_OUTCOME = """
+send = server.send
+def refuse(connection, message):
+    if isinstance(message, messages.Committed):
+        raise OSError(errno.ENOBUFS, "No buffer space available")
+    send(connection, message)
+server.send = refuse
+"""
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_one_that_may_not_start_its_threads_is_told_at_once(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    code = _IN_WORKER.format(_REFUSE_THREAD.format(nth))
+    monkeypatch.setattr(worker_process, "command", lambda: [sys.executable, "-c", code])
+    begun = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="(?s)while it started; .*no thread can be started: .*RLIMIT_NPROC"):
+        WorkerClient(WorkerOptions(start_timeout=60))
+    assert time.monotonic() - begun < 30
+
+
+def test_an_outcome_that_cannot_be_told_is_found_out_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = _IN_WORKER.format(_REFUSE_OUTCOME)
+    with Checkpointer(root, Config(commit_timeout=600)) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(worker_process, "command", lambda: [sys.executable, "-c", code])
+            assert checkpointer.save(1, small_state()).result(60)
+        checkpointer.save(2, small_state()).result(60)
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_one_that_cannot_be_told_anything_is_another_soon(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses to send, and does not say that the worker is gone: nobody waits for its end."""
+
+    def refuse(self: SocketConnection, buffer: object) -> None:
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        begun = time.monotonic()
+        with monkeypatch.context() as patched, pytest.raises(WorkerDiedError, match="cannot be told .*No buffer space"):
+            patched.setattr(SocketConnection, "_send_bytes", refuse)
+            checkpointer.save(2, small_state())
+        checkpointer.save(3, small_state()).result(60)
+        assert time.monotonic() - begun < 9
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_nobody_knows_how_it_ended_where_sigchld_is_ignored() -> None:
+    """The kernel keeps no status then, and Python says 0."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        worker = WorkerClient(WorkerOptions())
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wait_for_end(30)
+        with pytest.raises(WorkerDiedError, match="nobody knows how, because this process ignores SIGCHLD"):
+            worker.check_usable()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_one_that_may_not_be_started_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patched, pytest.raises(WorkerDiedError, match="did not start: .*RLIMIT_NPROC"):
+        patched.setattr(subprocess, "Popen", refuse)
+        WorkerClient(WorkerOptions())
+
+
 def test_its_death_fails_the_save_at_once_and_the_next_save_works(root: Path, faulty_worker: Faulty) -> None:
     faulty_worker("write:kill")
     with Checkpointer(root) as checkpointer:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support.interrupts import Interrupted, interrupted_everywhere
@@ -137,3 +139,41 @@ def test_whose_other_end_is_gone(ends: tuple[SocketConnection, SocketConnection]
     assert one.has_other_end()
     other.close()
     assert not one.has_other_end()
+
+
+class _Refusing:
+    """A socket whose kernel refuses to send, ``times`` times."""
+
+    def __init__(self, real: socket.socket, times: int) -> None:
+        self._real, self._times = real, times
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("send", "sendmsg") and self._times > 0:
+            self._times -= 1
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+        return getattr(self._real, name)
+
+
+def test_what_the_kernel_refuses_to_send_at_first_is_sent(ends: tuple[SocketConnection, SocketConnection]) -> None:
+    one, other = ends
+    real: Any = one.socket
+    with open("/proc/self/stat") as file:
+        one.socket = _Refusing(real, 2)  # type: ignore[assignment]
+        one.send_bytes(b"here it is")
+        one.socket = _Refusing(real, 2)  # type: ignore[assignment]
+        one.send_descriptor(file.fileno())
+        one.socket = real
+        assert other.recv_bytes() == b"here it is"
+        other.receive_descriptor().close()
+
+
+def test_what_the_kernel_refuses_to_send_for_long_is_an_error(ends: tuple[SocketConnection, SocketConnection]) -> None:
+    one, other = ends
+    real: Any = one.socket
+    one.socket = _Refusing(real, 10_000)  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No buffer space"):
+        one.send_bytes(b"here it is")
+    one.socket = real
+    other.close()
+    with pytest.raises(BrokenPipeError):
+        one.send_bytes(b"there it was")

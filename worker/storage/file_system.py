@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 
 from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError
+from asyncckpt.shm.descriptor import close
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, is_checkpoint_file, is_index
 
 LOCK_TIMEOUT_S = 30.0
@@ -76,7 +77,7 @@ def opened(path: str, flags: int = os.O_DIRECTORY, folder: int | None = None) ->
     try:
         yield fd
     finally:
-        os.close(fd)
+        close(fd)
 
 
 def sync_folder(path: str) -> None:

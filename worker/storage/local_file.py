@@ -8,6 +8,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 
+from asyncckpt.shm.descriptor import close
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.worker.storage.file_system import open_regular, translated
 from asyncckpt.worker.storage.storage import InputFile, OutputFile
@@ -160,7 +161,7 @@ class LocalInputFile(InputFile):
                 return None
 
     def close(self) -> None:
-        os.close(self._fd)
+        close(self._fd)
 
     def _read(self, views: Sequence[memoryview], offset: int) -> int:
         left = [view for view in views if view]

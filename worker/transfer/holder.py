@@ -8,6 +8,7 @@ import time
 from types import TracebackType
 
 from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.threads import start
 from asyncckpt.worker.held_image import HeldImage, ImageKey
 from asyncckpt.worker.manifest import DIGEST_BYTES
 from asyncckpt.worker.transfer import requests
@@ -50,7 +51,7 @@ class Holder:
         self._connection = connect(address, key, answer_s)
         self._ended = threading.Event()
         self._pinger = threading.Thread(target=self._ping, name="asyncckpt-ping", daemon=True)
-        self._pinger.start()
+        start(self._pinger)
 
     def next_image(self, after: int, seconds: float) -> tuple[int, ImageKey] | None:
         """Wait for the holder's trainer to stage another image.

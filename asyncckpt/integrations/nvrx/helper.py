@@ -33,7 +33,7 @@ from asyncckpt.errors import CheckpointError, UnsavableStateError, WorkerDiedErr
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.worker import messages
-from asyncckpt.worker.process import occupy_standard_streams, run_module, same_modules, watched
+from asyncckpt.worker.process import not_started, occupy_standard_streams, run_module, same_modules, watched
 from asyncckpt.worker.socket_connection import SocketConnection
 
 _ALIGNMENT = 64
@@ -60,7 +60,7 @@ class Helper:
                 )
             except OSError as error:
                 ours.close()
-                raise WorkerDiedError(f"the helper process did not start: {error}") from error
+                raise not_started("the helper process did not start:", error) from error
         self._connection = SocketConnection(ours)
         self._unanswered: deque[Future[None]] = deque()
         self.death: WorkerDiedError | None = None
