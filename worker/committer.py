@@ -86,7 +86,7 @@ class _SoloRounds:
 
     def gone_soon(self, error: CheckpointError, timeout: float) -> None: ...
 
-    def wait_left(self, timeout: float) -> None: ...
+    def wait_left(self, timeout: float, lost: int) -> None: ...
 
     def close(self, timeout: float) -> None: ...
 
@@ -233,7 +233,7 @@ class Committer:
         # At worst the first rank's worker waits a little for one that has left: nothing is lost.
         with _logged("leaving", logging.INFO), self._probe(_TELL_LEFT_S) as rounds:
             if self._rank == 0:
-                rounds.wait_left(_LEAVE_S)
+                rounds.wait_left(_LEAVE_S, 0 if self._survivors is None else len(self._survivors.gone))
             else:
                 rounds.leave()
 

@@ -264,9 +264,9 @@ class Rounds:
         """Tell the first rank that this one needs the store no more."""
         self._call(lambda store: store.put(self._keys("left"), self.rendezvous.rank, b""))
 
-    def wait_left(self, timeout: float) -> None:
-        """First rank: wait until all others have left, or ``timeout`` seconds have passed."""
-        others = self.rendezvous.world_size - 1
+    def wait_left(self, timeout: float, lost: int) -> None:
+        """First rank: wait until all others but the ``lost`` ones have left, or ``timeout`` seconds have passed."""
+        others = self.rendezvous.world_size - 1 - lost
         self._call(lambda store: store.wait(self._keys("left"), others, timeout), timeout + 1.0)
 
     def close(self, timeout: float = 0.0) -> None:
@@ -310,8 +310,8 @@ class Rounds:
             if error.rank not in reported:
                 raise error
         missing = [rank for rank in range(self.rendezvous.world_size) if rank not in reported]
-        if (why := next(filter(None, map(lost, missing)), None)) is not None:
-            raise why
+        if losses := [*filter(None, map(lost, missing))]:  # of each, so that none is waited for when this one leaves
+            raise losses[0]
         if timed_out is not None and missing:
             raise SaveTimeoutError(f"{_ranks(missing)} did not get here within {timed_out:g} s", rank=missing[0])
 

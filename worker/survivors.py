@@ -37,8 +37,11 @@ class Survivors:
         self._rounds = Rounds(rendezvous, _ANSWER_S, Patience(0.0))
         self._rank, self._saves = rendezvous.rank, saves
         self._slower = max(1.0, rendezvous.world_size / _RANKS)
-        self._heard: dict[int, tuple[bytes | None, float]] = {}  # by rank: what it has said last, and since when
-        self._restarted_at: float | None = None
+        # By rank: what it has said last, since when, and when it was last looked at.
+        self._heard: dict[int, tuple[bytes | None, float, float]] = {}
+        self.gone: set[int] = set()
+        """First rank: the ranks of which ``lost`` has returned an error."""
+        self._is_restarted = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._say, name="asyncckpt-survives", daemon=True)
         if self._rank > 0:
@@ -46,23 +49,29 @@ class Survivors:
 
     def restarted(self) -> None:
         """The job is started again, or so it seems. Waits for nothing."""
-        self._restarted_at = self._restarted_at or time.monotonic()
+        self._is_restarted = True
 
     def lost(self, rank: int) -> CheckpointError | None:
-        """First rank: an error where the worker of ``rank`` has gone without a word. Asked again and again."""
-        if self._restarted_at is None or rank == self._rank:
+        """First rank: an error where the worker of ``rank`` has gone without a word. Asked again and again.
+
+        A silence from before the job was started again counts, as far as it was listened to.
+        """
+        if rank == self._rank:
             return None
         now = time.monotonic()
         try:
             said = self._rounds.get(_KIND, rank)
         except CheckpointError:  # the store is this worker's own: it is closing
             return None
-        before, since = self._heard.get(rank, (b"", now))
-        if said != before:
-            before, since = said, now
-        self._heard[rank] = before, since
-        is_lost = now - max(since, self._restarted_at) > _SILENCE_S * self._slower
-        return RankFailedError("its trainer and its worker are gone", rank=rank) if is_lost else None
+        silence = _SILENCE_S * self._slower
+        before, since, looked_at = self._heard.get(rank, (b"", now, now))
+        if said != before or now - looked_at > silence:  # this one was stopped, perhaps, and that one too
+            since = now
+        self._heard[rank] = said, since, now
+        if not self._is_restarted or now - since <= silence:
+            return None
+        self.gone.add(rank)
+        return RankFailedError("its trainer and its worker are gone", rank=rank)
 
     def close(self) -> None:
         """Say nothing any more."""

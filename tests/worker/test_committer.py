@@ -18,6 +18,7 @@ from support.attempts import checkpoint_attempt
 from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.worker import committer as committer_module
+from asyncckpt.worker import survivors
 from asyncckpt.worker.committer import Committer
 from asyncckpt.worker.messages import Committed, Failed, Rendezvous
 from asyncckpt.worker.rounds import Rounds
@@ -184,3 +185,19 @@ def test_a_save_ends_where_no_thread_can_be_started(tmp_path: Path, monkeypatch:
             committer.expect(replace(request, save_id=save_id))
             failed = told.get(timeout=20)
             assert isinstance(failed, Failed) and "can't start new thread" in str(failed.error)
+
+
+def test_the_lost_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three hosts are lost with a save open: the first rank's worker fails that, and leaves at once."""
+    monkeypatch.setattr(committer_module, "_LEAVE_S", 60.0)
+    monkeypatch.setattr(survivors, "_SILENCE_S", 1.0)
+    store, told = Store(b"secret"), SimpleQueue[object]()
+    with closing(store), closing(Committer(lambda _, outcome: told.put(outcome))) as committer:
+        committer.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 3), 30)
+        committer.expect(WriteRequest(1, 1, 0, str(tmp_path / "x"), "a-1", 1, 0, 3, "refuse", None, False, 300.0))
+        committer.hurry()
+        committer.restarted()
+        outcome = told.get(timeout=30)
+        assert isinstance(outcome, Failed) and "are gone" in str(outcome.error)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 20

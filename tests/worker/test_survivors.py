@@ -49,6 +49,21 @@ def test_the_silent_are_lost_once_the_job_is_started_again(rendezvous: Rendezvou
         other.close()
 
 
+def test_a_silence_from_before_the_restart_counts(rendezvous: Rendezvous) -> None:
+    """The job takes longer to start again than a host that is lost is listened to."""
+    first, other = (Survivors(replace(rendezvous, rank=rank), lambda: True) for rank in range(2))
+    try:
+        other.close()
+        assert not _lost(first, 1, 2 * SILENCE_S) and not first.gone
+        first.restarted()
+        assert isinstance(first.lost(1), RankFailedError) and first.gone == {1}
+        time.sleep(2 * SILENCE_S)  # the first was stopped, and has heard nobody meanwhile
+        assert first.lost(1) is None
+    finally:
+        first.close()
+        other.close()
+
+
 def test_who_was_heard_before_the_restart_has_time_to_say_more(rendezvous: Rendezvous) -> None:
     first, other = (Survivors(replace(rendezvous, rank=rank), lambda: True) for rank in range(2))
     try:
