@@ -55,6 +55,8 @@ _NO_RENAME = (errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 LATE_S = 10.0
 """Maximum time for a file of another host to be seen, in seconds."""
 _LATE_POLL_S = 0.1
+# How often the removal of an attempt begins again because another rank has removed a file.
+_TRIES = 10
 
 CHECKPOINT_ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-old)")
 FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
@@ -227,7 +229,10 @@ class PartialFolder(_Partial):
         """The folder goes with its last file."""
         with contextlib.suppress(OSError):
             if self._is_in_place() and names is None:
-                remove_folder(self.path)
+                for _ in range(_TRIES):
+                    with contextlib.suppress(FileNotFoundError):  # other ranks remove their files at the same time
+                        remove_folder(self.path)
+                        break
             elif self._is_in_place():
                 for name in names or ():
                     with contextlib.suppress(OSError):
