@@ -163,7 +163,7 @@ def located(
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether ``error`` is for the caller as it is: it is no ``Exception``, or a signal handler raised it."""
+    """Return whether the caller gets ``error`` unchanged: a signal handler raised it, or it is no ``Exception``."""
     return not isinstance(error, Exception) or _is_of_handler(error)
 
 

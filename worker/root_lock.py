@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from asyncckpt.errors import JobTakenError
+from asyncckpt.errors import JobTakenError, unless_interrupt
 from asyncckpt.worker.endpoint import ROOT_LOCK, endpoint_name, endpoint_scope, runtime_folder
 from asyncckpt.worker.root_claim import Claim, Claimed, RootHolder
 from asyncckpt.worker.storage import is_address
@@ -137,7 +137,7 @@ def is_finishing(root: str) -> bool:
     That is seen in the kernel's list of locks, of this host alone: who tried to take the lock would, for that moment,
     refuse it to a worker that wants it.
     """
-    with contextlib.suppress(OSError):
+    try:
         fd = os.open(_lock_path(root), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             holder, inode = _read(fd), os.fstat(fd).st_ino
@@ -151,7 +151,8 @@ def is_finishing(root: str) -> bool:
             [*its[1:2], *its[4:5]] == ["FLOCK", str(holder.worker)] and its[5].rpartition(":")[2] == str(inode)
             for its in fields
         )
-    return False
+    except unless_interrupt(OSError):
+        return False
 
 
 def check_job(root: str, job_id: str | None) -> None:

@@ -40,7 +40,7 @@ class Survivors:
         # By rank: what it has said last, since when, and when it was last looked at.
         self._heard: dict[int, tuple[bytes | None, float, float]] = {}
         self.gone: set[int] = set()
-        """First rank: the ranks of which ``lost`` has returned an error."""
+        """First rank: the ranks that ``lost`` has taken for lost."""
         self._is_restarted = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._say, name="asyncckpt-survives", daemon=True)

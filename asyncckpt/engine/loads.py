@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from asyncckpt.engine.engine import Engine
-from asyncckpt.errors import CheckpointError, ClosedError
+from asyncckpt.errors import CheckpointError, ClosedError, interrupts_as_they_are
 from asyncckpt.events import Event
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.loading.load import Filled
@@ -84,10 +84,11 @@ class Loads:
         about: dict[str, Any] = {"rank": rank_of(self._ranks), "path": self._tiers.root}
         number = None if step is None else whole_number(step, "step")
         try:
-            # With overlap: of the tensors that are about to be filled, perhaps.
-            on_all(partial(wait_for_copies, self._engine.config.timeout), self._ranks)
-            self._check_asked_by_all(number)
-            loaded = self._load(fill, number, begun, memory=memory, fallback=fallback)
+            with interrupts_as_they_are():
+                # With overlap: of the tensors that are about to be filled, perhaps.
+                on_all(partial(wait_for_copies, self._engine.config.timeout), self._ranks)
+                self._check_asked_by_all(number)
+                loaded = self._load(fill, number, begun, memory=memory, fallback=fallback)
         except BaseException as error:
             about |= {"step": number, "seconds": time.perf_counter() - begun}
             self._engine.tell(Event(phase="load failed", error=f"{type(error).__name__}: {error}", **about))

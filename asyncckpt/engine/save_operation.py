@@ -21,7 +21,7 @@ from asyncckpt.devices.kinds import ReadyEvents, ready_events
 from asyncckpt.engine.plan_selection import Captured
 from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.save_events import EventsOfSave
-from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError, is_interrupt
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError, is_interrupt, unless_interrupt
 from asyncckpt.events import Event
 from asyncckpt.flag import Flag
 from asyncckpt.planning.plan import CheckpointPlan
@@ -346,5 +346,5 @@ def _umask() -> int:
     try:
         with open("/proc/self/status") as file:
             return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
-    except (OSError, StopIteration):  # a kernel before 4.7
+    except unless_interrupt(OSError, StopIteration):  # a kernel before 4.7
         return 0o022

@@ -246,8 +246,8 @@ def test_a_save_within_a_save_is_refused(root: Path, monkeypatch: pytest.MonkeyP
         assert bool((found["w"] == 1).all())
 
 
-class _Preempted(Exception):
-    """Of the training's own."""
+class _Preempted(TimeoutError):
+    """Of the training's own. It is an ``OSError``, as what many raise at an alarm."""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import stat
 import time
 from collections.abc import Iterator
 
-from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError
+from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError, unless_interrupt
 from asyncckpt.shm.descriptor import close
 from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, is_checkpoint_file, is_index
 
@@ -39,7 +39,7 @@ def translated(doing: str, path: str) -> Iterator[None]:
     """Turn an ``OSError`` inside into a ``StorageError`` that says what was being done, and to what."""
     try:
         yield
-    except OSError as error:
+    except unless_interrupt(OSError) as error:
         advice = _ADVICE.get(error.errno or 0, "look at the storage there")
         raise StorageError(f"{doing} failed: {error.strerror or error}; {advice}", path=path) from error
 
