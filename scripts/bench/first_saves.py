@@ -83,7 +83,7 @@ def simulate_first_saves(world_size: int, items: int) -> FirstSaves:
         process = context.Process(target=_first_rank, args=(theirs, world_size, items, path))
         process.start()
         theirs.close()
-        plans = [pack([(save_plan(rank, world_size, items), array("Q"))]) for rank in range(1, world_size)]
+        plans = [pack([save_plan(rank, world_size, items)]) for rank in range(1, world_size)]
         zeros = array("Q", bytes(8 * items))
         places = pack([StoredPlaces(zeros, zeros, None, [("", 0)])])
         call = Call.of_save(_STEP, path)
@@ -91,7 +91,7 @@ def simulate_first_saves(world_size: int, items: int) -> FirstSaves:
         for attempt in (0, _ATTEMPT):
             rendezvous: Rendezvous = ours.recv()
             others = _others(rendezvous, world_size)
-            said: dict[str, Sequence[bytes]] = {"agree": [pack((attempt, call, {}, 0, False))] * len(others)}
+            said: dict[str, Sequence[bytes]] = {"agree": [pack((attempt, call, 0, False))] * len(others)}
             if not attempt:
                 said |= {"plan": plans, "layout": [places] * len(others)}
             for kind, values in {**said, "memory": [pack(2)] * len(others)}.items():

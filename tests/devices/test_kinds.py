@@ -16,7 +16,10 @@ from asyncckpt.devices.kinds import ready_events
 
 FOLDER = Path(asyncckpt.__file__).parent
 SEAM = {"devices/kinds.py", "devices/pinners.py"}
-WAITS = {"staging/device_copy.py", "loading/device_buffers.py", "weights/streamed_copies.py"}
+WAITS = {
+    *("staging/device_copy.py", "loading/device_buffers.py", "weights/streamed_copies.py"),
+    "planning/replicas.py",
+}
 
 
 def _attributes() -> Iterator[tuple[str, str, ast.Attribute]]:

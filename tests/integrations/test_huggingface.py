@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,7 +16,8 @@ pytest.importorskip("transformers")
 from support import hf_training
 from support.hf_ranks import Died, dies_at
 from support.hf_states import checkpoints, same_files
-from support.workers import Faulty, stop, wait_for
+from support.ranks import alone
+from support.workers import FAULTY, Faulty, stop, wait_for
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -25,6 +25,7 @@ from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError
 from asyncckpt.integrations.huggingface.rotation import rotate
+from asyncckpt.worker import process as worker_process
 from asyncckpt.worker.storage import local
 
 # What transformers itself has to say while it trains and resumes.
@@ -217,6 +218,10 @@ def test_the_next_training_of_the_process_waits_for_what_the_one_before_saves(tm
 
 
 def _train_until_killed(run: Path, pid: Path) -> None:
+    """Train in a process of its own, whose worker writes nothing before the gate is there."""
+    command = [worker_process.command()[0], FAULTY, "write:hold"]
+    setattr(worker_process, "command", lambda: command)  # noqa: B010
+
     def at_step(step: int) -> None:
         if step == 5:
             worker = engines.shared.get().worker
@@ -227,15 +232,14 @@ def _train_until_killed(run: Path, pid: Path) -> None:
     hf_training.trainer(run, at_step=at_step).train()
 
 
+@pytest.mark.usefixtures("forkserver")
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_training_resumes_from_what_a_killed_one_had_staged(
     tmp_path: Path, gate: Path, caplog: pytest.LogCaptureFixture, is_stopped: bool
 ) -> None:
     run, pid = tmp_path / "run", tmp_path / "pid"
-    killed = multiprocessing.get_context("fork").Process(target=_train_until_killed, args=(run, pid))
-    killed.start()
-    killed.join(60)
-    assert killed.exitcode == -signal.SIGKILL and get_last_checkpoint(run) is None
+    code, _ = alone(_train_until_killed, run, pid)
+    assert code == -signal.SIGKILL and get_last_checkpoint(run) is None
     if is_stopped:
         stop(int(pid.read_text()))
         gate.touch()
@@ -255,11 +259,10 @@ def test_a_training_resumes_from_what_a_killed_one_had_staged(
     assert sorted(each.name for each in run.iterdir()) == [f"checkpoint-{step}" for step in (2, 4, 6)]
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_a_training_does_not_wait_for_ever(tmp_path: Path, gate: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, pid = tmp_path / "run", tmp_path / "pid"
-    killed = multiprocessing.get_context("fork").Process(target=_train_until_killed, args=(run, pid))
-    killed.start()
-    killed.join(60)
+    assert alone(_train_until_killed, run, pid)[0] == -signal.SIGKILL
     hf_training.trainer(run, config=Config(timeout=0.3))
     assert "training may resume from a checkpoint that is not the newest" in caplog.text
     gate.touch()
