@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(args.out / "gpu.json", args.device, args.scale)
     names = args.parts or list(PARTS)
     if args.here is not None:
+        faulthandler.dump_traceback_later(args.here + _GRACE_S / 2)  # says where a part hangs that will be killed
         _end(0 if measure(names[0], args.device, args.scale, args.here, results, tuple(args.peers)) else 1)
     end = begun + args.seconds
     with tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-") as folder:
