@@ -17,6 +17,8 @@ from asyncckpt.shm.segment import PAGE, Segment
 logger = logging.getLogger(__name__)
 
 _MOST_REFUSALS = 64
+_PAUSE_S = 0.001
+"""Between two registrations: without it, a launch of another thread waits for several of them in a row."""
 
 
 class PinnedMemory:
@@ -63,6 +65,8 @@ class PinnedMemory:
         try:
             with kinds.use(self._device):
                 for stop in _range_ends(cuts, begin, end, self._pinner.limit):
+                    if first > begin:
+                        time.sleep(_PAUSE_S)
                     refused += self._pin(self._pinner, self._segment, range(first, stop), cuts)
                     first = stop
         except BaseException:

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -14,16 +15,16 @@ import torch
 from asyncckpt.devices.kinds import ReadyEvents, first_device
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.planning.file_set_plan import FileSetPlan
-from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, DataLayout, Place
+from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
 from asyncckpt.shm.published_slots import PublishedSlots
-from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.shm.segment import round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
 from asyncckpt.staging.comparison import same_as_staged
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.detached_buffer import Constants, DetachedBuffer, fitting, give_back
-from asyncckpt.staging.device_copy import Fence
+from asyncckpt.staging.device_copy import Fence, pinned_cuts
 from asyncckpt.staging.shared_part import SharedPart
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.staging.slot_memory import SlotMemory
@@ -361,16 +362,8 @@ def _laid_out(plan: Plan) -> tuple[dict[str, Region], Constants, int]:
 
 
 def _cuts(layout: DataLayout, offsets: Sequence[int], shared_at: int) -> list[int]:
-    """Where ranges of pinned memory may end, in a segment with slots at ``offsets``: no copy crosses such a place.
-
-    Only large tensors begin there: small ones are brought over many at a time.
-    """
-    large = sorted(each.payload_at for each in layout.tensors if _is_on_pages(each))
-    own = bisect_left(large, layout.slot_bytes)
-    cuts = [shared_at - layout.slot_bytes + place for place in large[own:]]
-    return cuts + [offset + place for offset in offsets for place in (0, *large[:own])]
-
-
-def _is_on_pages(place: Place) -> bool:
-    """Whether a copy can begin there that no other copy has a part in."""
-    return place.payload_bytes >= PAGE_ALIGNED_FROM and place.payload_at % PAGE == 0
+    """Return where ranges of pinned memory may end, in a segment with slots at ``offsets``: no copy crosses that."""
+    cuts = sorted(chain.from_iterable(map(pinned_cuts, layout.tensors)))
+    own = bisect_left(cuts, layout.slot_bytes)
+    shared = [shared_at - layout.slot_bytes + place for place in cuts[own:]]
+    return shared + [offset + place for offset in offsets for place in (0, *cuts[:own])]

@@ -1,10 +1,13 @@
 """Copies from a device into a slot: queued on side streams, behind what the compute stream was given before.
 
-Two streams a device. All that goes to the host goes through the first: slabs, then large tensors, both in the order of
-the image. The second coalesces small tensors in slab buffers on the device (see ``coalesce.py``), up to two ahead:
+Three streams a device. Two take turns with all that goes to the host: slabs, then large tensors, both in the order of
+the image. Between two copies of one stream the link is idle for some microseconds, and for longer while the device
+computes: then the other stream's copy has it. The third coalesces small tensors in slab buffers on the device (see
+``coalesce.py``), up to two ahead:
 
     coalescing   fetch, coalesce 0 | fetch, coalesce 1 | wait until buffer 0 is free, fetch, coalesce 2 | ...
-    copying      wait for 0, copy it out | wait for 1, copy it out | ... | large | large | ...
+    copying 0    wait for 0, copy it out | wait for 2, copy it out | ... | large | large | ...
+    copying 1    wait for 1, copy it out | wait for 3, copy it out | ... | large | large | ...
 
 The slabs come first so that none waits for a large copy. Where all streams share one queue of the hardware
 (``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron-LM has it) the training, too, would wait for what a slab waits for.
@@ -21,16 +24,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 
-from asyncckpt.devices.kinds import DeviceEvent, DeviceKind, ReadyEvents
+from asyncckpt.devices.kinds import DeviceEvent, DeviceKind, DeviceStream, ReadyEvents
+from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
+from asyncckpt.shm.segment import PAGE
 from asyncckpt.staging.coalesce import Slab, SlabBuffer, allocate_slab_buffers, group_by_slab
 from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches, checked_addresses
 
 # What is reported as arrived at once: 1 to 3 ms on the link, so that an event (some us) does not count, and the
 # worker's writes, far slower, begin early.
 _CHUNK_BYTES = 64 << 20
+_COPYING_STREAMS = 2
 
 Fence = Callable[[], None]
 """Has the current stream of a device wait, from here on, until the tensors there are copied. The host goes on."""
@@ -67,15 +74,16 @@ class DeviceCopy:
         """Queue the copies; returns when each of the ``units`` is copied. If this raises, call ``settle``."""
         streams = self._streams
         copied: list[DeviceEvent] = []
-        with self._kind.use(self._device, streams.copying):
-            streams.copying.wait_event(ready[self._device])
-            streams.coalescing.wait_event(ready[self._device])
-            for unit in self.units:
+        with self._kind.use(self._device):
+            for each in streams.all:
+                each.wait_event(ready[self._device])
+        for unit, stream in zip(self.units, cycle(streams.copying)):  # noqa: B905  (the streams have no end)
+            with self._kind.use(self._device, stream):
                 if isinstance(unit, Slab):
-                    copied.append(streams.queue_slab(unit, tensors))
+                    copied.append(streams.queue_slab(unit, tensors, stream))
                 else:
                     unit.copy(tensors)
-                    copied.append(self._kind.record(streams.copying))
+                    copied.append(self._kind.record(stream))
         return copied
 
     def wait(self, copied: Sequence[DeviceEvent], done: Callable[[CopyUnit], object]) -> None:
@@ -90,13 +98,19 @@ class DeviceCopy:
         is.
         """
         with self._kind.use(self._device):
-            self._kind.record(self._streams.coalescing).synchronize()
-            self._kind.record(self._streams.copying).synchronize()
+            for stream in self._streams.all:
+                self._kind.record(stream).synchronize()
 
     def fence(self, copied: Sequence[DeviceEvent]) -> Fence:
         """The fence for what ``queue`` returned. It keeps no slot mapped."""
-        kind, device, last = self._kind, self._device, copied[-1]  # the last copy is behind all others
-        return lambda: kind.current_stream(device).wait_event(last)
+        kind, device = self._kind, self._device
+        last = copied[-_COPYING_STREAMS:]  # the last copy of each stream is behind all others there
+
+        def fence() -> None:
+            for each in last:
+                kind.current_stream(device).wait_event(each)
+
+        return fence
 
 
 class ChunkCopy:
@@ -126,9 +140,24 @@ class ChunkCopy:
             if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
                 self._into.copy_(tensor.view(-1)[self._first : self._first + self._elements], non_blocking=True)
             elif self._first == 0:  # the whole tensor, some rows at a time, so that what is made of them is short-lived
-                rows = max(1, tensor.size(0) * self._elements // tensor.numel())
-                for into, some in zip(torch.split(self._whole, rows), torch.split(tensor, rows), strict=True):
-                    into.copy_(some.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
+                rows, at = max(1, tensor.size(0) * self._elements // tensor.numel()), 0
+                for some in torch.split(tensor, rows):
+                    plain = some.resolve_conj().resolve_neg().contiguous().view(-1)
+                    borders = tuple(range(-at % self._elements, len(plain), self._elements))
+                    into = self._whole.view(-1)[at : at + len(plain)]
+                    for mine, part in zip(*(torch.tensor_split(each, borders) for each in (into, plain)), strict=True):
+                        mine.copy_(part, non_blocking=True)
+                    at += len(plain)
+
+
+def pinned_cuts(place: Place) -> range:
+    """Return where, in the image, a range of pinned memory may end at a tensor or within it: no copy crosses that.
+
+    Small tensors are brought over many at a time, so only large ones begin there.
+    """
+    if place.payload_bytes < PAGE_ALIGNED_FROM or place.payload_at % PAGE:
+        return range(0)
+    return range(place.payload_at, place.payload_at + place.payload_bytes, _CHUNK_BYTES)
 
 
 def device_units(
@@ -165,9 +194,15 @@ class _SideStreams:
 
     def __init__(self, device: torch.device, kind: DeviceKind) -> None:
         self._device, self._kind = device, kind
-        self.copying, self.coalescing = kind.new_stream(device), kind.new_stream(device)
+        self.copying = [kind.new_stream(device) for _ in range(_COPYING_STREAMS)]
+        self.coalescing = kind.new_stream(device)
         self._buffers: list[SlabBuffer] | None = None
         self._lock = threading.Lock()
+
+    @property
+    def all(self) -> list[DeviceStream]:
+        """Return all of them, the coalescing one first."""
+        return [self.coalescing, *self.copying]
 
     def slab_buffers(self) -> list[SlabBuffer]:
         """The slab buffers, now that somebody needs them; none where the device has no memory left."""
@@ -176,16 +211,16 @@ class _SideStreams:
                 self._buffers = allocate_slab_buffers(self._device)
             return self._buffers
 
-    def queue_slab(self, slab: Slab, tensors: Sequence[torch.Tensor]) -> DeviceEvent:
-        """Queue it; returns when it is copied. ``copying`` is the current stream."""
+    def queue_slab(self, slab: Slab, tensors: Sequence[torch.Tensor], copying: DeviceStream) -> DeviceEvent:
+        """Queue it; returns when it is copied. ``copying`` copies it out, and is the current stream."""
         with self._lock:
             if slab.buffer.free is not None:
                 self.coalescing.wait_event(slab.buffer.free)
             with self._kind.use(self._device, self.coalescing):
                 slab.coalesce(tensors)
-            self.copying.wait_event(self._kind.record(self.coalescing))
+            copying.wait_event(self._kind.record(self.coalescing))
             slab.copy_out()
-            slab.buffer.free = self._kind.record(self.copying)
+            slab.buffer.free = self._kind.record(copying)
             return slab.buffer.free
 
 

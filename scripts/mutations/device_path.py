@@ -33,23 +33,16 @@ class Mutation(NamedTuple):
 
 MUTATIONS = (
     Mutation(
-        "copies wait for compute",
+        "copies and coalescing wait for compute",
         _DEVICE_COPY,
-        "streams.copying.wait_event(ready[self._device])",
-        "pass",
-        f"{_OVERLAP}::test_copies_wait_for_what_was_computed",
-    ),
-    Mutation(
-        "coalescing waits for compute",
-        _DEVICE_COPY,
-        "streams.coalescing.wait_event(ready[self._device])",
+        "each.wait_event(ready[self._device])",
         "pass",
         f"{_OVERLAP}::test_copies_wait_for_what_was_computed",
     ),
     Mutation(
         "a slab is copied when it is coalesced",
         _DEVICE_COPY,
-        "self.copying.wait_event(self._kind.record(self.coalescing))",
+        "copying.wait_event(self._kind.record(self.coalescing))",
         "pass",
         f"{_OVERLAP}::test_a_side_stream_that_is_behind",
     ),
@@ -63,15 +56,22 @@ MUTATIONS = (
     Mutation(
         "the fence",
         _DEVICE_COPY,
-        "return lambda: kind.current_stream(device).wait_event(last)",
-        "return lambda: None",
+        "kind.current_stream(device).wait_event(each)",
+        "pass",
         f"{_OVERLAP}::test_a_guarded_step_comes_after_the_copies",
     ),
     Mutation(
         "the fence is behind all copies",
         _DEVICE_COPY,
-        "copied[-1]  # the last copy",
-        "copied[0]  # the last copy",
+        "copied[-_COPYING_STREAMS:]",
+        "copied[:1]",
+        f"{_OVERLAP}::test_a_guarded_step_comes_after_the_copies",
+    ),
+    Mutation(
+        "the fence is behind the copies of all streams",
+        _DEVICE_COPY,
+        "copied[-_COPYING_STREAMS:]",
+        "copied[-1:]",
         f"{_OVERLAP}::test_a_guarded_step_comes_after_the_copies",
     ),
     Mutation(
@@ -84,14 +84,14 @@ MUTATIONS = (
     Mutation(
         "a failed queue waits for what copies",
         _DEVICE_COPY,
-        "self._kind.record(self._streams.copying).synchronize()",
+        "self._kind.record(stream).synchronize()",
         "pass",
         f"{_OVERLAP}::test_a_copy_that_cannot_be_queued",
     ),
     Mutation(
         "copies are queued on the side stream",
         _DEVICE_COPY,
-        "with self._kind.use(self._device, streams.copying):",
+        "with self._kind.use(self._device, stream):",
         "with self._kind.use(self._device):",
         f"{_OVERLAP} {_ON_DEVICE}",
     ),

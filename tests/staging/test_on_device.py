@@ -163,7 +163,8 @@ def _on_device(state: dict[str, torch.Tensor], device_type: str) -> dict[str, to
     for name, tensor in state.items():
         if id(tensor) not in moved:
             there = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device_type)
-            there.copy_(tensor)
+            # CUDA's copy of a lazily negated tensor from the host has a wrong sign (torch 2.11).
+            there.copy_(tensor.resolve_conj().resolve_neg())
             if tensor.is_conj():
                 there = there.conj_physical_().conj()
             elif tensor.is_neg():

@@ -108,7 +108,12 @@ def empty_cache() -> None:
 def mem_get_info(which: Any = None) -> tuple[int, int]:
     """Bytes that are free, and all."""
     total = _library.memory_limit(_index(which))
-    return total - _library.memory_reserved(_index(which)), total
+    return total - memory_reserved(which), total
+
+
+def memory_reserved(which: Any = None) -> int:
+    """Bytes of the device that this process holds."""
+    return int(_library.memory_reserved(_index(which)))
 
 
 def set_device(which: Any) -> None:
@@ -163,7 +168,8 @@ def register() -> None:
 def fill() -> None:
     """Give the module all it has. The library is loaded already."""
     made = _made
-    for each in (Stream, Event, Graph, device, current_stream, default_stream, synchronize, empty_cache, mem_get_info):
+    calls = (default_stream, synchronize, empty_cache, mem_get_info, memory_reserved)
+    for each in (Stream, Event, Graph, device, current_stream, *calls):
         setattr(made, each.__name__, each)
     for call in (set_device, device_count, is_used, is_initialized):
         setattr(made, call.__name__, call)
