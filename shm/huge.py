@@ -16,8 +16,11 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from asyncckpt.shm.segment import HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_WRITE, PAGE, Segment, round_up
+from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.shm.memcpy import address_of
+from asyncckpt.shm.segment import HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_WRITE, PAGE, Segment, refusal, round_up
 
 _SETTINGS = "/sys/kernel/mm/transparent_hugepage"
 # From asm-generic/mman-common.h.
@@ -93,6 +96,23 @@ def huge_buffer(nbytes: int) -> memoryview:
     for page in range(0, nbytes, mmap.PAGESIZE):
         buffer[page] = 0
     return buffer
+
+
+class HostMemory(NamedTuple):
+    """Private memory of this process, freed with the last view of it."""
+
+    view: memoryview
+    address: int
+    nbytes: int
+
+    @classmethod
+    def take(cls, nbytes: int) -> HostMemory:
+        """Take ``nbytes`` bytes, as ``huge_buffer`` does. Raises ``OutOfMemoryError``."""
+        try:
+            view = huge_buffer(nbytes)
+        except (MemoryError, OSError) as error:
+            raise OutOfMemoryError(f"no {nbytes:,} bytes of memory: {refusal(error)}") from error
+        return cls(view, address_of(view), nbytes)
 
 
 def own_buffer(nbytes: int) -> memoryview:

@@ -6,13 +6,14 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from asyncckpt.devices import kinds
 from asyncckpt.devices.pinners import Pinner
 from asyncckpt.errors import CheckpointError
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import PAGE
 
 logger = logging.getLogger(__name__)
 
@@ -21,17 +22,33 @@ _PAUSE_S = 0.001
 """Between two registrations: without it, a launch of another thread waits for several of them in a row."""
 
 
+class Memory(Protocol):
+    """A mapping of this process: a segment, or private memory."""
+
+    @property
+    def view(self) -> memoryview:
+        """Return all its bytes; the memory stays mapped as long as this is there."""
+
+    @property
+    def address(self) -> int:
+        """Return where it begins, a page."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return its size in bytes."""
+
+
 class PinnedMemory:
-    """A segment registered with a driver, in ranges that no tensor crosses: a copy into two of them is refused.
+    """Memory registered with a driver, in ranges that no tensor crosses: a copy into two of them is refused.
 
     What cannot be registered is copied through the driver's own buffers, which is slower but right; that is logged.
     """
 
-    def __init__(self, segment: Segment, cuts: Sequence[int], device: torch.device, end: int | None = None) -> None:
-        """Register ``segment``, if the kind of ``device`` has such a thing.
+    def __init__(self, memory: Memory, cuts: Sequence[int], device: torch.device, end: int | None = None) -> None:
+        """Register ``memory``, if the kind of ``device`` has such a thing.
 
         Args:
-            segment: The memory. It stays mapped until ``close`` has been called.
+            memory: It stays mapped until ``close`` has been called.
             cuts: The offsets in bytes between which a range may end; rounded down to pages.
             device: Any that this process uses: the calls are made in its context, and open no other.
             end: Up to which byte; None: all. It is one of ``cuts``, a multiple of the page.
@@ -41,7 +58,7 @@ class PinnedMemory:
         """
         self.end = 0
         """Up to where the segment is registered."""
-        self._segment, self._cuts = segment, cuts
+        self._memory, self._cuts = memory, cuts
         self.addresses: list[int] = []  # where the registered ranges begin
         self._refusals = 0
         self._device = device
@@ -49,7 +66,7 @@ class PinnedMemory:
         self._view: memoryview | None = None
         kind = kinds.kind_of(device)
         self._pinner = None if kind is None else kind.pinner
-        self.extend(segment.nbytes if end is None else end)
+        self.extend(memory.nbytes if end is None else end)
 
     def extend(self, end: int) -> None:
         """Register what follows, up to byte ``end``, if any does. Args, and raises, as ``__init__``; then nothing is
@@ -58,7 +75,7 @@ class PinnedMemory:
         if self._pinner is None or end <= self.end:
             return
         begin, self.end = self.end, end
-        self._view = self._segment.view  # mapped for as long as the driver knows it
+        self._view = self._memory.view  # mapped for as long as the driver knows it
         first, refused = begin, 0
         cuts = [cut for cut in self._cuts if begin <= cut <= end]
         started = time.perf_counter()
@@ -67,7 +84,7 @@ class PinnedMemory:
                 for stop in _range_ends(cuts, begin, end, self._pinner.limit):
                     if first > begin:
                         time.sleep(_PAUSE_S)
-                    refused += self._pin(self._pinner, self._segment, range(first, stop), cuts)
+                    refused += self._pin(self._pinner, self._memory, range(first, stop), cuts)
                     first = stop
         except BaseException:
             self.close()
@@ -85,7 +102,7 @@ class PinnedMemory:
     def cut_back(self, end: int) -> None:
         """Take the registrations from byte ``end`` on back, at which one ends."""
         self.end = min(self.end, end)
-        self._unpin(self._segment.address + end)
+        self._unpin(self._memory.address + end)
 
     def close(self) -> None:
         """Take the registrations back; before the segment is unmapped."""
@@ -106,9 +123,9 @@ class PinnedMemory:
                 if code != 0:  # of a device that is lost, as a rule; then all its calls fail
                     logger.warning("unpinning memory failed with %s error %d", self._device.type, code)
 
-    def _pin(self, pinner: Pinner, segment: Segment, span: range, cuts: Sequence[int]) -> int:
-        """Register a part of ``segment``, in halves where the driver refuses it whole. Returns the bytes it refused."""
-        code = self._register(pinner, segment.address + span.start, len(span))
+    def _pin(self, pinner: Pinner, memory: Memory, span: range, cuts: Sequence[int]) -> int:
+        """Register a part of ``memory``, in halves where the driver refuses it whole. Returns the bytes it refused."""
+        code = self._register(pinner, memory.address + span.start, len(span))
         if code == 0:
             return 0
         self._refusals += 1
@@ -120,8 +137,8 @@ class PinnedMemory:
             self._code = code
             return len(span)
         half = min(within, key=lambda cut: abs(cut - (span.start + span.stop) // 2))
-        return self._pin(pinner, segment, range(span.start, half), cuts) + self._pin(
-            pinner, segment, range(half, span.stop), cuts
+        return self._pin(pinner, memory, range(span.start, half), cuts) + self._pin(
+            pinner, memory, range(half, span.stop), cuts
         )
 
     def _register(self, pinner: Pinner, address: int, nbytes: int) -> int:

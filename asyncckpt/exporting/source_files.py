@@ -138,8 +138,8 @@ class SourceFiles:
 def check(file: ChecksummedFile, ranges: Sequence[tuple[int, int]]) -> None:
     """Compare the checksums of parts of a file, if it has some. Raises ``DamagedCheckpointError``, ``StorageError``."""
     if ranges and file.index.checksums:
-        with read_pool(file.path) as pool:
-            for run in file.read(ranges, pool):
+        with read_pool(file.path) as pool, file.read(ranges, pool) as runs:
+            for run in runs:
                 if run.damages:
                     raise file.explained(run.damages[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
@@ -26,8 +27,9 @@ from asyncckpt.worker.storage.storage import InputFile
 
 # Checked and copied at once, so that it is still in the cache; and read at once, unless the storage says more.
 RUN_BYTES = 2 << 20
-# More than cores, on a small machine: while some check and copy, others must keep the disk busy.
-READ_THREADS = 4
+# More than cores, on a small machine: while some check and copy, others must keep the disk busy. One checks and copies
+# some 4 GB/s, so that many keep up with a link to a device, and more would be in the way of other ranks.
+READ_THREADS = min(16, max(4, len(os.sched_getaffinity(0))))
 # Of an object store: each request waits for the network.
 _REQUESTS = 16
 # Runs that are given to the threads before the first of them is done: a slow one must not keep the others waiting.
@@ -57,6 +59,64 @@ class FilePart(NamedTuple):
     placed: bool = False
 
 
+class Reading:
+    """Runs that threads read, in the order of the file; together they have ``nbytes_read(ranges)``.
+
+    Some are under way before they are asked for. The memory that they go to is written until this is closed.
+    """
+
+    def __init__(
+        self,
+        file: ChecksummedFile,
+        runs: Iterator[tuple[int, int]],
+        pool: ThreadPoolExecutor,
+        destinations: Destinations,
+        at_once: int,
+        *,
+        verify: bool,
+    ) -> None:
+        """Begin. Args: as of ``ChecksummedFile.read``; ``runs`` are the first span of each run, and the next one's."""
+        self._file, self._runs, self._pool = file, runs, pool
+        self._destinations, self._verify = destinations, verify
+        self._tasks: deque[Future[ReadRun]] = deque()
+        try:
+            for _ in range(at_once):
+                self._begin_next()
+        except BaseException:
+            self.close()
+            raise
+
+    def __iter__(self) -> Iterator[ReadRun]:
+        """Yield each run once it is read.
+
+        Raises:
+            DamagedCheckpointError: The file is shorter than its index says.
+            StorageError: The file cannot be read.
+        """
+        while self._tasks:
+            run = self._tasks[0].result()  # it stays one of the tasks: an interrupt may end the wait
+            self._tasks.popleft()
+            self._begin_next()
+            self._file.nbytes_done += run.nbytes
+            yield run
+
+    def close(self) -> None:
+        """Begin no more, and wait for what is being read."""
+        for task in self._tasks:
+            task.cancel()
+        wait(self._tasks)
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin_next(self) -> None:
+        if (spans := next(self._runs, None)) is not None:
+            self._tasks.append(self._pool.submit(self._file._read_run, *spans, self._destinations, self._verify))
+
+
 class ChecksummedFile(ABC):
     """A data file, wherever its bytes are. ``path`` is for errors."""
 
@@ -75,36 +135,21 @@ class ChecksummedFile(ABC):
         destinations: Destinations = _NOWHERE,
         *,
         verify: bool = True,
-    ) -> Iterator[ReadRun]:
+        at_once: int | None = None,
+    ) -> Reading:
         """Read the spans that ``ranges`` touch, and bring the bytes to their destinations, those of damaged spans, too.
-
-        The memory there is written until the iterator is exhausted or closed.
 
         Args:
             ranges: First byte and end of what is to be read; they may overlap.
-            pool: The threads that read, check and copy.
+            pool: The threads that read, check and copy. The first runs are under way when this returns.
             destinations: Where the bytes go; what has no destination is only checked.
             verify: Whether the checksums are compared.
-
-        Yields:
-            Each run of spans once it is read, in the order of the file; together they have ``nbytes_read(ranges)``.
+            at_once: How many runs may be under way; None: enough for all threads.
 
         Raises:
-            DamagedCheckpointError: The file is shorter than its index says.
-            StorageError: The file cannot be read.
+            DamagedCheckpointError: The index names bytes beyond the file's end.
         """
-        tasks: deque[Future[ReadRun]] = deque()
-        try:
-            for first, last in self._runs(ranges):
-                if len(tasks) == _AHEAD:
-                    yield self._first_of(tasks)
-                tasks.append(pool.submit(self._read_run, first, last, destinations, verify))
-            while tasks:
-                yield self._first_of(tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            wait(tasks)
+        return Reading(self, self._runs(ranges), pool, destinations, at_once or _AHEAD, verify=verify)
 
     def nbytes_read(self, ranges: Iterable[tuple[int, int]]) -> int:
         """How many bytes ``read`` has to read for the byte ``ranges``: whole spans."""
@@ -130,13 +175,6 @@ class ChecksummedFile(ABC):
 
         Some may be read straight to their destination. Without destinations, a run is one part.
         """
-
-    def _first_of(self, tasks: deque[Future[ReadRun]]) -> ReadRun:
-        """The result of the first, which stays one of ``tasks`` until it is there: an interrupt may end the wait."""
-        run = tasks[0].result()
-        tasks.popleft()
-        self.nbytes_done += run.nbytes
-        return run
 
     def _runs(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """The spans that ``ranges`` touch, as runs (first, last + 1) of what is read at once, if no span is longer."""

@@ -1,5 +1,5 @@
-"""Pinned buffers by way of which tensors on devices are loaded: two, so that one is read into while the other's bytes
-are on their way.
+"""Pinned buffers by way of which tensors on devices are loaded: while the bytes of one are on their way, the others are
+read into.
 
 From memory that its driver does not know, a device is given some bytes at a time, by a thread that copies them to the
 driver's own memory, and that nobody else can use meanwhile.
@@ -15,12 +15,15 @@ import torch
 from asyncckpt.devices import kinds
 from asyncckpt.devices.kinds import ReadyEvents
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.shm.segment import Segment, round_up
+from asyncckpt.shm.huge import HostMemory
+from asyncckpt.shm.segment import round_up
 
 # Tensors begin at a multiple of this in a buffer, as every dtype asks.
 ALIGNMENT = 64
 # The least that is pinned: the driver takes whole pages, and a call has a price of its own.
 _LEAST_BYTES = 1 << 20
+BUFFERS = 4
+"""Of each load, at most."""
 
 
 class DeviceBuffer:
@@ -28,23 +31,19 @@ class DeviceBuffer:
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         """Take and pin ``nbytes``, a power of two, for all devices of the kind of ``device``."""
-        self._segment = Segment.create("asyncckpt-load", nbytes, touch=True)
+        self._memory = HostMemory.take(nbytes)
         self._sent: ReadyEvents = {}
         self.nbytes = nbytes
         self.views: list[memoryview] = []
         """The memory of each tensor."""
-        try:
-            self._pinned = PinnedMemory(self._segment, (), device)
-        except BaseException:
-            self._segment.close()
-            raise
+        self._pinned = PinnedMemory(self._memory, (), device)
 
     def divide(self, sizes: Sequence[int]) -> None:
         """Give memory to tensors of these ``sizes``, in bytes, when nobody reads any more of what was sent."""
         self._wait()
         self.views, at = [], 0
         for size in sizes:
-            self.views.append(self._segment.view[at : at + size])
+            self.views.append(self._memory.view[at : at + size])
             at += round_up(size, ALIGNMENT)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -67,7 +66,6 @@ class DeviceBuffer:
     def close(self) -> None:
         """Wait until all is sent, and give the memory back."""
         with contextlib.ExitStack() as all_of_them:
-            all_of_them.callback(self._segment.close)
             all_of_them.callback(self._pinned.close)
             all_of_them.callback(self.views.clear)
             self._wait()
@@ -87,12 +85,12 @@ class DeviceBuffers:
         self._buffers: list[DeviceBuffer] = []  # the one whose turn it is first
 
     def take(self, device: torch.device, sizes: Sequence[int]) -> DeviceBuffer:
-        """A buffer, divided for tensors of these ``sizes``, in bytes. It is the caller's until the call after the next.
+        """A buffer, divided for tensors of these ``sizes``, in bytes. It is the caller's until ``BUFFERS`` calls later.
 
         Raises ``OutOfMemoryError`` where the host has no memory for the buffer.
         """
         total = sum(round_up(size, ALIGNMENT) for size in sizes)
-        buffer = self._buffers.pop(0) if len(self._buffers) == 2 else None
+        buffer = self._buffers.pop(0) if len(self._buffers) == BUFFERS else None
         if buffer is not None and buffer.nbytes < total:
             buffer.close()
             buffer = None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress
@@ -19,20 +18,19 @@ from asyncckpt.devices.captures import is_capturing
 from asyncckpt.devices.kinds import kind_of
 from asyncckpt.errors import CheckpointError, MismatchError
 from asyncckpt.loading.conversion import copy_converted
-from asyncckpt.loading.data_file import ChecksummedFile
-from asyncckpt.loading.device_buffers import ALIGNMENT, DeviceBuffer, DeviceBuffers
+from asyncckpt.loading.data_file import ChecksummedFile, Reading
+from asyncckpt.loading.device_buffers import ALIGNMENT, BUFFERS, DeviceBuffer, DeviceBuffers
 from asyncckpt.planning.forms import plain_addresses
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
 from asyncckpt.shm.segment import round_up
-from asyncckpt.threads import Pool
 from asyncckpt.worker.index import Item
 
-# Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor. Where
-# some go to devices: some ms on the link, and the next are read meanwhile.
-_BATCH_BYTES = 256 << 20
-_DEVICE_BATCH_BYTES = 64 << 20
+# Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor: a
+# millisecond on the link to a device.
+_BATCH_BYTES = 64 << 20
+_BATCHES_AT_ONCE = BUFFERS - 1
 
 
 class BoxCopy(NamedTuple):
@@ -56,6 +54,17 @@ class BoxCopy(NamedTuple):
             except RuntimeError as error:
                 raise MismatchError(f"{self.item.name!r} cannot be filled: {error}") from error
         return 0
+
+
+class _Batch(NamedTuple):
+    """Rows that are read together: the ``buffer`` whose memory is sent to the tensors ``to_devices``, and other
+    ``collected`` bytes, each with what it becomes.
+    """
+
+    reading: Reading
+    buffer: DeviceBuffer | None
+    to_devices: list[torch.Tensor]
+    collected: list[tuple[Any, memoryview]]
 
 
 class DeviceFill(NamedTuple):
@@ -168,31 +177,45 @@ class ReadRequests:
         if is_capturing() and not all(each.tensor.is_cpu for each in becoming):
             raise CheckpointError("a graph is being captured on this stream, and each replay would load: load before")
         increment_version(self._filled)
-        # What must be collected first is read a batch at a time, to bound that memory.
-        for rows in self._batches():
-            yield from self._read_batch(rows, file, pool, buffers, progress, verify)
+        # What must be collected first is read a batch at a time, to bound that memory. While one is sent, the threads
+        # have the next ones: neither the disk nor the link waits for the last run of a batch.
+        batches = list(self._batches())
+        # Tied where they are loaded to, and not where they were stored: the last one wins, and is whole.
+        is_tied = len(batches) > 1 and self._destinations(range(len(self._begins))).tied
+        under_way: deque[_Batch] = deque()
+        try:
+            for rows in batches:
+                if len(under_way) == (1 if is_tied else _BATCHES_AT_ONCE):
+                    yield from self._finish(under_way.popleft(), file, progress)
+                under_way.append(self._begin(rows, file, pool, buffers, verify))
+            while under_way:
+                yield from self._finish(under_way.popleft(), file, progress)
+        finally:
+            for batch in under_way:
+                batch.reading.close()
 
-    def _read_batch(
-        self,
-        rows: Sequence[int],
-        file: ChecksummedFile,
-        pool: ThreadPoolExecutor,
-        buffers: DeviceBuffers,
-        progress: Callable[[int], None],
-        verify: bool,
-    ) -> Iterator[tuple[Any, memoryview]]:
+    def _begin(
+        self, rows: Sequence[int], file: ChecksummedFile, pool: ThreadPoolExecutor, buffers: DeviceBuffers, verify: bool
+    ) -> _Batch:
         buffer, to_devices = self._take_buffer(rows, buffers)
         collected = self._take_memory(rows, file)
         destinations = self._destinations(rows)
-        # Tied where they are loaded to, and not where they were stored: the last one wins, and is whole.
-        with Pool(1) if destinations.tied else contextlib.nullcontext(pool) as threads:
-            for run in file.read(self._ranges(rows), threads, destinations, verify=verify):
+        reading = file.read(
+            self._ranges(rows), pool, destinations, verify=verify, at_once=1 if destinations.tied else None
+        )
+        return _Batch(reading, buffer, to_devices, collected)
+
+    def _finish(
+        self, batch: _Batch, file: ChecksummedFile, progress: Callable[[int], None]
+    ) -> Iterator[tuple[Any, memoryview]]:
+        with batch.reading as reading:
+            for run in reading:
                 if run.damages:
                     raise file.explained(run.damages[0])
                 progress(run.nbytes)
-        if buffer is not None:
-            buffer.send(to_devices)
-        for becomes, data in collected:
+        if batch.buffer is not None:
+            batch.buffer.send(batch.to_devices)
+        for becomes, data in batch.collected:
             if isinstance(becomes, BoxCopy):
                 if out_of_range := becomes.fill(data):
                     self.out_of_range[becomes.item.name] += out_of_range
@@ -208,7 +231,7 @@ class ReadRequests:
         flat, size = tensor.detach().view(-1), tensor.itemsize
         while len(flat):
             # Up to a border between spans of the item, so that none is read twice.
-            left = _DEVICE_BATCH_BYTES - (begin - item.at) % _DEVICE_BATCH_BYTES
+            left = _BATCH_BYTES - (begin - item.at) % _BATCH_BYTES
             some, flat = flat[: max(1, left // size)], flat[max(1, left // size) :]
             self._collect(begin, some.nbytes, DeviceFill(some))
             begin += some.nbytes
@@ -228,14 +251,12 @@ class ReadRequests:
         rows: Sequence[int] = range(len(begins))
         if begins != sorted(begins):
             rows = sorted(rows, key=begins.__getitem__)
-        to_devices = any(isinstance(each, DeviceFill) for each in self._collected.values())
-        most = _DEVICE_BATCH_BYTES if to_devices else _BATCH_BYTES
         first = size = 0
         for number, row in enumerate(rows) if self._collected else ():
             if row not in self._collected:
                 continue
             nbytes = round_up(ends[row] - begins[row], ALIGNMENT)
-            if number > first and size + nbytes > most:
+            if number > first and size + nbytes > _BATCH_BYTES:
                 yield rows[first:number]
                 first, size = number, 0
             size += nbytes

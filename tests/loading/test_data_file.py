@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -159,20 +160,26 @@ def test_damage_in_what_was_read_in_place(
             file.flush()
 
 
-def test_requests_in_any_order_and_the_same_bytes_twice(tmp_path: Path) -> None:
-    rows = 400
+def _rows(folder: Path, rows: int = 400) -> tuple[StoredFile, list[Item], torch.Tensor]:
+    """A file of short tensors, its items, and their values."""
     stored = torch.arange(rows * 1000, dtype=torch.int32).view(rows, 1000)
     data = bytes(PAGE) + stored.numpy().tobytes()
     data += bytes(-len(data) % PAGE)
-    (tmp_path / "data").write_bytes(data)
+    (folder / "data").write_bytes(data)
     items = [
         Item(str(row), "tensor", "int32", [1000], [0], PAGE + row * 4000, 4000, PAGE + row * 4000, 4000)
         for row in range(rows)
     ]
     bounds = spans((item.at for item in items), len(data))
     sums = [checksum(data[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
-    path = str(tmp_path / "data")
+    path = str(folder / "data")
     file = StoredFile(storage_for(path).open(path), Index("data", len(data), items, sums))
+    return file, items, stored
+
+
+def test_requests_in_any_order_and_the_same_bytes_twice(tmp_path: Path) -> None:
+    rows = 400
+    file, items, stored = _rows(tmp_path, rows)
     requests = ReadRequests()
     into = [(row, torch.zeros(1000, dtype=torch.int32)) for row in [*reversed(range(rows)), *range(0, rows, 3), 7, 7]]
     empty = torch.zeros(0, dtype=torch.int32)
@@ -182,6 +189,36 @@ def test_requests_in_any_order_and_the_same_bytes_twice(tmp_path: Path) -> None:
     with closing(file), read_pool(file.path) as pool:
         assert not list(requests.read(file, pool, DeviceBuffers(), verify=True))
     assert all(torch.equal(tensor, stored[row]) for row, tensor in into)
+
+
+def test_batches_are_read_ahead_and_the_last_one_of_tied_rows_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, items, stored = _rows(tmp_path)
+    monkeypatch.setattr("asyncckpt.loading.read_requests._BATCH_BYTES", 40_000)
+    begun: list[int] = []
+    real = StoredFile._read_run
+
+    def slow_at_first(self: StoredFile, first: int, *args: Any) -> Any:
+        begun.append(first)
+        time.sleep(0.2 if len(begun) == 1 else 0)
+        return real(self, first, *args)
+
+    monkeypatch.setattr(StoredFile, "_read_run", slow_at_first)
+    for tied in (False, True):
+        begun.clear()
+        requests = ReadRequests()
+        into = [torch.zeros(1000, 2, dtype=torch.int32)[:, 0] for _ in items]  # collected, as they are no rows
+        both = torch.zeros(1000, dtype=torch.int32)
+        for row, tensor in enumerate(into):
+            requests.whole(both if tied and row in (5, 45) else tensor, items[row])
+        ahead: list[int] = []
+        with read_pool(file.path) as pool:
+            assert not list(requests.read(file, pool, DeviceBuffers(), lambda _: ahead.append(len(begun)), verify=True))
+        assert (ahead[0] == 1) is tied and len(begun) > 10
+        assert all(torch.equal(tensor, stored[row]) for row, tensor in enumerate(into) if not tied or row not in (5, 45))
+        assert not tied or torch.equal(both, stored[45])
+    file.close()
 
 
 def test_an_interrupted_read_waits_for_what_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +248,6 @@ def test_an_interrupted_read_waits_for_what_is_being_read(tmp_path: Path, monkey
     with closing(file), ThreadPoolExecutor(1) as pool:
         with monkeypatch.context() as patch:
             patch.setattr(Future, "result", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                list(file.read([(0, len(data))], pool))
+            with pytest.raises(KeyboardInterrupt), file.read([(0, len(data))], pool) as runs:
+                list(runs)
         assert reading == [0]

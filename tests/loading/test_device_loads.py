@@ -46,7 +46,7 @@ def _save_and_die(root: str) -> None:
 @pytest.fixture(params=["one batch", "many batches"])
 def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "many batches":
-        monkeypatch.setattr(read_requests, "_DEVICE_BATCH_BYTES", 100_000)
+        monkeypatch.setattr(read_requests, "_BATCH_BYTES", 100_000)
         monkeypatch.setattr(device_buffers, "_LEAST_BYTES", 1 << 12)
 
 
@@ -81,7 +81,7 @@ def test_by_dcp_s_planner(device_type: str, root: Path) -> None:
 def test_to_two_devices(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if module().device_count() < 2:
         pytest.skip("there is one device")
-    monkeypatch.setattr(read_requests, "_DEVICE_BATCH_BYTES", 100_000)
+    monkeypatch.setattr(read_requests, "_BATCH_BYTES", 100_000)
     state = {f"{number}": torch.full((5000,), float(number)) for number in range(100)}
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, state).result(60)
@@ -99,7 +99,7 @@ def test_a_driver_that_pins_nothing(device_type: str, root: Path, monkeypatch: p
 
 
 def test_no_damaged_batch_is_sent(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_requests, "_DEVICE_BATCH_BYTES", 100_000)
+    monkeypatch.setattr(read_requests, "_BATCH_BYTES", 100_000)
     state = {f"{number}": torch.full((30_000,), 1.0, device=device_type) for number in range(4)}
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, state).result(60)

@@ -130,6 +130,22 @@ def test_the_staging_memory_is_pinned(device_type: str, root: Path) -> None:
         assert same({name: tensor.cpu() for name, tensor in into.items()}, {n: t.cpu() for n, t in state.items()})
 
 
+def test_pinned_ranges_end_within_large_tensors(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a range is registered nobody launches, so none is as long as the largest tensor. No copy crosses an end."""
+    monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(pinners.CudaPinner, "limit", 1 << 20)
+    square = torch.randn(1500, 1500)
+    state = {"whole": torch.randn(3 << 20), "turned": square.t()}
+    with Checkpointer(root) as checkpointer:
+        there = {name: tensor.to(device_type) for name, tensor in state.items()}
+        assert not there["turned"].is_contiguous()
+        checkpointer.save(1, there).result(60)
+        buffer = checkpointer._engine._buffers.known[0].buffer
+        assert buffer is not None and buffer._pinned is not None and len(buffer._pinned.addresses) >= 20
+        checkpointer.load(into := zeros_like(state))
+    assert same(into, state)
+
+
 def _data_files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix == ".distcp"}
 
