@@ -138,7 +138,11 @@ def test_the_examples_of_the_reference_run(page: Path, tmp_path: Path) -> None:
     printed = run_forked(script(page), str(page), tmp_path)
     if page.stem == "errors":
         shown = re.findall(r"except (\w+) as error:[^\n]*\n +print\(repr\(error\)\)", script(page))
-        assert len(shown) > 12 and re.findall(r"^(\w+)\(", printed, re.MULTILINE) == shown
+        assert len(shown) > 12
+        raised = re.findall(r"^(\w+)\(", printed, re.MULTILINE)
+        # On a busy machine the save may be durable before the example waits for it for no time.
+        optional = {"SaveTimeoutError"} - set(raised)
+        assert raised == [name for name in shown if name not in optional]
 
 
 @pytest.mark.usefixtures("forkserver")
