@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gpu_check import setup
 from gpu_check.figures import Results
@@ -31,22 +32,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 1 if a part is not whole or a figure misses its threshold."""
     begun = time.monotonic()
     args = _parser().parse_args(argv)
-    results = Results(args.out / "gpu.json", args.device, args.scale)
     names = args.parts or list(PARTS)
-    if args.here is not None:
-        faulthandler.dump_traceback_later(args.here + _GRACE_S / 2)  # says where a part hangs that will be killed
-        _end(0 if measure(names[0], args.device, args.scale, args.here, results, tuple(args.peers)) else 1)
+    if args.here:
+        _measure_here(names[0], args)
+    results = Results(args.out / "gpu.json", args.device, args.scale)
     end = begun + args.seconds
     with tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-") as folder:
         wrong = setup.prepare(args.wheels, Path(folder, "site"))
         took = time.monotonic() - begun
         print(f"set-up: {took:.1f} s{''.join(f'; {each}' for each in wrong)}", flush=True)
         missing = [name for name in names if args.again or not results.is_whole(name)]
+        processes = deque(_Process(name, args) for name in missing[:1])
         for number, name in enumerate(missing):
+            # The next one imports what it needs meanwhile.
+            processes.extend(_Process(each, args) for each in missing[number + 1 : number + 2])
             # What one part does not need is there for those after it.
             share = PARTS[name].seconds / sum(PARTS[each].seconds for each in missing[number:])
             left = end - _SPARE_S - time.monotonic()
-            results = _run(name, min(left * share, PARTS[name].seconds * _MOST), args, results)
+            seconds = min(left * share, PARTS[name].seconds * _MOST)
+            results = processes.popleft().run(args.give.get(name, seconds), results)
         good = _report(names, results)
         from gpu_check.picture import draw  # imports what the wheels may have brought
 
@@ -73,37 +77,83 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--wheels", type=Path, help="folder of wheels to use; scripts/gpu_check/wheels fetches them")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="who takes part beside (default: all)")
     parser.add_argument("--again", action="store_true", help="measure also the parts that were measured to their end")
-    parser.add_argument("--here", type=float, help=argparse.SUPPRESS)  # one part, in this process, in so many seconds
+    parser.add_argument(
+        "--give", nargs="*", default={}, action=_Give, metavar="PART=SECONDS", help="more, or less, than its share"
+    )
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one part, in this process
     return parser
 
 
-def _run(name: str, seconds: float, args: argparse.Namespace, results: Results) -> Results:
-    """Run one part in a process of its own. Kill the process and its children after so many seconds.
+class _Give(argparse.Action):
+    """Seconds by the names of parts."""
 
-    Returns what all parts have found by then.
-    """
-    begun = time.monotonic()
-    if seconds < 2 * _GRACE_S:
-        print(f"{name}: left out, there is no time for it", flush=True)
-        return results
-    results.begin(name)
-    command = [sys.executable, str(Path(__file__).parent), name, "--device", args.device, "--scale", str(args.scale)]
-    with tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-") as runtime:
-        process = subprocess.Popen(
-            [*command, "--out", str(args.out), "--here", str(seconds - _GRACE_S), "--peers", *args.peers],
-            env=os.environ | {"ASYNC_CKPT_RUNTIME_DIR": runtime},
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        given = {}
+        for each in values:
+            name, _, seconds = each.partition("=")
+            if name not in PARTS or not seconds.replace(".", "", 1).isdigit():
+                parser.error(f"{each!r} is not PART=SECONDS")
+            given[name] = float(seconds)
+        setattr(namespace, self.dest, given)
+
+
+class _Process:
+    """The process of one part. It imports at once, and measures when it is told its seconds."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self._name, self._args = name, args
+        self._runtime = tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-")
+        command = [
+            sys.executable,
+            str(Path(__file__).parent),
+            name,
+            "--device",
+            args.device,
+            "--scale",
+            str(args.scale),
+        ]
+        self._process = subprocess.Popen(
+            [*command, "--out", str(args.out), "--here", "--peers", *args.peers],
+            stdin=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"ASYNC_CKPT_RUNTIME_DIR": self._runtime.name},
         )
+
+    def run(self, seconds: float, results: Results) -> Results:
+        """Measure; kill the process and its children after so many seconds.
+
+        Returns what all parts have found by then.
+        """
+        begun, process = time.monotonic(), self._process
+        if seconds < 2 * _GRACE_S:
+            print(f"{self._name}: left out, there is no time for it", flush=True)
+            process.kill()
+        else:
+            results.begin(self._name)
         try:
-            process.wait(seconds)
+            process.communicate(f"{seconds - _GRACE_S}\n", timeout=seconds)
         except subprocess.TimeoutExpired:
-            print(f"{name}: killed after {seconds:.0f} s", flush=True)
+            print(f"{self._name}: killed after {seconds:.0f} s", flush=True)
             _kill_children(process.pid)
             process.kill()
         code = process.wait()
-    # The part has written its figures into the file itself.
-    results = Results(results.path, args.device, args.scale)
-    results.end(name, time.monotonic() - begun, whole=code == 0)
-    return results
+        self._runtime.cleanup()
+        # The part has written its figures into the file itself.
+        results = Results(results.path, self._args.device, self._args.scale)
+        results.end(self._name, time.monotonic() - begun, whole=code == 0)
+        return results
+
+
+def _measure_here(name: str, args: argparse.Namespace) -> NoReturn:
+    """Measure one part in this process, in the seconds that standard input says."""
+    function = PARTS[name].load()
+    try:
+        seconds = float(sys.stdin.readline())
+    except ValueError:  # nobody wants it any more
+        _end(1)
+    faulthandler.dump_traceback_later(seconds + _GRACE_S / 2)  # says where a part hangs that will be killed
+    results = Results(args.out / "gpu.json", args.device, args.scale)
+    _end(0 if measure(name, function, args.device, args.scale, seconds, results, tuple(args.peers)) else 1)
 
 
 def _end(code: int) -> NoReturn:

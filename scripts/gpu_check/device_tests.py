@@ -41,9 +41,16 @@ def run(paths: Sequence[Path], device_type: str, budget: Budget, least_passed: i
     with tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-") as folder:
         outcomes = Path(folder, "outcomes")
         outcomes.touch()
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "device and not slow", "-n", str(_AT_ONCE)]
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "device and not slow", "-n", str(_AT_ONCE)]
         command += ["-p", "xdist", "-p", "pytest_timeout", "-p", "gpu_check.outcomes", "-p", "no:cacheprovider"]
-        command += ["-o", "filterwarnings=default", f"--timeout={_ONE_TEST_S}", "--tb=short", f"--rootdir={_ROOT}"]
+        command += [
+            "-o",
+            "filterwarnings=default",
+            f"--timeout={_ONE_TEST_S}",
+            "--tb=short",
+            "-rs",
+            f"--rootdir={_ROOT}",
+        ]
         # These tests may run within a test.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {
             "ASYNCCKPT_TEST_DEVICE": device_type,

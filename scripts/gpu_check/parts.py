@@ -39,18 +39,22 @@ PARTS = {
     "crash": Part("crash", "measure", 30),
     "load": Part("loads", "measure", 25),
 }
-START = "start: imports, the device"
+START = "start of the device"
 PEERS = ("nvrx", "dcp-process", "torch-checkpointing", "torch-save")
 """Contestants of the bench that take part beside asyncckpt, the most important first."""
 SECONDS = sum(part.seconds for part in PARTS.values())
 
 
 def measure(
-    name: str, device_name: str, scale: float, seconds: float, results: Results, peers: tuple[str, ...]
+    name: str,
+    function: Callable[..., Iterator[Figure]],
+    device_name: str,
+    scale: float,
+    seconds: float,
+    results: Results,
+    peers: tuple[str, ...],
 ) -> bool:
     """Measure one part in this process, and note its figures. Returns False if it failed, and notes why."""
-    import psutil
-
     from gpu_check.device import Device  # imports torch, which the command itself does without
     from gpu_check.task import Task
 
@@ -58,10 +62,11 @@ def measure(
         print(f"{name}: {figure.line()}", flush=True)
         results.add(name, figure)
 
-    budget = Budget(seconds)
+    budget, begun = Budget(seconds), time.monotonic()
     try:
-        device, function = Device(device_name), PARTS[name].load()
-        note(Figure(START, time.time() - psutil.Process().create_time(), "s"))
+        device = Device(device_name)
+        device.synchronize()
+        note(Figure(START, time.monotonic() - begun, "s"))
         for figure in function(Task(device, scale, budget, results, peers)):
             note(figure)
     except Exception as error:

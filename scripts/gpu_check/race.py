@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+import psutil
 from bench import contestants, files
 from bench.contestants import told
 from bench.contestants.contestant import Contestant
@@ -45,6 +48,7 @@ class Race:
         self._made: dict[str, Contestant] = {}
         self._series: dict[str, Series] = {}
         self._turn_share = 1.0
+        self._processes: dict[str, set[int]] = {}
         self.saves: dict[str, Saves] = {}
         self.left_out: dict[str, str] = {}
 
@@ -53,7 +57,7 @@ class Race:
         """Return the bytes of the state."""
         return self._trainer(OURS[0])[0].nbytes
 
-    def run(self, names: Sequence[str], rounds: int, budget: Budget, *, turn: float = 0.2) -> None:
+    def run(self, names: Sequence[str], rounds: int, budget: Budget, *, turn: float = 0.3) -> None:
         """Have each of ``names`` save once, cold, and then ``rounds`` times in turns. One that fails is left out.
 
         A single turn gets the fraction ``turn`` of the seconds left: a peer that hangs leaves time for the others.
@@ -131,9 +135,22 @@ class Race:
                 self._made |= contestants.make_all([name], self._folder, made.state, self.left_out)
         except TimeoutError as error:
             self.left_out[name] = told(error)
+        self._processes[name] = self._new_processes()
         if name in self._made:
             self._series[name] = Series(self._made[name], trainer)
             self.saves[name] = Saves()
+
+    def _new_processes(self) -> set[int]:
+        """Return the children of this process that belong to no contestant so far."""
+        known = set().union(*self._processes.values())
+        return {each.pid for each in psutil.Process().children(recursive=True)} - known
+
+    def _drop(self, name: str) -> None:
+        """Let go of a contestant that has failed. Its processes must not be in the way of others."""
+        del self._series[name], self._made[name]
+        for pid in self._processes.pop(name) | self._new_processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _turn(self, name: str, budget: Budget) -> None:
         saves, begun = self.saves[name], time.monotonic()
@@ -145,7 +162,7 @@ class Race:
                 held, _, durable = self._series[name].save()
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
             self.left_out[name] = f"after {len(saves.held)} saves: {told(error)}"
-            del self._series[name]
+            self._drop(name)
             return
         saves.held.append(held)
         saves.durable.append(durable)

@@ -33,7 +33,7 @@ def measure(task: Task) -> Iterator[Figure]:
         link = device.link_seconds(race.nbytes)[0]
         yield Figure("bytes", race.nbytes / 1e9, "GB")
         yield Figure("bytes / link", link * 1e3, "ms")
-        race.run([*OURS, *task.peers], _ROUNDS, budget.share(0.8))
+        race.run([*OURS, *task.peers], _ROUNDS, budget.share(0.85))
         yield from race.figures(SAVES_LABEL)
         yield from _compared(race, link)
         for name in OURS:
@@ -52,7 +52,7 @@ def measure_by_ipc(task: Task) -> Iterator[Figure]:
     """Save the state of ``measure`` by nvrx over CUDA IPC: two queues of nvrx cannot be in one process."""
     device, budget = task.device, task.budget
     with racing(device, Request(name="adamw2000", gib=_GIB * task.scale)) as race:
-        race.run([_BY_IPC], _ROUNDS, budget.share(0.9))
+        race.run([_BY_IPC], _ROUNDS, budget.share(0.9), turn=0.8)
         yield from race.figures(SAVES_LABEL)
         theirs, ours = race.durable(_BY_IPC), task.found.value("saves", f"{SAVES_LABEL}, {OURS[0]}: durable after")
         if theirs is not None and ours is not None:
@@ -66,7 +66,7 @@ def measure_many(task: Task) -> Iterator[Figure]:
         with racing(device, _many(label, task.scale)) as race:
             link = device.link_seconds(race.nbytes)[0]
             yield Figure(f"{label}: bytes / link", link * 1e3, "ms")
-            race.run(OURS, _ROUNDS, budget.share((0.2, 0.3)[number]))
+            race.run(OURS, _ROUNDS, budget.share((0.35, 0.55)[number]), turn=0.8)
             yield from race.figures(label)
             if (value := race.held(OURS[1])) is not None:
                 yield Figure(f"overlapped save of {label} holds the caller", value * 1e3, "ms", at_most=most_ms)

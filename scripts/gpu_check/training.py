@@ -24,8 +24,9 @@ from gpu_check.task import Task
 _EVERY = 5
 _STEPS = 15
 _SAVES = 4
-_SHARES = {"asyncckpt-overlap": 0.5, "nvrx": 0.5, "dcp-process": 0.95}
-"""Each gets that part of what is left of the budget when its turn comes."""
+_NAMES = ("asyncckpt-overlap", "nvrx", "dcp-process")
+_SHARE, _LAST_SHARE = 0.6, 0.95
+"""Of what is left of the budget when a contestant's turn comes, and of the last one."""
 
 
 @dataclass
@@ -57,11 +58,11 @@ def measure(task: Task) -> Iterator[Figure]:
     disk = (task.found.value("env", environment.DISK) or 0.0) * 1e9
     inside = None if disk * budget.left * 0.04 > training.nbytes else "/dev/shm"
     yield Figure("checkpoints are written to", "the disk" if inside is None else "tmpfs, as the disk is slow")
-    for name, share in _SHARES.items():
-        if name in PEERS and name not in task.peers:
-            continue
+    names = [name for name in _NAMES if name not in PEERS or name in task.peers]
+    for name in names:
+        share = budget.share(_SHARE if name != names[-1] else _LAST_SHARE)
         with files.working_folder(inside) as folder:
-            yield from _with_saves(name, loop, training, folder, budget.share(share), median(usual))
+            yield from _with_saves(name, loop, training, folder, share, median(usual))
 
 
 def _with_saves(
