@@ -63,6 +63,8 @@ class Slab:
     Nobody else may write there meanwhile: all the bytes between are written too, as they are.
     """
 
+    calls = 8
+
     def __init__(
         self, numbers: Sequence[int], views: SlotViews, buffer: SlabBuffer, converted: Sequence[bool] = ()
     ) -> None:

@@ -1,18 +1,17 @@
 """Copies from a device into a slot: queued on side streams, behind what the compute stream was given before.
 
-Three streams a device. Two take turns with all that goes to the host: slabs, then large tensors, both in the order of
-the image. Between two copies of one stream the link is idle for some microseconds, and for longer while the device
-computes: then the other stream's copy has it. The third coalesces small tensors in slab buffers on the device (see
-``coalesce.py``), up to two ahead:
+Two streams a device. All that goes to the host goes through the first: slabs, then large tensors, both in the order of
+the image. The second coalesces small tensors in slab buffers on the device (see ``coalesce.py``), up to two ahead:
 
     coalescing   fetch, coalesce 0 | fetch, coalesce 1 | wait until buffer 0 is free, fetch, coalesce 2 | ...
-    copying 0    wait for 0, copy it out | wait for 2, copy it out | ... | large | large | ...
-    copying 1    wait for 1, copy it out | wait for 3, copy it out | ... | large | large | ...
+    copying      wait for 0, copy it out | wait for 1, copy it out | ... | large | large | ...
 
 The slabs come first so that none waits for a large copy. Where all streams share one queue of the hardware
 (``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron-LM has it) the training, too, would wait for what a slab waits for.
 
-Nobody waits on the host until all is queued, and then for events only, asleep, never for the device.
+The host waits for events only, asleep, never for the device. It does not queue all at once: a stream takes about a
+thousand calls, and who gives it more waits inside the driver, where no other thread can launch anything meanwhile. On
+an H200, 1,160 copies of 16 GB, queued at once, held a training's launches for 150 ms.
 
 The tensors must not be given back to the allocator while a side stream reads them: whoever queues holds on to them
 until the events are past. So ``Tensor.record_stream`` is not needed, which would keep their memory for longer. Memory
@@ -23,12 +22,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from asyncckpt.devices.kinds import DeviceEvent, DeviceKind, DeviceStream, ReadyEvents
+from asyncckpt.devices.kinds import DeviceEvent, DeviceKind, ReadyEvents
 from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.staging.coalesce import Slab, SlabBuffer, allocate_slab_buffers, group_by_slab
@@ -37,10 +38,19 @@ from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches,
 # What is reported as arrived at once: 1 to 3 ms on the link, so that an event (some us) does not count, and the
 # worker's writes, far slower, begin early.
 _CHUNK_BYTES = 64 << 20
-_COPYING_STREAMS = 2
+# Calls that one stream is given before the first of them are done, and copies of one unit: a part of those.
+_MOST_CALLS = 512
+_UNIT_COPIES = 128
 
 Fence = Callable[[], None]
 """Has the current stream of a device wait, from here on, until the tensors there are copied. The host goes on."""
+
+
+class DeviceUnit(CopyUnit, Protocol):
+    """A unit that is queued on streams of a device."""
+
+    calls: int
+    """About how many calls it gives one stream."""
 
 
 class DeviceCopy:
@@ -70,51 +80,89 @@ class DeviceCopy:
         buffers = self._streams.slab_buffers() if has_slabs else []
         self.units = device_units(numbers, views, buffers, converted)
 
-    def queue(self, tensors: Sequence[torch.Tensor], ready: ReadyEvents) -> list[DeviceEvent]:
-        """Queue the copies; returns when each of the ``units`` is copied. If this raises, call ``settle``."""
-        streams = self._streams
-        copied: list[DeviceEvent] = []
-        with self._kind.use(self._device):
-            for each in streams.all:
-                each.wait_event(ready[self._device])
-        for unit, stream in zip(self.units, cycle(streams.copying)):  # noqa: B905  (the streams have no end)
-            with self._kind.use(self._device, stream):
-                if isinstance(unit, Slab):
-                    copied.append(streams.queue_slab(unit, tensors, stream))
-                else:
-                    unit.copy(tensors)
-                    copied.append(self._kind.record(stream))
-        return copied
+    def queue(self, tensors: Sequence[torch.Tensor], ready: ReadyEvents) -> QueuedCopies:
+        """Queue copies, as many as the stream takes. If this raises, call ``settle``."""
+        streams, queued = self._streams, QueuedCopies(tensors, deque(self.units))
+        with self._kind.use(self._device, streams.copying):
+            streams.copying.wait_event(ready[self._device])
+            streams.coalescing.wait_event(ready[self._device])
+            self._queue_some(queued)
+        return queued
 
-    def wait(self, copied: Sequence[DeviceEvent], done: Callable[[CopyUnit], object]) -> None:
-        """Wait for what ``queue`` returned, and tell ``done`` of each unit. As ``queue``, if this raises."""
+    def queue_rest(self, queued: QueuedCopies, done: Callable[[CopyUnit], object]) -> None:
+        """Queue the others as those before them are copied; tell ``done`` of each of these. As ``queue``, if this
+        raises.
+        """
+        with self._kind.use(self._device, self._streams.copying):
+            while queued.left:
+                queued.wait_for_first(done)
+                self._queue_some(queued)
+
+    def wait(self, queued: QueuedCopies, done: Callable[[CopyUnit], object]) -> None:
+        """Wait for what is queued, and tell ``done`` of each unit. As ``queue``, if this raises."""
         with self._kind.use(self._device):
-            for unit, event in zip(self.units, copied, strict=True):
-                event.synchronize()
-                done(unit)
+            while queued.pending:
+                queued.wait_for_first(done)
+
+    def _queue_some(self, queued: QueuedCopies) -> None:
+        """Queue what there is room for; ``copying`` is the current stream."""
+        while queued.left and queued.has_room():
+            unit = queued.left.popleft()
+            if isinstance(unit, Slab):
+                event = self._streams.queue_slab(unit, queued.tensors)
+            else:
+                unit.copy(queued.tensors)
+                event = self._kind.record(self._streams.copying)
+            queued.add(unit, event)
 
     def settle(self) -> None:
         """Return when nothing is copied any more: an exception out of a signal handler may come before it is noted what
         is.
         """
         with self._kind.use(self._device):
-            for stream in self._streams.all:
-                self._kind.record(stream).synchronize()
+            self._kind.record(self._streams.coalescing).synchronize()
+            self._kind.record(self._streams.copying).synchronize()
 
-    def fence(self, copied: Sequence[DeviceEvent]) -> Fence:
-        """The fence for what ``queue`` returned. It keeps no slot mapped."""
-        kind, device = self._kind, self._device
-        last = copied[-_COPYING_STREAMS:]  # the last copy of each stream is behind all others there
+    def fence(self, queued: QueuedCopies) -> Fence:
+        """Return the fence for copies of which all are queued. It keeps no slot mapped."""
+        kind, device, last = self._kind, self._device, queued.last  # the last copy is behind all others
+        return lambda: kind.current_stream(device).wait_event(last)
 
-        def fence() -> None:
-            for each in last:
-                kind.current_stream(device).wait_event(each)
 
-        return fence
+@dataclass
+class QueuedCopies:
+    """The copies of one save from one device: units that are ``left`` to be queued, and those that are ``pending``,
+    each with the event behind it.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    left: deque[DeviceUnit]
+    pending: deque[tuple[DeviceUnit, DeviceEvent]] = field(default_factory=deque)
+    last: DeviceEvent | None = None
+    _calls: int = 0
+
+    def has_room(self) -> bool:
+        """Return whether the stream takes another unit."""
+        return not self.pending or self._calls + self.left[0].calls <= _MOST_CALLS
+
+    def add(self, unit: DeviceUnit, event: DeviceEvent) -> None:
+        """Note a unit that was queued, and the ``event`` behind it."""
+        self.pending.append((unit, event))
+        self.last, self._calls = event, self._calls + unit.calls
+
+    def wait_for_first(self, done: Callable[[CopyUnit], object]) -> None:
+        """Wait until the first of the pending is copied, and tell ``done``."""
+        unit, event = self.pending[0]
+        event.synchronize()
+        self.pending.popleft()
+        self._calls -= unit.calls
+        done(unit)
 
 
 class ChunkCopy:
     """Some elements of a tensor that is too large for one unit."""
+
+    calls = 2
 
     def __init__(self, number: int, first: int, elements: int, views: SlotViews) -> None:
         """Describe the copy.
@@ -162,7 +210,7 @@ def pinned_cuts(place: Place) -> range:
 
 def device_units(
     numbers: Sequence[int], views: SlotViews, buffers: Sequence[SlabBuffer], converted: Sequence[bool] = ()
-) -> list[CopyUnit]:
+) -> list[DeviceUnit]:
     """Divide the tensors on one device into units: slabs, then all others.
 
     Args:
@@ -171,15 +219,15 @@ def device_units(
         buffers: The device's slab buffers; without any there are no slabs.
         converted: As of ``DeviceCopy``.
     """
-    slabs: list[CopyUnit] = []
+    slabs: list[DeviceUnit] = []
     others: list[int] = []
     for is_slab, group in group_by_slab(numbers, views):
         if is_slab and buffers:
             slabs.append(Slab(group, views, buffers[len(slabs) % len(buffers)], converted))
         else:
             others += group
-    units: list[CopyUnit] = []
-    for batch in batches(others, views.places, _CHUNK_BYTES):
+    units: list[DeviceUnit] = []
+    for batch in batches(others, views.places, _CHUNK_BYTES, _UNIT_COPIES):
         nbytes, itemsize = views.places[batch[0]].payload_bytes, views.specs[batch[0]].dtype.itemsize
         if nbytes <= _CHUNK_BYTES:
             units.append(BatchCopy(batch, views, non_blocking=True))
@@ -194,15 +242,9 @@ class _SideStreams:
 
     def __init__(self, device: torch.device, kind: DeviceKind) -> None:
         self._device, self._kind = device, kind
-        self.copying = [kind.new_stream(device) for _ in range(_COPYING_STREAMS)]
-        self.coalescing = kind.new_stream(device)
+        self.copying, self.coalescing = kind.new_stream(device), kind.new_stream(device)
         self._buffers: list[SlabBuffer] | None = None
         self._lock = threading.Lock()
-
-    @property
-    def all(self) -> list[DeviceStream]:
-        """Return all of them, the coalescing one first."""
-        return [self.coalescing, *self.copying]
 
     def slab_buffers(self) -> list[SlabBuffer]:
         """The slab buffers, now that somebody needs them; none where the device has no memory left."""
@@ -211,16 +253,16 @@ class _SideStreams:
                 self._buffers = allocate_slab_buffers(self._device)
             return self._buffers
 
-    def queue_slab(self, slab: Slab, tensors: Sequence[torch.Tensor], copying: DeviceStream) -> DeviceEvent:
-        """Queue it; returns when it is copied. ``copying`` copies it out, and is the current stream."""
+    def queue_slab(self, slab: Slab, tensors: Sequence[torch.Tensor]) -> DeviceEvent:
+        """Queue it; returns when it is copied. ``copying`` is the current stream."""
         with self._lock:
             if slab.buffer.free is not None:
                 self.coalescing.wait_event(slab.buffer.free)
             with self._kind.use(self._device, self.coalescing):
                 slab.coalesce(tensors)
-            copying.wait_event(self._kind.record(self.coalescing))
+            self.copying.wait_event(self._kind.record(self.coalescing))
             slab.copy_out()
-            slab.buffer.free = self._kind.record(copying)
+            slab.buffer.free = self._kind.record(self.copying)
             return slab.buffer.free
 
 

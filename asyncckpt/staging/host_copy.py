@@ -178,7 +178,7 @@ class BatchCopy:
             views: Where they go.
             non_blocking: The copies are only queued, on the current stream of the device that the tensors are on.
         """
-        self.begin = views.places[numbers[0]].payload_at
+        self.begin, self.calls = views.places[numbers[0]].payload_at, len(numbers) + 1
         self._non_blocking = non_blocking
         self._pick = picker(numbers)
         self._into = list(map(views.tensor, numbers))
@@ -206,13 +206,16 @@ def batch_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
     return [BatchCopy(batch, views) for batch in batches(numbers, views.places, _BATCH_BYTES)]
 
 
-def batches(numbers: Sequence[int], places: Sequence[Place], most_bytes: int) -> Iterator[list[int]]:
+def batches(
+    numbers: Sequence[int], places: Sequence[Place], most_bytes: int, most_tensors: int = _BATCH_TENSORS
+) -> Iterator[list[int]]:
     """Divide tensors into batches that are copied by one call each.
 
     Args:
         numbers: The numbers of the tensors, in the order in which they are to be copied.
         places: Where each tensor of the plan stands.
         most_bytes: The most bytes of one batch. A tensor that has more is a batch by itself.
+        most_tensors: The most tensors of one batch.
 
     Yields:
         The numbers of each batch.
@@ -221,7 +224,7 @@ def batches(numbers: Sequence[int], places: Sequence[Place], most_bytes: int) ->
     nbytes = 0
     for number in numbers:
         its = places[number].payload_bytes
-        if batch and (nbytes + its > most_bytes or len(batch) == _BATCH_TENSORS):
+        if batch and (nbytes + its > most_bytes or len(batch) == most_tensors):
             yield batch
             batch, nbytes = [], 0
         batch.append(number)

@@ -11,11 +11,11 @@ from operator import attrgetter, eq
 import torch
 
 from asyncckpt.devices import kinds
-from asyncckpt.devices.kinds import DeviceEvent, ReadyEvents
+from asyncckpt.devices.kinds import ReadyEvents
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging.copy_threads import CopyThreads
-from asyncckpt.staging.device_copy import DeviceCopy, Fence
+from asyncckpt.staging.device_copy import DeviceCopy, Fence, QueuedCopies
 from asyncckpt.staging.host_copy import CopyUnit, SlotViews, batch_units, copy_units, host_units
 
 _device, _begin = attrgetter("device"), attrgetter("begin")
@@ -79,7 +79,7 @@ class SlotStager:
             ready: What the copies from each device wait for.
             threads: Those that take part.
             arrived: Told by any thread, again and again, how many bytes are there, from the first of the image on.
-            queued: Told once, when the host's tensors are copied, the fences of the devices, whose copies are queued.
+            queued: Told once the fences of the devices, when all copies are queued and the host's tensors copied.
             devices: The same object as in the last call promises that they are on the same devices as then.
         """
         mine = tensors if self._all_own else list(compress(tensors, self._own))
@@ -92,14 +92,16 @@ class SlotStager:
         units = [*self._host, *(unit for each in self._device_copies for unit in each.units)]
         done = _CopiedPrefix(units, self._nbytes, arrived).add
         # The devices' copies are queued first and run while the host does its own.
-        under_way: list[tuple[DeviceCopy, list[DeviceEvent]]] = []
+        under_way: list[tuple[DeviceCopy, QueuedCopies]] = []
         try:
             for each in self._device_copies:
                 under_way.append((each, each.queue(mine, ready)))
             copy_units(self._host, mine, threads, done)
-            queued([each.fence(copied) for each, copied in under_way])
-            for each, copied in under_way:
-                each.wait(copied, done)
+            for each, copies in under_way:
+                each.queue_rest(copies, done)
+            queued([each.fence(copies) for each, copies in under_way])
+            for each, copies in under_way:
+                each.wait(copies, done)
         except BaseException:
             with ExitStack() as all_of_them:
                 for each in self._device_copies:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import accelerators
-from support.accelerators import busy, keep_busy, module
+from support.accelerators import busy, module
 from support.ranks import alone
 from support.states import same, stock_load, zeros_like
 
@@ -89,7 +89,8 @@ def test_nothing_is_copied_any_more_when_an_interrupt_is_raised(
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             real = getattr(DeviceCopy, at)
             patch.setattr(DeviceCopy, at, lambda *args: interrupted(real, *args))
-            keep_busy(device_copy._all_side_streams[device].copying, 0.5)
+            with module().stream(device_copy._all_side_streams[device].copying):
+                busy(0.5)
             checkpointer.save(1, state)
         on_host = _state("cpu")
         for tensor in on_host["model"].values():

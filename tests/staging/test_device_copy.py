@@ -33,12 +33,16 @@ def kind(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     assert not made_up.current
 
 
+@pytest.mark.parametrize("most_calls", [1, 20, 512])
 @pytest.mark.parametrize("kind", range(6), indirect=True)
-def test_any_order_the_streams_allow_is_right(kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order_the_streams_allow_is_right(
+    kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch, most_calls: int
+) -> None:
     """Tensors of two made-up devices and of the host, saved over and over with new values, that come late."""
     monkeypatch.setattr(coalesce, "_SMALL_BYTES", 100_000)
     monkeypatch.setattr(coalesce, "SLAB_BYTES", 100_000)
     monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 250_000)
+    monkeypatch.setattr(device_copy, "_MOST_CALLS", most_calls)
     tensors = tensors_of_all_kinds()
     tensors[60] = tensors[50]
     where = [torch.device(TYPE, number // 200) if number % 90 > 2 else CPU for number in range(len(tensors))]
@@ -121,6 +125,12 @@ def test_a_copy_that_cannot_be_queued_is_settled(kind: MadeUpDevices, monkeypatc
         slot.segment.close()
 
 
+def _copy_all(copy: DeviceCopy, tensors: list[torch.Tensor], ready: dict[Any, Any]) -> None:
+    queued = copy.queue(tensors, ready)
+    copy.queue_rest(queued, lambda _: None)
+    copy.wait(queued, lambda _: None)
+
+
 def test_without_memory_for_slab_buffers_tensors_are_copied_one_by_one(
     kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,7 +148,7 @@ def test_without_memory_for_slab_buffers_tensors_are_copied_one_by_one(
         assert caplog.text.count("copied one by one") == 1
         assert [isinstance(unit, BatchCopy) for unit in copy.units] == [True]
         ready: dict[Any, Any] = {DEVICE: kind.record(MadeUpStream(kind))}
-        copy.wait(copy.queue(tensors, ready), lambda _: None)
+        _copy_all(copy, tensors, ready)
         assert slot.image_bytes() == slot.expected(tensors)
     finally:
         del copy, views
@@ -155,7 +165,7 @@ def test_large_tensors_alone_wait_for_the_compute_stream(kind: MadeUpDevices) ->
     copy = DeviceCopy(DEVICE, kind, range(3), views)
     try:
         ready: dict[Any, Any] = {DEVICE: kind.record(compute)}
-        copy.wait(copy.queue(tensors, ready), lambda _: None)
+        _copy_all(copy, tensors, ready)
         assert slot.image_bytes() == slot.expected([torch.full((300_000,), 7.0)] * 3)
     finally:
         del copy, views

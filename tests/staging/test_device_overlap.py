@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from offload import OffloadedParameters
-from support.accelerators import busy, keep_busy, module
+from support.accelerators import busy, module
 from support.states import zeros_like
 
 from asyncckpt.checkpointer import Checkpointer
@@ -101,12 +101,12 @@ def test_a_side_stream_that_is_behind(
     state = {f"{number}": torch.zeros(500, device=device_type) for number in range(200)}
     checkpointer.prepare(state)
     device = next(iter(state.values())).device
-    streams = device_copy._all_side_streams[device]
-    those = streams.copying if behind == "copying" else [streams.coalescing]
+    stream = getattr(device_copy._all_side_streams[device], behind)
     for step in (1, 2):
         for number, tensor in enumerate(state.values()):
             tensor.fill_(1000 * step + number)
-        keep_busy(those, 0.2)
+        with module().stream(stream):
+            busy(0.2)
         save = checkpointer.save(step, state)
         save.result(60)
         checkpointer.load(into := zeros_like(state), step)
@@ -123,22 +123,18 @@ def _guarded(checkpointer: Checkpointer, sizes: list[int], device: str) -> tuple
     return {name: parameter.detach() for name, parameter in parameters.items()}, optimizer
 
 
-@pytest.mark.parametrize("late", ["all", "all but the last", "the last"])
 @pytest.mark.parametrize("sizes", [[LARGE] * 3, [*[500] * 40, LARGE]], ids=["large", "both"])
 def test_a_guarded_step_comes_after_the_copies(
-    device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, sizes: list[int], late: str
+    device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
-    """After the last of each stream: the step has nothing else to wait for."""
-    copy, last = BatchCopy.copy, sum(sizes[:-1])
+    """After the last of them, above all: the step has nothing else to wait for."""
+    copy = BatchCopy.copy
 
-    def delayed(self: BatchCopy, tensors: Sequence[torch.Tensor]) -> None:
-        is_last = self.begin >= last * 4
-        if late == "all" or is_last == (late == "the last"):
-            busy(0.1)  # the stream that copies, behind the slabs
+    def late(self: BatchCopy, tensors: Sequence[torch.Tensor]) -> None:
+        busy(0.1)  # the stream that copies, behind the slabs
         copy(self, tensors)
 
-    monkeypatch.setattr(device_copy, "_CHUNK_BYTES", LARGE * 4)  # each large one for itself
-    monkeypatch.setattr(BatchCopy, "copy", delayed)
+    monkeypatch.setattr(BatchCopy, "copy", late)
     state, optimizer = _guarded(checkpointer, sizes, device_type)
     checkpointer.prepare(state)
     for step in range(1, 4):
@@ -155,7 +151,8 @@ def test_a_guarded_step_waits_for_older_saves_too(device_type: str, root: Path, 
     with Checkpointer(root, config) as checkpointer:
         state, optimizer = _guarded(checkpointer, [LARGE] * 2, device_type)
         checkpointer.prepare(state)
-        keep_busy(device_copy._all_side_streams[state["0"].device].copying, 0.3)
+        with module().stream(device_copy._all_side_streams[state["0"].device].copying):
+            busy(0.3)
         first = checkpointer.save(1, state)
         meta = {"a": torch.empty(3, device="meta")}
         second = checkpointer.save(2, state if newest == "skipped" else meta)
@@ -171,7 +168,8 @@ def test_each_guarded_optimizer_waits(device_type: str, checkpointer: Checkpoint
     other, second = _guarded(checkpointer, [LARGE], device_type)
     state = {"one": one["0"], "other": other["0"]}
     checkpointer.prepare(state)
-    keep_busy(device_copy._all_side_streams[one["0"].device].copying, 0.15)
+    with module().stream(device_copy._all_side_streams[one["0"].device].copying):
+        busy(0.15)
     save = checkpointer.save(1, state)
     second.step()
     first.step()
@@ -258,10 +256,11 @@ def test_a_copy_that_cannot_be_queued(device_type: str, root: Path, monkeypatch:
         streams: Any = device_copy._all_side_streams[state["0"].device]
         with monkeypatch.context() as patch:
             patch.setattr(Slab, "copy_out", broken)
-            keep_busy(streams.copying, 0.8)
+            with module().stream(streams.copying):
+                busy(0.8)
             save = checkpointer.save(1, state)
             save.wait_staged(60)
-            assert all(stream.query() for stream in streams.all)
+            assert streams.copying.query() and streams.coalescing.query()
             with pytest.raises(CheckpointError, match="launch failed"):
                 save.result(60)
         checkpointer.save(2, state).result(60)
@@ -305,3 +304,26 @@ def test_a_guarded_step_that_is_captured(
         optimizer.step()
         assert "replays wait for no copy" in caplog.text
     assert _holds(checkpointer, 1, state, 5.0)
+
+
+def test_copies_leave_room_for_others_to_launch(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream takes a thousand calls. Who gives it more waits in the driver, where no other thread launches then."""
+    monkeypatch.setattr(coalesce, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(device_copy, "_UNIT_COPIES", 1)  # the simulated device makes one call of many copies
+    state = _full(device_type, 1, [500] * 3000)
+    others = torch.zeros(100, device=device_type)
+    others.add_(1)  # the kernel is loaded
+    with Checkpointer(root, OVERLAP) as checkpointer:
+        checkpointer.prepare(state)
+        copying: Any = device_copy._all_side_streams[state["0"].device].copying
+        is_free = module().Event()
+        with module().stream(copying):
+            busy(1.5)
+            is_free.record(copying)
+        save = checkpointer.save(1, state)
+        time.sleep(0.3)  # the copying thread gives the stream what it takes
+        others.add_(1)
+        assert not is_free.query()
+        save.result(60)
+        checkpointer.load(into := zeros_like(state), 1)
+        assert all(float(tensor[0]) == 1.0 for tensor in into.values())

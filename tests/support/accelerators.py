@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -43,13 +42,6 @@ def busy(seconds: float) -> None:
         torch.cuda._sleep(int(seconds * 1.5e9))  # type: ignore[no-untyped-call]  # in cycles
     else:
         module().sleep(seconds)
-
-
-def keep_busy(streams: Sequence[Any], seconds: float) -> None:
-    """Have each of these streams do nothing for about so long."""
-    for stream in streams:
-        with module().stream(stream):
-            busy(seconds)
 
 
 def registrations() -> int:

@@ -22,6 +22,9 @@ std::atomic<bool> forked{false};  // a child of fork has none of the threads, an
 std::array<std::atomic<bool>, kDevices> used{};
 
 std::mutex failure_mutex;
+// As CUDA has it: a stream takes so many calls. Who gives it one more waits, and lets nobody else launch meanwhile.
+constexpr size_t kMostPieces = 1024;
+std::mutex launch_mutex;
 std::string failure;
 
 thread_local int device_now = 0;
@@ -78,6 +81,7 @@ void Stream::submit(Piece piece) {
     return;
   }
   note_use(device);
+  std::lock_guard launching(launch_mutex);
   std::unique_lock lock(mutex_);
   if (capturing_) {
     captured_.push_back(std::move(piece));
@@ -91,6 +95,7 @@ void Stream::submit(Piece piece) {
   if (!thread_.joinable()) {
     thread_ = std::thread([this] { work(); });
   }
+  changed_.wait(lock, [this] { return pieces_.size() < kMostPieces; });
   pieces_.push_back(std::move(piece));
   ++given_;
   changed_.notify_all();
