@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from gpu_check import setup
 from gpu_check.figures import Results
-from gpu_check.parts import PARTS, PEERS, SECONDS, START, measure
+from gpu_check.parts import PARTS, SECONDS, START, measure
 
 _OUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu"
 _SPARE_S = 5.0
@@ -75,7 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts (default: %(default).0f)")
     parser.add_argument("--out", type=Path, default=_OUT, help="folder for gpu.json and gpu.png (default: %(default)s)")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to use; scripts/gpu_check/wheels fetches them")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="who takes part beside (default: all)")
     parser.add_argument("--again", action="store_true", help="measure also the parts that were measured to their end")
     parser.add_argument(
         "--give", nargs="*", default={}, action=_Give, metavar="PART=SECONDS", help="more, or less, than its share"
@@ -153,7 +152,7 @@ def _measure_here(name: str, args: argparse.Namespace) -> NoReturn:
         _end(1)
     faulthandler.dump_traceback_later(seconds + _GRACE_S / 2)  # says where a part hangs that will be killed
     results = Results(args.out / "gpu.json", args.device, args.scale)
-    _end(0 if measure(name, function, args.device, args.scale, seconds, results, tuple(args.peers)) else 1)
+    _end(0 if measure(name, function, args.device, args.scale, seconds, results) else 1)
 
 
 def _end(code: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The part ``tests``: the tests of the mark "device" that take seconds, four at a time."""
+"""The part ``tests``: the tests of the mark "device" that take seconds, some at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpu_check.task import Task
 
 _ROOT = Path(__file__).parents[2]
 _MARK = "mark.device"
-_AT_ONCE = 4
+_AT_ONCE = min(8, max(4, (os.cpu_count() or 1) // 2))
 _ONE_TEST_S = 60
 _SPARE_S = 4.0
 _LEAST_PASSED = 90

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import resource
 import subprocess
 import tempfile
@@ -39,7 +38,6 @@ def measure(task: Task) -> Iterator[Figure]:
     device = task.device
     for name, text in machine.describe(tempfile.gettempdir()).items():
         yield Figure(name, text)
-    yield Figure("kernel", platform.release())
     yield Figure("device", device.module.get_device_name() if device.is_real else device.type)
     yield Figure("devices", device.module.device_count())
     if device.type == "cuda":

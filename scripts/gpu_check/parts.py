@@ -28,20 +28,26 @@ class Part:
         return found
 
 
+PEERS = {
+    "nvrx": Part("saves", "measure_peer", 45),
+    "nvrx-ipc": Part("saves", "measure_peer", 35),
+    "dcp-process": Part("saves", "measure_peer", 40),
+    "torch-checkpointing": Part("saves", "measure_peer", 25),
+    "torch-save": Part("saves", "measure_peer", 25),
+}
+"""Contestants of the bench that save what ``saves`` does. One that hangs costs no time but its own."""
 PARTS = {
-    "env": Part("environment", "measure", 15),
-    "tests": Part("device_tests", "measure", 120),
-    "link": Part("link", "measure", 40),
-    "saves": Part("saves", "measure", 106),
-    "ipc": Part("saves", "measure_by_ipc", 24),
+    "env": Part("environment", "measure", 12),
+    "tests": Part("device_tests", "measure", 75),
+    "link": Part("link", "measure", 30),
+    "saves": Part("saves", "measure", 40),
+    **PEERS,
     "many": Part("saves", "measure_many", 40),
-    "train": Part("training", "measure", 80),
+    "train": Part("training", "measure", 60),
     "crash": Part("crash", "measure", 30),
-    "load": Part("loads", "measure", 25),
+    "load": Part("loads", "measure", 23),
 }
 START = "start of the device"
-PEERS = ("nvrx", "dcp-process", "torch-checkpointing", "torch-save")
-"""Contestants of the bench that take part beside asyncckpt, the most important first."""
 SECONDS = sum(part.seconds for part in PARTS.values())
 
 
@@ -52,7 +58,6 @@ def measure(
     scale: float,
     seconds: float,
     results: Results,
-    peers: tuple[str, ...],
 ) -> bool:
     """Measure one part in this process, and note its figures. Returns False if it failed, and notes why."""
     from gpu_check.device import Device  # imports torch, which the command itself does without
@@ -67,7 +72,7 @@ def measure(
         device = Device(device_name)
         device.synchronize()
         note(Figure(START, time.monotonic() - begun, "s"))
-        for figure in function(Task(device, scale, budget, results, peers)):
+        for figure in function(Task(name, device, scale, budget, results)):
             note(figure)
     except Exception as error:
         traceback.print_exc()

@@ -9,16 +9,18 @@ from bench.pictures import DPI, draw_bars
 from matplotlib.figure import Figure
 
 from gpu_check.figures import Results
-from gpu_check.saves import MANY_LABELS, SAVES_LABEL
+from gpu_check.parts import PEERS
+from gpu_check.race import HELD
+from gpu_check.saves import LABEL, MANY_LABELS
 
-_HELD = ": save holds the caller"
+_HELD = f": {HELD}"
 
 
 def draw(results: Results, path: Path) -> None:
     """Draw one panel for each state that was saved, on logarithmic axes; no panel, no picture."""
     panels = []
     many = [(["many"], label, f"{label}: bytes / link") for label in MANY_LABELS]
-    for parts, label, link in [(["saves", "ipc"], SAVES_LABEL, "bytes / link"), *many]:
+    for parts, label, link in [(["saves", *PEERS], LABEL, "bytes / link"), *many]:
         start = f"{label}, "
         held = {
             figure.name.removeprefix(start).removesuffix(_HELD): float(figure.value) / 1e3

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-import psutil
 from bench import contestants, files
 from bench.contestants import told
 from bench.contestants.contestant import Contestant
@@ -28,15 +25,20 @@ OURS = ("asyncckpt", "asyncckpt-overlap")
 _CLOSE_S = 10.0
 
 
+HELD, DURABLE, CPU = "save holds the caller", "durable after", "CPU of a save"
+
+
 @dataclass
 class Saves:
     """Seconds of one contestant's saves. The first save is the cold one."""
 
-    held: list[float] = field(default_factory=list)
-    durable: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
+    columns: dict[str, list[float]] = field(default_factory=lambda: {HELD: [], DURABLE: [], CPU: []})
     longest: float = 0.0
     """Seconds of the longest turn, all in all."""
+
+
+def _warm(seconds: list[float]) -> float | None:
+    return median(seconds[1:]) if len(seconds) > 1 else None
 
 
 class Race:
@@ -47,8 +49,6 @@ class Race:
         self._trainers: dict[str, tuple[Made, Trainer]] = {}
         self._made: dict[str, Contestant] = {}
         self._series: dict[str, Series] = {}
-        self._turn_share = 1.0
-        self._processes: dict[str, set[int]] = {}
         self.saves: dict[str, Saves] = {}
         self.left_out: dict[str, str] = {}
 
@@ -57,12 +57,8 @@ class Race:
         """Return the bytes of the state."""
         return self._trainer(OURS[0])[0].nbytes
 
-    def run(self, names: Sequence[str], rounds: int, budget: Budget, *, turn: float = 0.3) -> None:
-        """Have each of ``names`` save once, cold, and then ``rounds`` times in turns. One that fails is left out.
-
-        A single turn gets the fraction ``turn`` of the seconds left: a peer that hangs leaves time for the others.
-        """
-        self._turn_share = turn
+    def run(self, names: Sequence[str], rounds: int, budget: Budget) -> None:
+        """Have each of ``names`` save once, cold, and then ``rounds`` times in turns. One that fails is left out."""
         for name in names:
             self._enter(name, budget)
         for _ in range(rounds + 1):
@@ -86,36 +82,26 @@ class Race:
 
     def held(self, name: str) -> float | None:
         """Return the median seconds that a warm save of that contestant holds the caller; None without one."""
-        return self._warm(name, self.saves[name].held) if name in self.saves else None
+        return self.value(name, HELD)
 
-    def durable(self, name: str) -> float | None:
-        """Return the median seconds until a warm save of that contestant is durable; None without one."""
-        return self._warm(name, self.saves[name].durable) if name in self.saves else None
-
-    def cpu(self, name: str) -> float | None:
-        """Return the median seconds of all cores that a warm save costs; None without one."""
-        return self._warm(name, self.saves[name].cpu) if name in self.saves else None
+    def value(self, name: str, what: str) -> float | None:
+        """Return the median of a contestant's warm saves, in seconds; None without one."""
+        return _warm(self.saves[name].columns[what]) if name in self.saves else None
 
     def figures(self, label: str) -> Iterator[Figure]:
         """Yield the figures of all who have saved, and why others have not."""
         for name, saves in self.saves.items():
             who = f"{label}, {name}"
-            if not saves.held:
+            if not saves.columns[HELD]:
                 continue
-            yield Figure(f"{who}: first save holds the caller", saves.held[0] * 1e3, "ms")
-            for what, unit, scale, seconds in (
-                ("save holds the caller", "ms", 1e3, saves.held),
-                ("durable after", "s", 1.0, saves.durable),
-                ("CPU of a save", "s", 1.0, saves.cpu),
-            ):
-                if (value := self._warm(name, seconds)) is not None:
+            yield Figure(f"{who}: first {HELD}", saves.columns[HELD][0] * 1e3, "ms")
+            for what, seconds in saves.columns.items():
+                unit, scale = ("ms", 1e3) if what == HELD else ("s", 1.0)
+                if (value := _warm(seconds)) is not None:
                     samples = tuple(each * scale for each in seconds[1:])
                     yield Figure(f"{who}: {what}", value * scale, unit, samples=samples)
         for name, why in self.left_out.items():
             yield Figure(f"{label}, {name}: left out", why)
-
-    def _warm(self, name: str, seconds: list[float]) -> float | None:
-        return median(seconds[1:]) if len(seconds) > 1 else None
 
     def _trainer(self, name: str) -> tuple[Made, Trainer]:
         """Return the state that this contestant saves; all have the same one, if they know the device."""
@@ -131,26 +117,13 @@ class Race:
         made, trainer = self._trainer(name)
         contestants.choose_sharing(made.state)
         try:
-            with budget.share(self._turn_share).limit():
+            with budget.limit():
                 self._made |= contestants.make_all([name], self._folder, made.state, self.left_out)
         except TimeoutError as error:
             self.left_out[name] = told(error)
-        self._processes[name] = self._new_processes()
         if name in self._made:
             self._series[name] = Series(self._made[name], trainer)
             self.saves[name] = Saves()
-
-    def _new_processes(self) -> set[int]:
-        """Return the children of this process that belong to no contestant so far."""
-        known = set().union(*self._processes.values())
-        return {each.pid for each in psutil.Process().children(recursive=True)} - known
-
-    def _drop(self, name: str) -> None:
-        """Let go of a contestant that has failed. Its processes must not be in the way of others."""
-        del self._series[name], self._made[name]
-        for pid in self._processes.pop(name) | self._new_processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
     def _turn(self, name: str, budget: Budget) -> None:
         saves, begun = self.saves[name], time.monotonic()
@@ -158,15 +131,14 @@ class Race:
             return
         before = look()
         try:
-            with budget.share(self._turn_share).limit():
+            with budget.limit():
                 held, _, durable = self._series[name].save()
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
-            self.left_out[name] = f"after {len(saves.held)} saves: {told(error)}"
-            self._drop(name)
+            self.left_out[name] = f"after {len(saves.columns[HELD])} saves: {told(error)}"
+            del self._series[name]
             return
-        saves.held.append(held)
-        saves.durable.append(durable)
-        saves.cpu.append(look().since(before).cpu_s)
+        for what, seconds in ((HELD, held), (DURABLE, durable), (CPU, look().since(before).cpu_s)):
+            saves.columns[what].append(seconds)
         self._series[name].remove()
         saves.longest = max(saves.longest, time.monotonic() - begun)
 

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from gpu_check.budget import Budget
 from gpu_check.device import Device
 from gpu_check.figures import Results
-from gpu_check.parts import PEERS
 
 
 @dataclass(frozen=True)
 class Task:
-    """A part gets the ``device``, the ``scale`` of all sizes, its ``budget``, the figures that earlier parts have
-    ``found``, and the ``peers`` that take part.
+    """A part gets its ``name``, the ``device``, the ``scale`` of all sizes, its ``budget``, and what earlier parts have
+    ``found``.
     """
 
+    name: str
     device: Device
     scale: float
     budget: Budget
     found: Results
-    peers: tuple[str, ...] = PEERS

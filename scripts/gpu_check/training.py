@@ -18,13 +18,14 @@ from gpu_check.budget import Budget
 from gpu_check.device import Device
 from gpu_check.figures import Figure
 from gpu_check.model import Training
-from gpu_check.parts import PEERS
+from gpu_check.saves import peers_by_held
 from gpu_check.task import Task
 
 _EVERY = 5
 _STEPS = 15
+_LINK_BYTES = 1 << 30
 _SAVES = 4
-_NAMES = ("asyncckpt-overlap", "nvrx", "dcp-process")
+_OURS, _PEERS = "asyncckpt-overlap", ("nvrx", "dcp-process")
 _SHARE, _LAST_SHARE = 0.6, 0.95
 """Of what is left of the budget when a contestant's turn comes, and of the last one."""
 
@@ -54,11 +55,16 @@ def measure(task: Task) -> Iterator[Figure]:
     usual = [loop.step(nullcontext()) for _ in range(_STEPS)]
     yield Figure("a step", median(usual) * 1e3, "ms", samples=_ms(usual))
     yield Figure("slowest step, over the median", (max(usual) - median(usual)) * 1e3, "ms")
-    # A slow disk writes such a state for longer than the part has: then into memory.
+    # The weights change behind the last copy: what the link needs longer than forward and backward, a save costs.
+    link = training.nbytes / _LINK_BYTES * device.link_seconds(_LINK_BYTES)[0]
+    before = median(loop.backward() for _ in range(3))
+    yield Figure("forward and backward", before * 1e3, "ms")
+    yield Figure("what the link makes a save cost, by a step", max(0.0, link - before) / median(usual))
+    # A slow disk writes three of them for longer than there is time: then into memory.
     disk = (task.found.value("env", environment.DISK) or 0.0) * 1e9
-    inside = None if disk * budget.left * 0.04 > training.nbytes else "/dev/shm"
+    inside = None if 3 * training.nbytes < disk * budget.left * _SHARE / 2 else "/dev/shm"
     yield Figure("checkpoints are written to", "the disk" if inside is None else "tmpfs, as the disk is slow")
-    names = [name for name in _NAMES if name not in PEERS or name in task.peers]
+    names = [_OURS, *(name for name in _PEERS if name in peers_by_held(task))]
     for name in names:
         share = budget.share(_SHARE if name != names[-1] else _LAST_SHARE)
         with files.working_folder(inside) as folder:
@@ -106,6 +112,16 @@ class _Loop:
             update.append(time.perf_counter() - before)
         self._device.synchronize()
         return time.perf_counter() - begun
+
+    def backward(self) -> float:
+        """Compute gradients, and no more. Returns the seconds."""
+        self._device.synchronize()
+        begun = time.perf_counter()
+        self._training.backward(self._number)
+        self._device.synchronize()
+        took = time.perf_counter() - begun
+        self._training.update()
+        return took
 
     def save(self, contestant: Contestant, found: _Steps, budget: Budget) -> None:
         """Save before each fifth step, as often as the budget allows. A save begins when the one before is durable."""
