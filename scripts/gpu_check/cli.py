@@ -102,17 +102,9 @@ class _Process:
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self._name, self._args = name, args
         self._runtime = tempfile.TemporaryDirectory(prefix="asyncckpt-gpu-check-")
-        command = [
-            sys.executable,
-            str(Path(__file__).parent),
-            name,
-            "--device",
-            args.device,
-            "--scale",
-            str(args.scale),
-        ]
+        command = [sys.executable, str(Path(__file__).parent), name, "--here", "--device", args.device]
         self._process = subprocess.Popen(
-            [*command, "--out", str(args.out), "--here", "--peers", *args.peers],
+            [*command, "--scale", str(args.scale), "--out", str(args.out)],
             stdin=subprocess.PIPE,
             text=True,
             env=os.environ | {"ASYNC_CKPT_RUNTIME_DIR": self._runtime.name},

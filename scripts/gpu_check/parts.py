@@ -37,9 +37,9 @@ PEERS = {
 }
 """Contestants of the bench that save what ``saves`` does. One that hangs costs no time but its own."""
 PARTS = {
-    "env": Part("environment", "measure", 12),
-    "tests": Part("device_tests", "measure", 75),
-    "link": Part("link", "measure", 30),
+    "env": Part("environment", "measure", 18),
+    "tests": Part("device_tests", "measure", 71),
+    "link": Part("link", "measure", 28),
     "saves": Part("saves", "measure", 40),
     **PEERS,
     "many": Part("saves", "measure_many", 40),
