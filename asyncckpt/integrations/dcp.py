@@ -34,6 +34,7 @@ from asyncckpt.errors import CheckpointExistsError, StorageError, UntrustedValue
 from asyncckpt.loading import dcp_reader
 from asyncckpt.loading import load as reader
 from asyncckpt.planning.plan import StateDict
+from asyncckpt.ranks.collectives import on_all
 from asyncckpt.save_handle import Save
 from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage import refuse_address, storage_for
@@ -121,7 +122,9 @@ def save(
         return theirs
     with _as_dcp_refuses(storage_writer):
         path = begin_save(state_dict, checkpoint_id, storage_writer, **ranks).result()
-    metadata = dcp_reader.CheckpointReader(path).read_metadata()
+    # No rank returns before all have read it: from then on any may remove the checkpoint.
+    of_save = False if no_dist else process_group
+    metadata: Metadata = on_all(lambda: dcp_reader.CheckpointReader(path).read_metadata(), of_save)
     if isinstance(storage_writer, FileSystemWriter) and metadata.storage_meta is not None:
         storage_writer.save_id = metadata.storage_meta.save_id or storage_writer.save_id
     return metadata

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.ranks import CONSTANT, QUICK, run
 from support.states import equal, replicas
+from torch.distributed.checkpoint.metadata import Metadata
 
+import asyncckpt
 from asyncckpt import Checkpointer
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations import dcp
+from asyncckpt.loading import dcp_reader
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -92,3 +98,23 @@ def test_other_steps_are_loaded_by_none(root: Path, tmp_path: Path, memory: bool
         for (kind, text), (expected, said) in zip(found[:2], (other, one), strict=True):
             assert kind == expected and said in text
         assert found[2:] == (True, 1, True)
+
+
+def _save_and_remove(folder: str) -> int:
+    """The first rank removes the checkpoint as soon as its save returns; the other one is slow to read its metadata."""
+    real = dcp_reader.CheckpointReader.read_metadata
+
+    def slow(self: dcp_reader.CheckpointReader, *args: Any) -> Metadata:
+        time.sleep(1.0)
+        return real(self, *args)
+
+    if dist.get_rank() == 1:
+        dcp_reader.CheckpointReader.read_metadata = slow  # type: ignore[method-assign]  # in a process of its own
+    metadata = asyncckpt.save({"weight": torch.ones(10)}, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return len(metadata.state_dict_metadata)
+
+
+def test_no_rank_returns_from_a_save_that_another_still_reads(tmp_path: Path) -> None:
+    assert run(2, _save_and_remove, str(tmp_path / "checkpoint"), folder=tmp_path) == [1, 1]
