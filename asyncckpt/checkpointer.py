@@ -123,7 +123,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._began = _begin(self._tiers.roots)
         self._has_saved = True
         if self._tiers.local is not None and isinstance(state_dict, FileSet):
-            check_file_set_place(state_dict, self.root, "refuse", is_copy=True)
+            check_file_set_place(state_dict, self.root, "refuse")
         asked = True if upload is None and self._is_terminating else upload
         retention = retention_of(self.config, origin, self._tiers.roots, step, began=self._began, upload=asked)
         path = step_folder(self._tiers.roots[0], step)

@@ -19,9 +19,7 @@ import xxhash
 from asyncckpt.errors import StorageError, StructureChangedError
 from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.durable_files import DurableFile, DurableFiles
-from asyncckpt.worker.extent import unpacked
 from asyncckpt.worker.index import Index, spans
-from asyncckpt.worker.joint_file import JointOutput
 from asyncckpt.worker.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -38,7 +36,6 @@ from asyncckpt.worker.segment_layout import (
     CheckpointLayout,
     DataFile,
     FileSetLayout,
-    JointData,
     LargeFile,
     Region,
     SpannedFile,
@@ -156,8 +153,7 @@ class FolderAttempt(Attempt):
     def _note_linkable(self, files: Sequence[_LargeFile]) -> None:
         """What is written can be linked by the next save, once this one is committed."""
         for each in files if self.request.most_links else ():
-            if not isinstance(each.large, JointData):
-                self._linkable[each.name] = DurableFile(array("Q", each.bounds), each.digests, None, each.links)
+            self._linkable[each.name] = DurableFile(array("Q", each.bounds), each.digests, None, each.links)
 
     def release(self) -> None:
         if self._linkable:
@@ -329,19 +325,6 @@ class FileSetAttempt(FolderAttempt):
         self._first_index = super()._create(self._index_name(0)) if self._large else None
         return super().write(pool)
 
-    def _open(self, file: LargeFile, name: str) -> OutputFile:
-        if not isinstance(file, JointData):
-            return super()._open(file, name)
-        opened, nbytes = self.opened, file.file_bytes
-        extents = unpacked(self.region(file.extents).cast("Q"))
-        return JointOutput(lambda is_direct: opened.create_joint(name, nbytes, large=is_direct), extents)
-
-    def _facts(self, file: LargeFile, nbytes: int, index: str) -> dict[str, Any]:
-        if not isinstance(file, JointData):
-            return super()._facts(file, nbytes, index)
-        written = sum(extent.nbytes for extent in unpacked(self.region(file.extents).cast("Q")))
-        return {"bytes": file.file_bytes, "parts": [index], "written": written}
-
     def _follow(self, file: LargeFile, output: ImageFile | UnwrittenFile) -> Sequence[int]:
         """An archive is completed in the slot."""
         if not isinstance(file, ArchiveData):
@@ -353,8 +336,6 @@ class FileSetAttempt(FolderAttempt):
     def seal(self) -> bytes:
         for name, data in self.request.small_files:
             self._write_small(name, data)
-        for name, region in self.layout.constant_files:
-            self._write_small(name, self.region(region))
         return super().seal()
 
     def discard(self) -> None:
@@ -370,4 +351,4 @@ class FileSetAttempt(FolderAttempt):
         return first
 
     def _names(self) -> list[str]:
-        return [*super()._names(), *dict(self.request.small_files), *dict(self.layout.constant_files)]
+        return [*super()._names(), *dict(self.request.small_files)]

@@ -15,11 +15,10 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, repeat, starmap
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.worker.extent import Extent, check_order
 from asyncckpt.worker.manifest import FORMAT, MOST_BYTES, NOT_AS_WRITTEN, check_format, is_size, parsed_json
 
 SPAN_BYTES = 8 << 20
@@ -66,16 +65,12 @@ def spans(starts: Iterable[int], nbytes: int) -> array[int]:
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a data file, or of a part of a joint one: then ``nbytes`` are those of the part, in which all stands
-    as if it stood alone, and ``extents`` say where in the file. ``asked``: a digest of what the rank was asked to
-    save; "": it says nothing of that.
-    """
+    """The index of a data file. ``asked``: a digest of what the rank was asked to save; "": it says nothing of that."""
 
     data: str
     nbytes: int
     items: list[Item]
     checksums: Sequence[int]
-    extents: Sequence[Extent] | None = None
     asked: str = ""
 
     @cached_property
@@ -85,30 +80,28 @@ class Index:
 
     def damage(self, begin: int, end: int) -> str:
         """What to say where the checksum of the bytes from ``begin`` to ``end`` is not theirs."""
-        where = f"the bytes {begin:,} to {end:,}" if self.extents is None else f"{end - begin:,} bytes of one rank"
-        names = ", ".join(map(repr, self.names_at(begin, end)))
-        return f"{where} are damaged: {names or 'of no value, but of the space between them'}"
+        names = ", ".join(map(repr, self.names_at(begin, end))) or "of no value, but of the space between them"
+        return f"the bytes {begin:,} to {end:,} are damaged: {names}"
 
     def names_at(self, begin: int, end: int) -> list[str]:
         """The names of the items in the bytes from ``begin`` to ``end``."""
         return [item.name for item in self.items if item.at < end and begin < item.at + item.nbytes]
 
     @staticmethod
-    def head(data: str, items: Sequence[Item], extents: Sequence[Extent] | None = None, asked: str = "") -> bytes:
+    def head(data: str, items: Sequence[Item], asked: str = "") -> bytes:
         """The constant part of an index, where ``tail`` goes on.
 
         Args:
             data: The name of the data file.
             items: What stands in it, in the order of the file.
-            extents, asked: As of an index.
+            asked: As of an index.
         """
         forms: dict[tuple[Any, ...], int] = {}
         rows = []
         for name, kind, dtype, shape, offsets, at, nbytes, payload_at, payload_bytes in items:
             its = kind, dtype, (*shape,), (*offsets,), nbytes, payload_at - at, payload_bytes
             rows.append(json.dumps((name, forms.setdefault(its, len(forms)), at), separators=(",", ":")))
-        about: dict[str, Any] = {} if extents is None else {"extents": extents}
-        about |= {"asked": asked} if asked else {}
+        about = {"asked": asked} if asked else {}
         fields = {"form_fields": _FORM_FIELDS, "forms": list(forms), "fields": _FIELDS}
         start = json.dumps({"format": FORMAT, "data": data, **about, **fields})
         lines = ",\n".join(rows)
@@ -132,9 +125,8 @@ class Index:
             found = parsed_json(text)
             check_format(found, path)
             checksums = _little_endian(array("Q", base64.b64decode(found["checksums"], validate=True)))
-            extents = list(starmap(Extent, found["extents"])) if "extents" in found else None
             asked = found.get("asked", "")
-            index = cls(found["data"], found["bytes"], _items(found), checksums, extents, asked)
+            index = cls(found["data"], found["bytes"], _items(found), checksums, asked)
             if not (type(index.data) is type(asked) is str and is_size(index.nbytes)):
                 raise ValueError("the name, the digest or the size of the file")
             # Before anything is made of these numbers: there is a checksum for each span.
@@ -145,7 +137,6 @@ class Index:
                 raise ValueError("an item stands outside of the file")
             if len(index.bounds) != len(checksums) + 1:
                 raise ValueError("the checksums do not fit the items")
-            check_order(extents or (), index.nbytes)
         except NOT_AS_WRITTEN as error:
             raise DamagedCheckpointError(f"this index of a data file is damaged ({error})", path=path) from error
         return index

@@ -109,8 +109,7 @@ class Manifest:
     ``version``: of the asyncckpt that has written this.
 
     ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``, or, of a large file,
-    to ``{"bytes": int, "index": name}``, and of a joint one, which has an index for each part (see ``joint_file.py``),
-    to ``{"bytes": int, "parts": [name, ...]}``.
+    to ``{"bytes": int, "index": name}``.
 
     ``timings``: by name, that of each rank (see ``timings.py``).
     """
@@ -156,43 +155,26 @@ class Manifest:
         return (
             name
             for name, facts in self.files.items()
-            if not indexes_of(facts) and os.path.basename(name) not in known and not is_index(name)
+            if "index" not in facts and os.path.basename(name) not in known and not is_index(name)
         )
 
     def data_files(self) -> Iterator[str]:
-        """The names of the files that have an index, or several."""
-        return (name for name, facts in self.files.items() if indexes_of(facts))
+        """The names of the files that have an index."""
+        return (name for name, facts in self.files.items() if "index" in facts)
 
 
-def indexes_of(facts: Mapping[str, Any]) -> Sequence[str]:
-    """The names of the indexes of a file, of which the manifest has these ``facts``; none of a small one."""
-    parts: Sequence[str] = facts.get("parts", ())
-    return [facts["index"]] if "index" in facts else parts
+def merged(reports: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
+    """Return the files of a manifest, of which each rank reports its own.
 
-
-def merged(reports: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The files of a manifest, of which each rank reports its own; of a joint one also how many bytes it has written.
-
-    Raises ``CheckpointError`` where two ranks have written one file, or all together not all of a joint one.
+    Raises ``CheckpointError`` where two ranks have written one file.
     """
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, Mapping[str, Any]] = {}
     for rank, report in enumerate(reports):
-        for name, facts in report.items():
-            if name not in files:
-                files[name] = {each: [*its] if each == "parts" else its for each, its in facts.items()}
-                continue
-            known = files[name]
-            if not ("parts" in known and "parts" in facts and known["bytes"] == facts["bytes"]):
-                raise CheckpointError(
-                    f"two ranks have written {name}, and only one can have: give one of them another name", rank=rank
-                )
-            known["parts"] += facts["parts"]
-            known["written"] += facts["written"]
-    for name, facts in files.items():
-        if facts["bytes"] != (written := facts.pop("written", facts["bytes"])):
+        if known := sorted(files.keys() & report.keys()):
             raise CheckpointError(
-                f"of the {facts['bytes']:,} bytes of {name} the ranks have written {written:,}: please report this"
+                f"two ranks have written {known[0]}, and only one can have: give one of them another name", rank=rank
             )
+        files |= report
     return files
 
 
@@ -240,11 +222,8 @@ def _check_file(name: str, facts: Mapping[str, Any]) -> None:
         raise ValueError(f"{name!r} is no name of a file here")
     nbytes, digest = facts["bytes"], facts.get("xxh3")
     is_told = isinstance(digest, str)
-    if "index" in facts or "parts" in facts:
-        indexes = indexes_of(facts)
-        is_told = digest is None and isinstance(indexes, list) and len(indexes) > 0
-        is_told = is_told and all(isinstance(index, str) and is_index(index) for index in indexes)
-        is_told = is_told and len(indexes) == len({*indexes})
+    if "index" in facts:
+        is_told = digest is None and isinstance(facts["index"], str) and is_index(facts["index"])
     if not is_size(nbytes) or not is_told:
         raise ValueError(f"what it says of {name!r}")
 

@@ -76,21 +76,6 @@ class SafetensorsData(SpannedFile):
 
 
 @dataclass(frozen=True)
-class JointData(SpannedFile):
-    """This rank's part of a file of ``file_bytes`` that ranks write together (see ``joint_file.py``).
-
-    ``extents`` holds where it stands there, as unsigned 64-bit numbers.
-    """
-
-    path: str
-    file_bytes: int
-    extents: Region
-
-    def name(self, rank: int) -> str:
-        return self.path
-
-
-@dataclass(frozen=True)
 class ArchiveData(LargeFile):
     """A file as ``torch.save`` writes it, an archive (see ``archive.py``), which the worker completes.
 
@@ -121,11 +106,6 @@ class CheckpointLayout:
     shared_bytes: int = 0
     shared_at: int = 0
 
-    @property
-    def own_bytes(self) -> int:
-        """How many this rank needs space for."""
-        return self.data_bytes
-
     def constants(self) -> tuple[Region, ...]:
         """Of what is the same in every save."""
         return self.metadata, *(region for file in self.data_files for region in (file.index_head, file.spans))
@@ -150,19 +130,13 @@ class FileSetLayout:
     """Where in a segment the large files of a set stand; ``data_bytes`` and ``slots`` as above.
 
     ``files``: those first whose bytes are all the trainer's. ``metadata`` has a ``.metadata`` for each folder of DCP's:
-    those can be published, in that order. ``constant_files``: small ones, by name.
+    those can be published, in that order.
     """
 
     files: tuple[LargeFile, ...]
     data_bytes: int
     slots: tuple[int, ...]
     metadata: tuple[tuple[str, Region], ...]
-    constant_files: tuple[tuple[str, Region], ...] = ()
-
-    @property
-    def own_bytes(self) -> int:
-        """How many this rank needs space for; who first opens a joint file takes it for all of that."""
-        return self.data_bytes - sum(file.nbytes for file in self.files if isinstance(file, JointData))
 
     def constants(self) -> tuple[Region, ...]:
         """Of what is the same in every save: nobody asks, as no image of a set is held."""

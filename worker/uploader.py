@@ -16,11 +16,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 from xxhash import xxh3_64
 
@@ -35,10 +34,8 @@ from asyncckpt.errors import (
 )
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.threads import start
-from asyncckpt.worker.extent import check_whole
 from asyncckpt.worker.index import Index
-from asyncckpt.worker.joint_file import JointInput
-from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, checksum, indexes_of
+from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest, checksum
 from asyncckpt.worker.storage.history import prune
 from asyncckpt.worker.storage.storage import FileStamp, InputFile, LinkSource, OpenAttempt, Storage, exists_error
 from asyncckpt.worker.upload_notes import UploadNotes
@@ -297,19 +294,13 @@ def _copy_file(
     source: Storage, folder: str, manifest: Manifest, name: str, attempt: OpenAttempt, failures: list[BaseException]
 ) -> None:
     facts, path = manifest.files[name], os.path.join(folder, name)
-    indexes = []
-    for each in indexes_of(facts):
-        where = os.path.join(folder, each)
-        indexes.append(Index.parse(_small_file(source, where, manifest.files[each]["xxh3"]), where))
-    if not indexes:
+    if "index" not in facts:
         _write(attempt, name, _small_file(source, path, facts["xxh3"]))
         return
+    where = os.path.join(folder, facts["index"])
+    index = Index.parse(_small_file(source, where, manifest.files[facts["index"]]["xxh3"]), where)
     with contextlib.closing(source.open(path)) as file:
-        parts = partial(_checked_parts, file, indexes[0], failures)
-        if "parts" in facts:
-            _check_parts(file, indexes, facts["bytes"], failures)
-            parts = partial(_parts, file, facts["bytes"], failures)
-        attempt.copy(name, facts["bytes"], parts)
+        attempt.copy(name, facts["bytes"], partial(_checked_parts, file, index, failures))
 
 
 def _manifest(source: Storage, path: str) -> Manifest:
@@ -339,21 +330,6 @@ def _write(attempt: OpenAttempt, name: str, data: bytes) -> None:
     with contextlib.closing(attempt.create(name, large=False)) as file:
         file.write(memoryview(data), 0)
         file.sync()
-
-
-def _check_parts(file: InputFile, indexes: Sequence[Index], nbytes: int, failures: list[BaseException]) -> None:
-    """Compare the checksums of a joint file, before it is copied: its parts may be runs that take turns.
-
-    Where they are, each part reads all of them.
-    """
-    check_whole([extent for index in indexes for extent in index.extents or ()], nbytes, file.path)
-    for index in indexes:
-        part = JointInput(file, index.extents or ())
-        for (begin, end), expected in zip(pairwise(index.bounds), index.checksums, strict=True):
-            if failures:
-                raise StorageError("another file of it has failed", path=file.path)
-            if checksum(part.read(begin, end)) != expected:
-                raise DamagedCheckpointError(index.damage(begin, end), path=file.path)
 
 
 def _parts(file: InputFile, nbytes: int, failures: list[BaseException]) -> Iterator[memoryview]:

@@ -64,7 +64,7 @@ def begin_attempt(storage: Storage, staged_image: StagedImage, durable: DurableF
             orphan_s = None if request.rank > 0 else _ORPHAN_S if sees_all else request.timeout
             if not storage.has_locks and orphan_s is not None and not storage.may_put(request.path, request.existing):
                 raise exists_error(request.path, request.existing, request.step)  # the trainer has not asked
-            nbytes, linked = layout.own_bytes + beside, durable.expected_bytes(request.segment, request.most_links)
+            nbytes, linked = layout.data_bytes + beside, durable.expected_bytes(request.segment, request.most_links)
             folder = storage.begin_checkpoint(request.path, request.attempt, nbytes, orphan_s, linked_bytes=linked)
             if isinstance(layout, FileSetLayout):
                 return FileSetAttempt(folder, staged_image, layout, durable)

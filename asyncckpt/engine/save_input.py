@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from asyncckpt.errors import UnsavableStateError, unless_interrupt
 from asyncckpt.planning.dcp_planner import flat_names
 from asyncckpt.planning.draft import Draft, DraftInput, make_plans
-from asyncckpt.planning.file_set import DcpFolder, FileSet, ShardedSafetensors
+from asyncckpt.planning.file_set import DcpFolder, FileSet
 from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
 from asyncckpt.planning.replicas import Sample
@@ -29,20 +29,13 @@ from asyncckpt.worker.write_request import Existing
 PREPARES = Call("prepares a save", "prepare")
 
 
-def check_file_set_place(files: FileSet, path: str, existing: Existing, *, is_copy: bool = False) -> None:
-    """Raise ``ValueError`` where a set of files cannot go; have its save fail where a store cannot have such files.
-
-    ``is_copy``: it is uploaded there, whole.
-    """
+def check_file_set_place(files: FileSet, path: str, existing: Existing) -> None:
+    """Raise ``ValueError`` where a set of files cannot go; have its save fail where a store cannot have such names."""
     if existing == "join":
         raise ValueError("a set of files cannot join what is there: it comes in one step, or not at all")
-    for name, content in files.contents.items() if is_address(path) else ():
-        reason = None
+    for name in files.contents if is_address(path) else ():
         if not may_be_key(name):
             reason = "cannot be the name of a file on an object store; give it another"
-        elif isinstance(content, ShardedSafetensors) and not is_copy:
-            reason = "is written by all ranks together, and no object is: save to a local folder (Config.local_root)"
-        if reason is not None:
             files.fail(UnsavableStateError(f"{name!r} {reason}", path=path))
 
 
@@ -185,10 +178,7 @@ class FilesToSave(SaveInput):
     files: FileSet
 
     def __post_init__(self) -> None:
-        its = self.files.contents.items()
-        # By name, and how they are written.
-        shared = [name for name, content in its if isinstance(content, DcpFolder)]
-        shared += [f"{name} {content.key}" for name, content in its if isinstance(content, ShardedSafetensors)]
+        shared = [name for name, content in self.files.contents.items() if isinstance(content, DcpFolder)]
         words = f"{self.call.words} as files, of which all ranks have {shared}"
         object.__setattr__(self, "call", Call(words, f"{self.call.key} {shared}"))
 

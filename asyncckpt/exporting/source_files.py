@@ -62,9 +62,7 @@ class SourceFiles:
         return os.path.join(self.folder, name)
 
     def checked(self, name: str) -> ChecksummedFile | None:
-        """The file ``name`` of a set, open; None: it is to be read as it is, as it is of none, or a joint one, all of
-        which is compared with its checksums now.
-        """
+        """Return the file ``name`` of a set, open; None: it is to be read as it is, as it is of none."""
         if name not in self._checked:
             self._checked[name] = self._open_checked(name)
         return self._checked[name]
@@ -126,11 +124,6 @@ class SourceFiles:
         source, its = found
         if "index" in source.manifest.files[its]:
             return self.open_from(source, its)
-        if "parts" in source.manifest.files[its]:
-            for part in source.open_parts(its, self._files.open):
-                with closing(part):
-                    check(part, [(0, part.index.nbytes)])
-            return None  # its checksums are of bytes that do not stand side by side
         data = source.read(its)  # it is small, has one checksum, and is not read again
         return MemoryFile(os.path.join(source.path, its), Index(name, len(data), [], ()), memoryview(bytearray(data)))
 

@@ -21,7 +21,6 @@ from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.threads import Pool
 from asyncckpt.worker.index import Index
-from asyncckpt.worker.joint_file import JointInput
 from asyncckpt.worker.storage import is_address
 from asyncckpt.worker.storage.storage import InputFile
 
@@ -59,7 +58,7 @@ class FilePart(NamedTuple):
     placed: bool = False
 
 
-class Reading:
+class FileReading:
     """Runs that threads read, in the order of the file; together they have ``nbytes_read(ranges)``.
 
     Some are under way before they are asked for. The memory that they go to is written until this is closed.
@@ -106,7 +105,7 @@ class Reading:
             task.cancel()
         wait(self._tasks)
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> FileReading:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,7 +135,7 @@ class ChecksummedFile(ABC):
         *,
         verify: bool = True,
         at_once: int | None = None,
-    ) -> Reading:
+    ) -> FileReading:
         """Read the spans that ``ranges`` touch, and bring the bytes to their destinations, those of damaged spans, too.
 
         Args:
@@ -149,7 +148,7 @@ class ChecksummedFile(ABC):
         Raises:
             DamagedCheckpointError: The index names bytes beyond the file's end.
         """
-        return Reading(self, self._runs(ranges), pool, destinations, at_once or _AHEAD, verify=verify)
+        return FileReading(self, self._runs(ranges), pool, destinations, at_once or _AHEAD, verify=verify)
 
     def nbytes_read(self, ranges: Iterable[tuple[int, int]]) -> int:
         """How many bytes ``read`` has to read for the byte ``ranges``: whole spans."""
@@ -299,25 +298,6 @@ class StoredFile(ChecksummedFile):
             FilePart(first, middle[: max(0, done - len(head))], placed=True),
             FilePart(last, tail[: max(0, done - len(head) - len(middle))][: end - last]),
         ]
-
-
-class StoredPart(ChecksummedFile):
-    """A part of a joint file on storage, as if it stood alone."""
-
-    def __init__(self, part: JointInput, index: Index) -> None:
-        """The file of ``part`` is closed with this."""
-        super().__init__(part.file.path, index, part.file.run_bytes)
-        self._part = part
-
-    def close(self) -> None:
-        self._part.file.close()
-
-    def explained(self, damage: DamagedCheckpointError) -> DamagedCheckpointError:
-        return explained(damage, self.path, self.index.data)
-
-    def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
-        for at in range(begin, end, self._run_bytes):
-            yield FilePart(at, self._part.read(at, min(at + self._run_bytes, end)))
 
 
 class MemoryFile(ChecksummedFile):

@@ -18,7 +18,7 @@ from asyncckpt.devices.captures import is_capturing
 from asyncckpt.devices.kinds import kind_of
 from asyncckpt.errors import CheckpointError, MismatchError
 from asyncckpt.loading.conversion import copy_converted
-from asyncckpt.loading.data_file import ChecksummedFile, Reading
+from asyncckpt.loading.data_file import ChecksummedFile, FileReading
 from asyncckpt.loading.device_buffers import ALIGNMENT, BUFFERS, DeviceBuffer, DeviceBuffers
 from asyncckpt.planning.forms import plain_addresses
 from asyncckpt.planning.layout import contiguous_strides
@@ -61,7 +61,7 @@ class _Batch(NamedTuple):
     ``collected`` bytes, each with what it becomes.
     """
 
-    reading: Reading
+    reading: FileReading
     buffer: DeviceBuffer | None
     to_devices: list[torch.Tensor]
     collected: list[tuple[Any, memoryview]]

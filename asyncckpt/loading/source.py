@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
@@ -23,12 +22,10 @@ from asyncckpt.errors import (
     MismatchError,
     StorageError,
 )
-from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, StoredPart, read_pool
+from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
 from asyncckpt.loading.shared_files import CheckedFile, CheckedFiles, distrusted
-from asyncckpt.worker.extent import check_whole
 from asyncckpt.worker.index import Index
-from asyncckpt.worker.joint_file import JointInput
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, indexes_of, is_index
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, is_index
 from asyncckpt.worker.root_lock import LOCK_NAME, is_finishing
 from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
 from asyncckpt.worker.storage.history import history, newest_step, stored_step
@@ -247,43 +244,25 @@ class StorageSource:
         """``opened``: how a path is opened; None: as its storage does."""
         if "index" not in self._facts(name):
             raise DamagedCheckpointError("this is no data file with an index", path=os.path.join(self.path, name))
-        (file,) = self.open_parts(name, opened)
-        return file
+        index, path = self.index(name), self._checked(name)
+        return StoredFile((opened or self._storage.open)(path), index)
 
-    def open_parts(
-        self, name: str, opened: Callable[[str], InputFile] | None = None
-    ) -> Iterator[StoredFile | StoredPart]:
-        """The data file ``name``, or, of a joint one, each part; to be closed. ``opened``: as above."""
-        path = self._checked(name)
-        for index in self.index(name):
-            file = (opened or self._storage.open)(path)
-            if index.extents is None:
-                yield StoredFile(file, index)
-            else:
-                yield StoredPart(JointInput(file, index.extents), index)
-
-    def index(self, data: str) -> list[Index]:
-        """The index of the data file ``data``, or that of each part of a joint one, checked."""
-        facts, indexes = self._facts(data), []
-        for name in indexes_of(facts):
-            path = os.path.join(self.path, name)
-            if (index := self._indexes.get(name)) is None:
-                index = self._indexes[name] = Index.parse(self.read(name), path)
-            nbytes = index.nbytes if index.extents is None else facts["bytes"]
-            if (index.data, index.extents is None, nbytes) != (data, "index" in facts, facts["bytes"]):
-                raise DamagedCheckpointError(
-                    f"this is the index of {index.data!r} with {index.nbytes:,} bytes, which is not the file beside it",
-                    path=path,
-                )
-            indexes.append(index)
-        if "parts" in facts:
-            extents = [extent for index in indexes for extent in index.extents or ()]
-            check_whole(extents, facts["bytes"], os.path.join(self.path, data))
-        return indexes
+    def index(self, data: str) -> Index:
+        """Return the index of the data file ``data``, checked."""
+        facts = self._facts(data)
+        path = os.path.join(self.path, name := facts["index"])
+        if (index := self._indexes.get(name)) is None:
+            index = self._indexes[name] = Index.parse(self.read(name), path)
+        if (index.data, index.nbytes) != (data, facts["bytes"]):
+            raise DamagedCheckpointError(
+                f"this is the index of {index.data!r} with {index.nbytes:,} bytes, which is not the file beside it",
+                path=path,
+            )
+        return index
 
     def indexes(self) -> Iterator[Index]:
-        """The indexes of all data files."""
-        return chain.from_iterable(map(self.index, self.manifest.data_files()))
+        """Yield the indexes of all data files."""
+        return map(self.index, self.manifest.data_files())
 
     def read(self, name: str) -> bytes:
         """All of the small file ``name``, if its bytes are those that were written."""
@@ -316,9 +295,7 @@ class StorageSource:
         its = self._storage.identity(os.path.join(self.path, name))
         if its is None or its.links < 2:
             return None
-        return CheckedFile(
-            its.device, its.inode, tuple(self._facts(each)["xxh3"] for each in indexes_of(self._facts(name)))
-        )
+        return CheckedFile(its.device, its.inode, self._facts(self._facts(name)["index"])["xxh3"])
 
 
 @dataclass
@@ -377,7 +354,7 @@ def verify_files(
     for name in names:
         facts = source.manifest.files[name]
         try:
-            if indexes_of(facts):
+            if "index" in facts:
                 _verify_large(source, name, report, progress, checked)
             else:
                 source.read(name)
@@ -397,7 +374,7 @@ def _verify_large(
         report.shared += nbytes
         progress(nbytes)
     else:
-        found = [damage for file in source.open_parts(name) for damage in _damages(source.path, file, progress)]
+        found = _damages(source.path, source.open(name), progress)
         checked.add(its, found)
     more = distrusted(source.path, name) if found else ""
     path = os.path.join(source.path, name)

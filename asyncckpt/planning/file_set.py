@@ -32,26 +32,6 @@ class SafetensorsFile:
 
 
 @dataclass(frozen=True)
-class ShardedSafetensors:
-    """As ``safetensors.torch.save_file`` writes the whole tensors of which ranks have parts in ``state_dict``."""
-
-    state_dict: Mapping[str, Any]
-    metadata: Mapping[str, str] | None
-    max_shard_bytes: int
-    dtype: torch.dtype | None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal where the same tensors are written alike."""
-        return self.metadata and tuple(self.metadata.items()), self.max_shard_bytes, self.dtype
-
-    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
-        """What tensors of ``dtype`` become."""
-        is_converted = self.dtype is not None and dtype.is_floating_point and dtype.itemsize >= 2
-        return self.dtype if is_converted and self.dtype is not None else dtype
-
-
-@dataclass(frozen=True)
 class DcpFolder:
     """As ``torch.distributed.checkpoint.save`` writes ``state_dict``."""
 
@@ -59,14 +39,14 @@ class DcpFolder:
     planner: SavePlanner | None
 
 
-Content: TypeAlias = TorchFileContents | SafetensorsFile | ShardedSafetensors | DcpFolder | bytes
+Content: TypeAlias = TorchFileContents | SafetensorsFile | DcpFolder | bytes
 
 
 class FileSet:
     """The files that one rank adds to a checkpoint of many files, by their names in its folder.
 
     A name is a path relative to that folder, with "/" between its parts. No two ranks may have the same name, but those
-    of folders of DCP and of sharded safetensors, which all ranks must have. Tensors and state dicts are looked at when
+    of folders of DCP, which all ranks must have. Tensors and state dicts are looked at when
     the set is saved: until then they must stay as they are.
     """
 
@@ -123,38 +103,6 @@ class FileSet:
             UnsavableStateError: The name is taken, or cannot be one.
         """
         self._add(name, SafetensorsFile(tensors, metadata))
-
-    def add_sharded_safetensors(
-        self,
-        name: str,
-        state_dict: Mapping[str, Any],
-        metadata: Mapping[str, str] | None = None,
-        max_shard_bytes: int = 5_000_000_000,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Add weights of which each rank has a part, as transformers and vLLM load them. All ranks add it.
-
-        The file is that which ``save_file`` writes of the whole tensors. All ranks write it together, each its parts
-        where they belong, and nothing is gathered. Where there are more than ``max_shard_bytes``, there are several
-        files, "model-00001-of-00002.safetensors", and "model.safetensors.index.json".
-
-        Args:
-            name: Of the file, if it is one; it ends in ".safetensors".
-            state_dict: This rank's part, tensors and ``DTensor`` alone; tensors that are none are the same on all ranks
-                that have them, or else of one. None of them shares memory with another.
-            metadata: Text for the header of each file; transformers want ``{"format": "pt"}``.
-            max_shard_bytes: Of tensors, in a file, unless one alone has more.
-            dtype: What floating point tensors of two bytes and more become on the way; None: they stay.
-
-        Raises:
-            UnsavableStateError: The name is taken, or cannot be one.
-            ValueError: ``max_shard_bytes`` or ``dtype`` is none.
-        """
-        if max_shard_bytes < 1 or not (dtype is None or dtype.is_floating_point):
-            raise ValueError(f"max_shard_bytes={max_shard_bytes}, dtype={dtype}: at least 1, and a floating point type")
-        if not name.endswith(".safetensors"):
-            raise UnsavableStateError(f"{name!r}: the name of safetensors files ends in .safetensors")
-        self._add(name, ShardedSafetensors(state_dict, metadata, max_shard_bytes, dtype))
 
     def add_dcp_folder(self, name: str, state_dict: Mapping[str, Any], planner: SavePlanner | None = None) -> None:
         """Add a folder that ``torch.distributed.checkpoint.load`` reads. All ranks add it, in the same order.

@@ -10,23 +10,20 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import UnsavableStateError
 from asyncckpt.planning.draft import Draft, DraftInput, make_plans
-from asyncckpt.planning.file_set import DcpFolder, FileSet, SafetensorsFile, ShardedSafetensors
+from asyncckpt.planning.file_set import DcpFolder, FileSet, SafetensorsFile
 from asyncckpt.planning.layout import DataLayout, Place
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.replicas import Sample
 from asyncckpt.planning.safetensors_plan import SafetensorsPlan
-from asyncckpt.planning.sharded_safetensors import ShardedSafetensorsDraft, ShardedSafetensorsPlan
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
 from asyncckpt.worker.segment_layout import ArchiveData, FileSetLayout, LargeFile, Region, SafetensorsData
 from asyncckpt.worker.write_request import ANY_PLAN
 
-_Contents = DraftInput | ShardedSafetensors | SafetensorsFile | TorchFileContents
-_JointPlan = CheckpointPlan | ShardedSafetensorsPlan  # made by all ranks
-_PartPlan = CheckpointPlan | ShardedSafetensorsPlan | SafetensorsPlan | TorchFilePlan
+_Contents = DraftInput | SafetensorsFile | TorchFileContents
+_PartPlan = CheckpointPlan | SafetensorsPlan | TorchFilePlan
 
 
 class FileSetContents:
@@ -36,7 +33,6 @@ class FileSetContents:
         """Ask states for their values."""
         self.kind = files.kind
         folders: dict[str, _Contents] = {}
-        joint: dict[str, _Contents] = {}
         tensors: dict[str, _Contents] = {}
         archives: dict[str, _Contents] = {}
         self.small: dict[str, bytes] = {}
@@ -44,8 +40,6 @@ class FileSetContents:
             match content:
                 case DcpFolder(state_dict, planner):
                     folders[name] = DraftInput(stateful_to_dict(state_dict), planner, folder=name)
-                case ShardedSafetensors():
-                    joint[name] = content
                 case SafetensorsFile():
                     tensors[name] = content
                 case TorchFileContents():
@@ -53,13 +47,13 @@ class FileSetContents:
                 case bytes():
                     self.small[name] = content
         self.folders = list(folders)
-        self.large = {**folders, **joint, **tensors, **archives}
+        self.large = {**folders, **tensors, **archives}
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for sets that may fit the same plan."""
         large = (
-            (name, type(content), content.key if isinstance(content, DraftInput | ShardedSafetensors) else None)
+            (name, type(content), content.key if isinstance(content, DraftInput) else None)
             for name, content in self.large.items()
         )
         return self.kind, *large
@@ -81,23 +75,21 @@ def make_file_set_plan(contents: FileSetContents, group: Group, number: int) -> 
     Args: as those of ``make_plans`` and ``Draft``. Raises as ``make_plans``; ``UnsavableStateError`` also where two
     files have one name.
     """
-    drafts: dict[str, Draft] = {}
-    for name, content in contents.large.items():
-        if isinstance(content, DraftInput):
-            drafts[name] = Draft(content, group.rank, group.world_size)
-        elif isinstance(content, ShardedSafetensors):
-            drafts[name] = ShardedSafetensorsDraft(name, content, group.rank, group.world_size)
+    drafts = {
+        name: Draft(content, group.rank, group.world_size)
+        for name, content in contents.large.items()
+        if isinstance(content, DraftInput)
+    }
     make_plans(list(drafts.values()), group, number)
     parts: dict[str, _PartPlan] = {}
     for name, content in contents.large.items():
         match content:
-            case DraftInput() | ShardedSafetensors():
+            case DraftInput():
                 parts[name] = drafts[name].plan
             case SafetensorsFile(tensors, metadata):
                 parts[name] = SafetensorsPlan.of(tensors, metadata)
             case TorchFileContents():
                 parts[name] = TorchFilePlan.of(content, number)
-    _check_names(contents, parts)
     layout = DataLayout.joined([each.layout for each in parts.values()])
     return FileSetPlan(number if parts else ANY_PLAN, parts, layout, contents.names)
 
@@ -129,8 +121,6 @@ class FileSetPlan:
             match content, part:
                 case DraftInput(), CheckpointPlan():
                     tensors += part.capture(content.state_dict, content.planner)
-                case ShardedSafetensors(), ShardedSafetensorsPlan():
-                    tensors += part.capture(content)
                 case SafetensorsFile(), SafetensorsPlan():
                     tensors += part.capture(content.tensors, content.metadata)
                 case TorchFileContents(), TorchFilePlan():
@@ -143,7 +133,7 @@ class FileSetPlan:
         """What ranks compare in save ``number``, of the files that they write together."""
         found: list[tuple[str, object]] = []
         for (file, content), part in zip(contents.large.items(), self.parts.values(), strict=True):
-            if isinstance(content, DraftInput | ShardedSafetensors) and isinstance(part, _JointPlan):
+            if isinstance(content, DraftInput) and isinstance(part, CheckpointPlan):
                 values = part.replicas.values(partial(stateful_to_dict, content.state_dict), number)
                 found += [(f"{file}/{name}", value) for name, value in values]
         return Sample(found)
@@ -151,7 +141,7 @@ class FileSetPlan:
     def note_end(self, number: int, unchanged: tuple[bytes, ...] | None) -> None:
         """As ``CheckpointPlan.note_end``."""
         for part in self.parts.values():
-            if isinstance(part, _JointPlan):
+            if isinstance(part, CheckpointPlan):
                 part.replicas.on_end(is_committed=unchanged is not None)
 
     def constants(self) -> dict[str, bytes | memoryview]:
@@ -166,7 +156,6 @@ class FileSetPlan:
         """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
         files: list[LargeFile] = []
         metadata: list[tuple[str, Region]] = []
-        beside: list[tuple[str, Region]] = []
         begin = 0
         for number, (name, plan) in enumerate(self.parts.items()):
             end = f" {number}"
@@ -175,27 +164,12 @@ class FileSetPlan:
                 case CheckpointPlan():
                     files += plan.large_files(begin, its)
                     metadata.append((name, its["metadata"]))
-                case ShardedSafetensorsPlan():
-                    files += plan.large_files(begin, its)
-                    beside += [(file, its[f"beside {file}"]) for file in plan.beside]
                 case SafetensorsPlan():
                     files.append(SafetensorsData(begin, plan.layout.nbytes, path=name, length=plan.length, **its))
                 case TorchFilePlan():
                     files.append(ArchiveData(begin, plan.layout.nbytes, path=name, **its))
             begin += plan.layout.nbytes
-        return FileSetLayout(tuple(files), self.layout.nbytes, slots, tuple(metadata), tuple(beside))
-
-
-def _check_names(contents: FileSetContents, parts: Mapping[str, _PartPlan]) -> None:
-    """That weights in several files have not taken the name of another file. Raises ``UnsavableStateError``."""
-    taken = {*contents.large, *contents.small}
-    for name, plan in parts.items():
-        if not isinstance(plan, ShardedSafetensorsPlan):
-            continue
-        for each in {*(part.path for part in plan.parts), *plan.beside} - {name}:
-            if each in taken:
-                raise UnsavableStateError(f"{each!r} is one of the files of {name!r}: give the other one another name")
-            taken.add(each)
+        return FileSetLayout(tuple(files), self.layout.nbytes, slots, tuple(metadata))
 
 
 class _SetObjects:

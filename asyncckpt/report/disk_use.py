@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from asyncckpt.worker.manifest import Manifest, indexes_of
+from asyncckpt.worker.manifest import Manifest
 from asyncckpt.worker.storage import storage_for
 
 
@@ -22,7 +22,7 @@ class DiskUse:
         """
         nbytes = 0
         for name, facts in manifest.files.items():
-            nbytes += self.of_file(os.path.join(path, name), facts["bytes"]) if indexes_of(facts) else facts["bytes"]
+            nbytes += self.of_file(os.path.join(path, name), facts["bytes"]) if "index" in facts else facts["bytes"]
         return nbytes
 
     def of_file(self, path: str, nbytes: int) -> int:

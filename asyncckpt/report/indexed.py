@@ -14,8 +14,6 @@ from asyncckpt.loading.data_file import read_plain
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.report.archives import records
 from asyncckpt.report.stored_item import PICKLE, StoredItem
-from asyncckpt.worker.index import Index
-from asyncckpt.worker.joint_file import JointInput
 from asyncckpt.worker.storage import storage_for
 from asyncckpt.worker.storage.storage import FileIdentity, InputFile
 
@@ -44,17 +42,17 @@ class IndexedCheckpoint:
         self._open_files = OpenFiles()
         self._opened: dict[str, InputFile] = {}
         self._identities: dict[str, FileIdentity | None] = {}
-        indexes = [(part, each) for name in self.source.manifest.data_files() for part, each in self._indexes(name)]
+        indexes = list(self.source.indexes())
         self.items: dict[str, list[StoredItem]] = {}
-        for part, index in indexes:
+        for index in indexes:
             for item in index.items:
-                self.items.setdefault(item.name, []).append(StoredItem(index, part, item))
+                self.items.setdefault(item.name, []).append(StoredItem(index, item))
         for its in self.items.values():
             its.sort(key=lambda stored: stored.box)
         files = self.source.manifest.files
         self.small = {name: files[name] for name in self.source.manifest.small_files()}
         """The small files of a set, by their names."""
-        self.values = {value.name: value for value in values_of((index for _, index in indexes), path)}
+        self.values = {value.name: value for value in values_of(indexes, path)}
         self.values |= {name: Value(name, "", [Shard(name, its["bytes"])]) for name, its in self.small.items()}
 
     def identity(self, stored: StoredItem) -> FileIdentity | None:
@@ -75,8 +73,6 @@ class IndexedCheckpoint:
             if index.data not in self._opened:
                 self._opened[index.data] = self._held.enter_context(closing(self._open_files.open(path)))
             file = self._opened[index.data]
-        if index.extents is not None:
-            return bytes(JointInput(file, index.extents).read(at + begin, at + end))
         if len(data := read_plain(file, at + begin, at + end)) < end - begin:
             raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=path)
         return data
@@ -104,6 +100,3 @@ class IndexedCheckpoint:
         from asyncckpt.report.indexed_state import state_of
 
         return state_of(self.source, {name: self.items[name] for name in names}, self._held)
-
-    def _indexes(self, name: str) -> list[tuple[int, Index]]:
-        return list(enumerate(self.source.index(name)))

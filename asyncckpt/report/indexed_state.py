@@ -24,12 +24,11 @@ def state_of(source: StorageSource, items: Mapping[str, Sequence[StoredItem]], h
     opened = OpenFiles()
     files: dict[str, ChecksummedFile] = {}
     for name in dict.fromkeys(stored.index.data for its in items.values() for stored in its):
-        for part, file in enumerate(source.open_parts(name, opened.open)):
-            files[_key(name, part)] = held.enter_context(closing(file))
+        files[name] = held.enter_context(closing(source.open(name, opened.open)))
     state = StoredState(source.path, {}, {}, {}, files)
     for name, its in items.items():
         boxes = [
-            Box(_key(stored.index.data, stored.part), stored.item.payload_at, *stored.box, contiguous_strides(shape))
+            Box(stored.index.data, stored.item.payload_at, *stored.box, contiguous_strides(shape))
             for stored in its
             for shape in (stored.item.shape,)
         ]
@@ -38,7 +37,3 @@ def state_of(source: StorageSource, items: Mapping[str, Sequence[StoredItem]], h
         state.tensors[name] = whole(name, dtypes, shape, boxes, source.path)
         state.keys[name] = (name,)
     return state
-
-
-def _key(name: str, part: int) -> str:
-    return f"{name}:{part}"

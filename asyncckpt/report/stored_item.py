@@ -14,10 +14,9 @@ PICKLE = "/data.pkl"
 
 @dataclass(frozen=True)
 class StoredItem:
-    """An item, the index that has it, and which part of the file that is of."""
+    """An item, and the index that has it."""
 
     index: Index
-    part: int
     item: Item
 
     @property
@@ -26,9 +25,9 @@ class StoredItem:
         return tuple(self.item.offsets), tuple(self.item.shape)
 
     @property
-    def place(self) -> tuple[int, ...] | None:
-        """Where it stands in its file; None: it is of a joint file, where it stands in many places."""
-        return None if self.index.extents is not None else self.item[-4:]
+    def place(self) -> tuple[int, ...]:
+        """Where it stands in its file."""
+        return self.item[-4:]
 
     @property
     def grows(self) -> bool:

@@ -47,7 +47,7 @@ class RankOfSave:
 
 def ranks_of(path: str, manifest: Manifest) -> list[RankOfSave]:
     """What each rank did for the save at ``path``, as far as its manifest says: none where it does not say when."""
-    nbytes: dict[int, int] = {}  # of large files: whose a small one is, or a part of a joint one, is not said
+    nbytes: dict[int, int] = {}  # of large files: whose a small one is, is not said
     for facts in manifest.files.values():
         if (match := _RANK.fullmatch(facts.get("index", ""))) is not None:
             nbytes[int(match[1])] = nbytes.get(int(match[1]), 0) + facts["bytes"]

@@ -56,18 +56,11 @@ def _rank(rank: int, world_size: int, rendezvous: str, folder: str, total: int, 
             dist.barrier()
             state["step"] = step
             begun = time.perf_counter()
-            save = checkpointer.save(2 * step, state)
+            save = checkpointer.save(step, state)
             save.result(300)
             durable = time.perf_counter() - begun
             timings = save.timings
             mine = [durable, timings["stall_s"], timings["stall_s"] - timings["copy_s"], timings["write_s"], direct]
-            time.sleep(_PAUSE_S)
-            dist.barrier()
-            files = asyncckpt.FileSet()
-            files.add_sharded_safetensors("model.safetensors", state["model"], {"format": "pt"})
-            begun = time.perf_counter()
-            checkpointer.save(2 * step + 1, files).result(300)
-            mine.append(time.perf_counter() - begun)
             every: list[Any] = [None] * world_size
             dist.all_gather_object(every, mine)
             rows.append([max(column) for column in zip(*every, strict=True)])
@@ -105,7 +98,7 @@ def measure(counts: Sequence[int], total: int, tensors: int, saves: int, where: 
     found = []
     for count in counts:
         result = launch(_rank, count, where, total, tensors, saves)
-        prepared, durable, stall, beside, write, direct, safetensors = result
+        prepared, durable, stall, beside, write, direct = result
         found.append(
             {
                 "processes": count,
@@ -117,8 +110,6 @@ def measure(counts: Sequence[int], total: int, tensors: int, saves: int, where: 
                 "direct write s": direct,
                 "durable / direct": durable / direct,
                 "write / direct": write / direct,
-                "as safetensors s": safetensors,
-                "as safetensors / durable": safetensors / durable,
             }
         )
     return found

@@ -357,24 +357,6 @@ def test_names_that_are_not_for_stores(s3_root: str, tmp_path: Path, name: str, 
     check(f"{s3_root}/step-00000001", 1, tmp_path / "1", has_state=False)
 
 
-def test_weights_of_all_ranks_are_uploaded_whole(s3_root: str, tmp_path: Path) -> None:
-    state = {"w": torch.arange(9.0), "x": torch.randn(3, 300_000)}
-    files = FileSet()
-    files.add_sharded_safetensors("model.safetensors", state)
-    with Checkpointer(s3_root) as checkpointer, pytest.raises(UnsavableStateError, match="local_root"):
-        checkpointer.save(1, files)
-    files.error = None
-    with Checkpointer(s3_root, Config(local_root=str(tmp_path / "fast"))) as checkpointer:
-        checkpointer.save(1, files).result(60)
-        checkpointer.wait_uploads(60)
-    address = f"{s3_root}/step-00000001"
-    assert not verify(address).damages
-    assert downloaded(address, tmp_path / "1") == {"model.safetensors", "asyncckpt.json"}
-    assert same(dict(load_file(tmp_path / "1" / "model.safetensors")), state)
-    export(f"{address}/model.safetensors", tmp_path / "out.pt", to="torch")
-    assert same(torch.load(tmp_path / "out.pt"), state)
-
-
 def test_a_file_of_a_set_is_checked_where_it_is_exported(s3_root: str, tmp_path: Path) -> None:
     with Checkpointer(s3_root) as checkpointer:
         checkpointer.save(1, whole(1)).result(60)

@@ -19,7 +19,7 @@ from asyncckpt.exporting.export import export
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.worker.storage import storage_for
 
-FILES = ("weights/model.safetensors", "joint.safetensors", "large.pt", "small.pt", "sharded")
+FILES = ("weights/model.safetensors", "large.pt", "small.pt", "sharded")
 
 
 class Tagged:
@@ -38,7 +38,6 @@ def state() -> dict[str, Any]:
 def saved(state: dict[str, Any], root: Path) -> Path:
     files = FileSet()
     files.add_safetensors("weights/model.safetensors", state)
-    files.add_sharded_safetensors("joint.safetensors", state)
     files.add_torch_file("large.pt", state)
     files.add_torch_file("small.pt", {"w": state["w"][:5].clone(), "b": state["b"]})
     files.add_torch_file("tagged.pt", {**state, "tagged": Tagged(torch.arange(200_000.0))})

@@ -47,7 +47,7 @@ def shared(root: Path) -> Path:
 
 
 def _item(folder: Path, name: str) -> Item:
-    (index,) = StorageSource(str(folder)).index(DATA)
+    index = StorageSource(str(folder)).index(DATA)
     return next(item for item in index.items if item.name == name)
 
 

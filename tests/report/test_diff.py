@@ -216,7 +216,7 @@ def _sign(folder: Path) -> None:
     index = Index.parse((folder / name).read_bytes(), name)
     data = (folder / DATA).read_bytes()
     sums = array("Q", [checksum(data[begin:end]) for begin, end in pairwise(index.bounds)])
-    text = Index.head(index.data, index.items, index.extents, index.asked) + Index.tail(index.nbytes, sums)
+    text = Index.head(index.data, index.items, index.asked) + Index.tail(index.nbytes, sums)
     (folder / name).write_bytes(text)
     manifest = Manifest.parse((folder / "asyncckpt.json").read_bytes(), "")
     files = {**manifest.files, name: {"bytes": len(text), "xxh3": f"{checksum(text):016x}"}}

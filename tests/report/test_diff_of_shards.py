@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from asyncckpt import cli, export
 from asyncckpt.engine.engine import Engine
-from asyncckpt.planning.file_set import FileSet
 from asyncckpt.report import value_comparison
 
 Cuts = tuple[tuple[int, ...], ...]
@@ -103,34 +102,26 @@ def test_another_default_device(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def _save(root: str) -> None:
-    """In rows, in columns, and in columns with another value; each also in files that all ranks write together."""
+    """In rows, in columns, and in columns with another value."""
     mesh = init_device_mesh("cpu", (2,))
     for name, dim, value in (("rows", 0, 1.0), ("columns", 1, 1.0), ("others", 1, 3.0)):
         whole = torch.arange(600_000.0).view(600, 1000)
         whole[599, 999] = value
         state = {"w": distribute_tensor(whole, mesh, [Shard(dim)]), "same": torch.ones(1000)}
-        files = FileSet()
-        files.add_sharded_safetensors("model.safetensors", state, None, 10**9, None)
         with Engine(QUICK) as engine:
             engine.save(f"{root}/{name}", state).result(60)
-            engine.save(f"{root}/{name}-set", files).result(60)
 
 
 @pytest.mark.usefixtures("forkserver")
 def test_ranks_that_have_other_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(2, _save, str(tmp_path), folder=tmp_path)
-    for name, its in (("{}", "w"), ("{}-set", "model.safetensors/w")):
-        rows, columns, others = (tmp_path / name.format(each) for each in ("rows", "columns", "others"))
-        facts = _diff(capsys, rows, columns)
-        assert facts["is_same"] and facts["same"] == 2 and facts["read"] == 1
-        assert _diff(capsys, columns, columns)["read"] == 0
-        # In the same parts only what holds the value is read; or it is known by a checksum of its own.
-        assert [each["name"] for each in _diff(capsys, columns, others)["differences"]] == [its]
-        for one in (rows, columns):
-            (each,) = _diff(capsys, one, others, "--values")["differences"]
-            assert each["name"] == its and each["values"]["max_abs"] == 2.0
-            assert each["values"]["mean_abs"] == pytest.approx(2 / 600_000)
-    # A file of a set that all ranks wrote is known by the manifest of that.
-    model = "model.safetensors"
-    assert _diff(capsys, tmp_path / "rows-set" / model, tmp_path / "columns-set" / model)["is_same"]
-    assert _diff(capsys, tmp_path / "rows-set" / model, tmp_path / "rows")["is_same"]
+    rows, columns, others = (tmp_path / each for each in ("rows", "columns", "others"))
+    facts = _diff(capsys, rows, columns)
+    assert facts["is_same"] and facts["same"] == 2 and facts["read"] == 1
+    assert _diff(capsys, columns, columns)["read"] == 0
+    # In the same parts only what holds the value is read; or it is known by a checksum of its own.
+    assert [each["name"] for each in _diff(capsys, columns, others)["differences"]] == ["w"]
+    for one in (rows, columns):
+        (each,) = _diff(capsys, one, others, "--values")["differences"]
+        assert each["name"] == "w" and each["values"]["max_abs"] == 2.0
+        assert each["values"]["mean_abs"] == pytest.approx(2 / 600_000)

@@ -68,13 +68,13 @@ def test_what_is_removed_while_it_is_checked_is_not_damaged(
     with Checkpointer(s3_root) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"w": torch.ones(1000)}).result(60)
-    first, open_parts = f"{s3_root}/step-00000001", StorageSource.open_parts
+    first, real = f"{s3_root}/step-00000001", StorageSource.open
 
     def removed(source: StorageSource, *args: Any) -> Any:
         if source.path == first and storage_for(first).exists(f"{first}/asyncckpt.json"):
             storage_for(first).remove_checkpoint(first)
-        return open_parts(source, *args)
+        return real(source, *args)
 
-    monkeypatch.setattr(StorageSource, "open_parts", removed)
+    monkeypatch.setattr(StorageSource, "open", removed)
     (facts,) = _facts(["verify", s3_root], capsys)
     assert facts["path"].endswith("step-00000002") and facts["ok"]

@@ -113,10 +113,6 @@ class _FaultyAttempt(OpenAttempt):
         self.inode = self._inner.inode
         return file
 
-    def create_joint(self, name: str, nbytes: int, *, large: bool) -> OutputFile:
-        self._reach("create", self.path)
-        return _FaultyFile(self._inner.create_joint(name, nbytes, large=large), self._reach)
-
     def link_source(self, name: str) -> LinkSource | None:
         return self._inner.link_source(name)
 

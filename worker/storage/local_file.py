@@ -25,13 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class LocalFile(OutputFile):
     """A new file; whether it is ``direct`` shows when it is open, and may change with a write."""
 
-    def __init__(
-        self,
-        path: str,
-        direct: bool,
-        within: tuple[int | None, str] | None = None,
-        joint_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, path: str, direct: bool, within: tuple[int | None, str] | None = None) -> None:
         """Create ``path``. Raises ``StorageError``.
 
         Args:
@@ -39,12 +33,11 @@ class LocalFile(OutputFile):
             direct: Write past the page cache, if the file system can.
             within: A folder, opened, which is the one whatever has its path meanwhile, and the name there; None: look
                 for it by its path.
-            joint_bytes: How many bytes it gets, if other processes create it, too; None: it must not exist.
         """
         self.path = path
         self.direct = direct
         folder, name = within or (None, path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_EXCL if joint_bytes is None else 0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_EXCL
         with translated("creating a file", path):
             try:
                 self._fd = os.open(name, flags | (os.O_DIRECT if direct else 0), 0o644, dir_fd=folder)
@@ -54,13 +47,6 @@ class LocalFile(OutputFile):
                 # The file system knows no direct I/O; whether the file was made before it said so differs.
                 self.direct = False
                 self._fd = os.open(name, flags & ~os.O_EXCL, 0o644, dir_fd=folder)
-        if joint_bytes is not None:
-            try:
-                with translated("reserving space", path):
-                    _reserve(self._fd, joint_bytes)
-            except BaseException:
-                self.close()
-                raise
 
     def write(self, data: memoryview, offset: int) -> None:
         with translated("writing", self.path):
@@ -78,14 +64,6 @@ class LocalFile(OutputFile):
                 data = data[done:]
                 offset += done
 
-    def write_runs(self, data: memoryview, offset: int, run_bytes: int, stride: int) -> None:
-        with translated("writing", self.path):
-            for at in range(0, len(data), run_bytes):
-                done = os.pwrite(self._fd, data[at : at + run_bytes], offset)
-                if done < run_bytes:
-                    self.write(data[at + done : at + run_bytes], offset + done)
-                offset += stride
-
     def truncate(self, nbytes: int) -> None:
         with translated("writing", self.path):
             os.ftruncate(self._fd, nbytes)
@@ -102,24 +80,6 @@ class LocalFile(OutputFile):
         if fd >= 0:
             with translated("closing", self.path):
                 os.close(fd)
-
-
-def _reserve(fd: int, nbytes: int) -> None:
-    """Have a file be of ``nbytes``, with space for them if the file system knows that. Raises ``OSError``.
-
-    Without the space, processes that write past the page cache wait for each other: a new block changes the file.
-    """
-    if os.fstat(fd).st_size >= nbytes:
-        return
-    # Not that of Python, which writes to each block where the file system cannot: others write there, too.
-    code = errno.EINTR
-    while code == errno.EINTR:
-        if _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) == 0:
-            return
-        code = ctypes.get_errno()
-    if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-        raise OSError(code, os.strerror(code))
-    os.ftruncate(fd, nbytes)
 
 
 class LocalInputFile(InputFile):

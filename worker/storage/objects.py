@@ -42,7 +42,7 @@ def part_bytes_of(nbytes: int) -> int:
     return max(PART_BYTES, -(-nbytes // _MOST_PARTS))
 
 
-Version: TypeAlias = dict[str, str]
+ObjectVersion: TypeAlias = dict[str, str]
 """What tells the contents of a key from those that it had before, or has later: ``e_tag`` and ``version``."""
 
 _ADVICE = {
@@ -70,10 +70,10 @@ class Objects:
         """``store`` is obstore's; ``base`` the address of its bucket, without a slash at its end."""
         self._store, self.base = store, base
 
-    def get(self, key: str) -> tuple[bytes, Version] | None:
+    def get(self, key: str) -> tuple[bytes, ObjectVersion] | None:
         """All of an object, and its version; None: there is none."""
 
-        def get() -> tuple[bytes, Version]:
+        def get() -> tuple[bytes, ObjectVersion]:
             found = self._store.get(key)
             return bytes(found.bytes()), _version(found.meta)
 
@@ -109,7 +109,7 @@ class Objects:
         put = self._ask("writing", key, lambda: self._store.put(key, data, use_multipart=False))
         return (put or {}).get("e_tag") or ""
 
-    def put_if(self, key: str, data: bytes, version: Version | None) -> bool:
+    def put_if(self, key: str, data: bytes, version: ObjectVersion | None) -> bool:
         """Replace an object if it still has that ``version``; None: make it if there is none.
 
         Returns whether it was done, as far as the store's answer says: one that was lost, and the request repeated,
@@ -254,5 +254,5 @@ def _found(meta: Any) -> Found:
     return Found(meta["path"], meta["size"], meta["last_modified"], meta["e_tag"] or "")
 
 
-def _version(meta: Any) -> Version:
+def _version(meta: Any) -> ObjectVersion:
     return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}

@@ -125,19 +125,12 @@ class PartialFolder(_Partial):
             )
 
     def create(self, name: str, *, large: bool) -> LocalFile:
-        return self._create(name, large)
-
-    def create_joint(self, name: str, nbytes: int, *, large: bool) -> LocalFile:
-        return self._create(name, large, nbytes)
-
-    def _create(self, name: str, large: bool, joint_bytes: int | None = None) -> LocalFile:
         path = os.path.join(self.path, name)
         self._make_folders(name)
-        file = LocalFile(path, large and self._direct, (self._fd, name), joint_bytes)
+        file = LocalFile(path, large and self._direct, (self._fd, name))
         try:
             with translated("creating a file", path):
-                # A joint one may be another's.
-                self._check_in_place(name if joint_bytes is None else None)
+                self._check_in_place(name)
         except BaseException:
             file.close()
             raise

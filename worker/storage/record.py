@@ -19,7 +19,7 @@ import xxhash
 
 from asyncckpt.errors import StorageError
 from asyncckpt.worker.manifest import MANIFEST_NAME, is_data
-from asyncckpt.worker.storage.objects import Found, Objects, Version
+from asyncckpt.worker.storage.objects import Found, Objects, ObjectVersion
 
 PARTS = ".parts-"
 """How the name begins below which the files of an attempt stand; the rest is its ``digest``, in nested folders followed
@@ -115,7 +115,7 @@ def record_key(place: str) -> str:
     return f"{place}/{MANIFEST_NAME}"
 
 
-def read_record(objects: Objects, place: str) -> tuple[PlaceRecord, Version | None]:
+def read_record(objects: Objects, place: str) -> tuple[PlaceRecord, ObjectVersion | None]:
     """The record of the key ``place``, an empty one where there is none, and its version. Raises ``StorageError``."""
     found = objects.get(record_key(place))
     return (PlaceRecord(), None) if found is None else (PlaceRecord.parse(found[0]), found[1])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import NamedTuple
 
-from asyncckpt.errors import CheckpointExistsError, StorageError
+from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.worker.write_request import Existing
 
 
@@ -31,15 +31,6 @@ class OutputFile(ABC):
     @abstractmethod
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``, in bytes. Raises ``StorageError``."""
-
-    def write_runs(self, data: memoryview, offset: int, run_bytes: int, stride: int) -> None:
-        """Write runs of ``data``, one after the other, to ``offset`` and every ``stride`` bytes from there on.
-
-        Raises ``StorageError``.
-        """
-        for at in range(0, len(data), run_bytes):
-            self.write(data[at : at + run_bytes], offset)
-            offset += stride
 
     @abstractmethod
     def truncate(self, nbytes: int) -> None:
@@ -108,13 +99,6 @@ class OpenAttempt(ABC):
         """A new file; ``large``: written in aligned pieces, past the page cache. The name of a single file does not
         matter. Raises ``StorageError``.
         """
-
-    def create_joint(self, name: str, nbytes: int, *, large: bool) -> OutputFile:
-        """A file of ``nbytes`` that other ranks create, too: each writes ranges of it that no other writes.
-
-        ``large``: as of ``create``. Raises ``StorageError``, also where this kind of storage has no such files.
-        """
-        raise StorageError("no file can be written by several ranks together here", path=f"{self.path}/{name}")
 
     def copy(self, name: str, nbytes: int, parts: Callable[[], Iterator[memoryview]]) -> None:
         """Make a file of ``parts``, one after the other, ``nbytes`` in all, durably.
