@@ -272,3 +272,33 @@ def test_the_facade_is_small_and_whole() -> None:
     assert len(asyncckpt.__all__) <= 15
     for name in asyncckpt.__all__:
         assert getattr(asyncckpt, name) is not None
+
+
+_OPTIONAL = ("cryptography", "dill", "isal", "multiprocess", "tabulate", "tqdm")
+_BLOCKED = f"""
+import sys
+class _Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {_OPTIONAL}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, _Blocked())
+"""
+_SAVES = """
+import sys, torch, asyncckpt
+state = {"w": torch.arange(9.0), "n": 1}
+with asyncckpt.Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.save(1, state).result(60)
+    checkpointer.load(state)
+asyncckpt.torch_save(state, sys.argv[1] + ".pt").result(60)
+from asyncckpt import cli
+sys.exit(cli.main(["ls", sys.argv[1]]))
+"""
+
+
+def test_a_save_on_one_host_imports_hard_dependencies_alone(tmp_path: Path) -> None:
+    """In the trainer, in the worker, which inherits the environment, and on the command line."""
+    (tmp_path / "sitecustomize.py").write_text(_BLOCKED)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE)])}
+    command = [sys.executable, "-c", _SAVES, str(tmp_path / "root")]
+    done = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "step-00000001" in done.stdout, done.stderr

@@ -56,7 +56,7 @@ from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
 from asyncckpt.worker.write_request import WriteRequest
 
 if TYPE_CHECKING:
-    from multiprocess.connection import Connection
+    from multiprocessing.connection import Connection
 
 
 @dataclass(frozen=True)

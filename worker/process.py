@@ -13,9 +13,8 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from typing import NamedTuple
-
-from multiprocess.connection import wait
 
 from asyncckpt.errors import WorkerDiedError
 from asyncckpt.shm.descriptor import close
@@ -99,7 +98,7 @@ class WorkerProcess:
 
     def wait_ready(self, timeout: float) -> None:
         """Wait until it is up. Raises ``WorkerDiedError``."""
-        ready: list[object] = []
+        ready: Sequence[object] = []
         with contextlib.suppress(EOFError, OSError), watched(self.pid) as sentinel:
             # Its socket alone would not tell: a fork of it may hold that open.
             ready = wait([self.connection, *sentinel], timeout)

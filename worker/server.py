@@ -13,9 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
-
-from multiprocess.connection import wait
 
 from asyncckpt.errors import CheckpointError, WorkerDiedError
 from asyncckpt.threads import start
@@ -151,7 +150,8 @@ class Server:
 
     def _serve(self, trainer: int | None) -> str:
         """Returns why it ended."""
-        watched = [self._connection] if trainer is None else [self._connection, trainer]
+        watched: list[SocketConnection | int] = [self._connection]
+        watched += [] if trainer is None else [trainer]
         while True:
             ready = wait(watched)
             try:

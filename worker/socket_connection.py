@@ -11,10 +11,9 @@ import struct
 import time
 from collections.abc import Iterator
 from itertools import tee
+from multiprocessing.connection import Connection
 from operator import itemgetter
 from typing import Any
-
-from multiprocess.connection import Connection
 
 from asyncckpt.errors import OutOfMemoryError, unless_interrupt
 from asyncckpt.shm.descriptor import Descriptor
@@ -38,7 +37,7 @@ class _Message:
         self.sent: list[int] = []
 
 
-class SocketConnection(Connection):  # type: ignore[misc]
+class SocketConnection(Connection):
     """A connection that keeps its ``socket``.
 
     That, and not a number, is what is closed: it is closed once, and also where an exception of a signal handler or of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import signal
 import sys
@@ -10,8 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
-
-from asyncckpt.loading.progress import Bar
 
 _SILENCE_S = 300.0
 _LINES_S = 4.0  # between the lines of progress where there is no bar
@@ -89,22 +86,16 @@ def listen_until(children: Sequence[Child], word: str | None, progress: Callable
                 del waiting[connection]  # type: ignore[arg-type]
 
 
-class PhaseProgress(contextlib.AbstractContextManager["PhaseProgress"]):
-    """How far something is, on stderr: a bar if that is a terminal, else a line every few seconds."""
+class PhaseProgress:
+    """A line every few seconds, on stderr, of how far something is."""
 
-    def __init__(self, what: str, unit: str, total: int) -> None:
-        """Make a bar for ``total`` of ``unit``, with the words ``what`` before it."""
+    def __init__(self, what: str, unit: str) -> None:
+        """Say nothing yet; ``what`` is done stands in the line, and in which ``unit`` that is counted."""
         self._what, self._unit = what, unit
-        self._bar = Bar(total=total, desc=f"  {what}", unit=f" {unit}", leave=False, disable=None, miniters=1)
         self._shown_at = time.monotonic()
 
     def show(self, done: int, total: int) -> None:
-        """So much is done, of so much."""
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
-        if self._bar.disable and time.monotonic() - self._shown_at > _LINES_S:
+        """Note that so much is done, of so much."""
+        if time.monotonic() - self._shown_at > _LINES_S:
             print(f"  {self._what}: {done} of {total} {self._unit}", file=sys.stderr, flush=True)
             self._shown_at = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()

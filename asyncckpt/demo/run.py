@@ -58,8 +58,8 @@ def _demonstrate(args: argparse.Namespace, root: str, deadline: float) -> dict[s
     print("1. A training saves, and is killed (SIGKILL)", flush=True)
     with _children() as children:
         children.append(killed := Child("the first trainer", trainer.train_until_killed, job, is_killed=True))
-        with PhaseProgress("training", "steps", half) as progress:
-            listen_until([killed], None, lambda: progress.show(len(killed.losses), half))
+        training = PhaseProgress("training", "steps")
+        listen_until([killed], None, lambda: training.show(len(killed.losses), half))
         killed_at = max(killed.losses)
         show_kill(killed_at, half, killed.said["killed"])
         print("2. A new trainer resumes; beside it the same training runs, and is not killed", flush=True)
@@ -68,16 +68,15 @@ def _demonstrate(args: argparse.Namespace, root: str, deadline: float) -> dict[s
         job = trainer.Job(os.path.join(root, "whole"), args.size, args.every, 2 * killed_at, args.pairs, deadline)
         dcp_folder = os.path.join(root, "dcp")
         children.append(whole := Child("the trainer", trainer.train_and_measure, job, dcp_folder))
-        with PhaseProgress("training", "steps", 3 * killed_at) as progress:
-            both = [resumed, whole]
-            listen_until(both, "state", lambda: progress.show(sum(len(each.losses) for each in both), 3 * killed_at))
+        both = [resumed, whole]
+        listen_until(both, "state", lambda: training.show(sum(len(each.losses) for each in both), 3 * killed_at))
         listen_until([resumed], None, lambda: None)
         summary = _resume_summary(killed, resumed, whole)
         show_resume(summary)
         print("3. The training that was not killed goes on, with and without saves in turns", flush=True)
         whole.connection.send("measure")
-        with PhaseProgress("measuring", "rounds", 1) as progress:
-            listen_until([whole], None, lambda: progress.show(*whole.said.get("round", (0, 1))))
+        measuring = PhaseProgress("measuring", "rounds")
+        listen_until([whole], None, lambda: measuring.show(*whole.said.get("round", (0, 1))))
     pairs: dict[str, list[Pair]] = whole.said["pairs"]
     summary["costs"] = {name: _costs(each, has_worker=name == OURS) for name, each in pairs.items()}
     return summary | {name: vars(args)[name] for name in ("size", "every", "pairs")}

@@ -9,9 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tabulate import tabulate
-
 from asyncckpt.demo.costs import CANNOT_TELL
+from asyncckpt.report.answers import table
 
 _MILLI = 1e3
 _SOURCES = {"memory": "the memory of the worker that the killed trainer left behind", "storage": "storage"}
@@ -61,7 +60,7 @@ def show_costs(summary: Mapping[str, Any]) -> None:
     rows = [
         [words, *(_cell(each[key]) if key in each else "-" for each in costs.values())] for key, words in _LINES.items()
     ]
-    print(tabulate(rows, headers=["", *costs], disable_numparse=True))
+    print(table(["", *costs], rows, [False] * (1 + len(costs))))
     print(
         f"Medians of {saves} pairs of neighbouring blocks of steps, with a save and without; in brackets where the\n"
         "median lies with 95 % confidence. Each block with a save lasts until that is durable."

@@ -7,25 +7,18 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING
 
 from asyncckpt.errors import unless_interrupt
+
+if TYPE_CHECKING:
+    from asyncckpt.loading.bar import Bar
 
 logger = logging.getLogger(__name__)
 
 
-class Bar(tqdm):  # type: ignore[type-arg]  # nothing is iterated over
-    """tqdm's, but that it leaves neither a thread of its own in the training process nor a lock of multiprocessing."""
-
-    monitor_interval = 0
-
-
-Bar.set_lock(threading.RLock())
-
-
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """How many bytes are done, on stderr, if that is a terminal. It goes at the end of the context.
+    """How many bytes are done, on stderr, if that is a terminal and tqdm is there. It goes at the end of the context.
 
     The methods are for any thread, and raise nothing: when the terminal fails, there is no bar any more.
     """
@@ -44,6 +37,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         """How many are done, whether that is shown or not."""
         with self._harmless():
             if shown and sys.stderr is not None and sys.stderr.isatty():
+                from asyncckpt.loading.bar import Bar
+
                 # miniters: it looks at the clock each time. By tqdm's guess, and with no thread to correct that, it
                 # would stand still where storage becomes slow.
                 self._bar = Bar(total=0, unit="B", unit_scale=True, desc=what, leave=False, delay=delay, miniters=1)
@@ -82,5 +77,5 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
                 logger.debug("there is no progress bar: %r", error)
                 if self._bar is not None:
                     self._bar.disable = True  # or it tries again when it is collected
+                    self._bar.set_lock(threading.RLock())  # after an error tqdm still holds the one it had
                     self._bar = None
-                Bar.set_lock(threading.RLock())  # after an error tqdm still holds the one it had

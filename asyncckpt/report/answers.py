@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tabulate import tabulate
-
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -87,9 +85,9 @@ class Answers:
         """Print the table, and begin another."""
         if self._rows and not self.is_json:
             # A name may look like a number, as "1.10": it is shown as it is.
-            sides = ["right" if all(map(_is_number, column)) else "left" for column in zip(*self._rows, strict=True)]
-            rows = [[None if cell is None else _plain(str(cell)) for cell in row] for row in self._rows]
-            self.print(tabulate(rows, headers=self._headers, colalign=sides, disable_numparse=True))
+            right = [all(map(_is_number, column)) for column in zip(*self._rows, strict=True)]
+            rows = [["" if cell is None else _plain(str(cell)) for cell in row] for row in self._rows]
+            self.print(table(self._headers, rows, right))
         self._rows = []
 
     def show(self) -> None:
@@ -97,6 +95,21 @@ class Answers:
         self.show_table()
         if self.is_json:
             self.print(json.dumps(_finite(self._facts), indent=1, allow_nan=False))
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+    """Return a table as text; ``right``: which columns stand on the right side, as numbers do."""
+    columns = list(zip(headers, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    lines = [headers, ["-" * width for width in widths], *rows]
+    cells = (
+        [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(line, widths, right, strict=True)
+        ]
+        for line in lines
+    )
+    return "\n".join("  ".join(line).rstrip() for line in cells)
 
 
 def _is_number(cell: object) -> bool:

@@ -17,8 +17,8 @@ import asyncckpt
 from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
+from asyncckpt.loading import bar, progress, read_requests
 from asyncckpt.loading import load as reader
-from asyncckpt.loading import progress, read_requests
 from asyncckpt.report import verification
 
 
@@ -49,7 +49,7 @@ Endpoints = list[tuple[float, float | None]]
 @pytest.fixture(autouse=True)
 def drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And each time: these loads are short."""
-    monkeypatch.setattr(progress.Bar, "__init__", partialmethod(progress.Bar.__init__, mininterval=0))
+    monkeypatch.setattr(bar.Bar, "__init__", partialmethod(bar.Bar.__init__, mininterval=0))
     monkeypatch.setattr(reader, "_LONG_S", NO_DELAY)
     monkeypatch.setattr(verification, "Progress", partial(progress.Progress, delay=NO_DELAY))
 
@@ -58,14 +58,14 @@ def drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def ends(monkeypatch: pytest.MonkeyPatch) -> Endpoints:
     """How far each bar was when it went, and of how much."""
     ends: Endpoints = []
-    real = progress.Bar.close
+    real = bar.Bar.close
 
-    def close(bar: progress.Bar) -> None:
-        if not bar.disable:
-            ends.append((bar.n, bar.total))
-        real(bar)
+    def close(closing: bar.Bar) -> None:
+        if not closing.disable:
+            ends.append((closing.n, closing.total))
+        real(closing)
 
-    monkeypatch.setattr(progress.Bar, "close", close)
+    monkeypatch.setattr(bar.Bar, "close", close)
     return ends
 
 

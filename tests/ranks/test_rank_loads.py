@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 import asyncckpt
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
+from asyncckpt.loading import bar
 from asyncckpt.loading import load as reader
-from asyncckpt.loading import progress
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.ranks import collectives
 
@@ -100,7 +100,7 @@ def _load_with_a_bar(root: str) -> tuple[bool, str]:
     terminal = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, Checkpointer(root, QUICK) as checkpointer:
         patch.setattr(reader, "_LONG_S", 1e-9)
-        patch.setattr(progress.Bar, "__init__", partialmethod(progress.Bar.__init__, mininterval=0))
+        patch.setattr(bar.Bar, "__init__", partialmethod(bar.Bar.__init__, mininterval=0))
         patch.setattr(terminal, "isatty", lambda: True)
         patch.setattr(sys, "stderr", terminal)
         checkpointer.load(into)

@@ -18,8 +18,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+try:
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+except ImportError as error:
+    raise ImportError(f"{error}; what goes between hosts needs it: pip install 'asyncckpt[hosts]'") from error
 
 from asyncckpt.worker.store import NONCE_BYTES, keep_alive, proof
 
