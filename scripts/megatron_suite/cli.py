@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import platform
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
 from tabulate import tabulate
 
 from megatron_suite import port, ranks
@@ -20,9 +23,9 @@ def main() -> int:
         prog="scripts/megatron_suite",
         description="Megatron-LM's own tests of dist_checkpointing, on CPUs and gloo: all with asyncckpt, and those"
         " that do not pass then with Megatron-LM's own writer. Does any test pass with that one alone?",
-        epilog="The released packages have no tests in them: clone Megatron-LM at the tag of a release (core_v0.16.1 is"
-        " known to work). It imports six, regex, pydantic and einops. Exits with 1 if a test passes with Megatron-LM's"
-        " own writer alone.",
+        epilog="The released packages have no tests in them: clone Megatron-LM. Its tag core_v0.16.1, and its main"
+        " branch of August 2026 (core 0.20, from Python 3.12 on), are known to work. It imports six, regex, pydantic"
+        " and einops. Exits with 1 if a test passes with Megatron-LM's own writer alone.",
     )
     parser.add_argument("checkout", type=Path, help="folder of Megatron-LM's sources")
     parser.add_argument("files", nargs="*", help="of its folder tests/unit_tests/dist_checkpointing; by default all")
@@ -32,6 +35,10 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="where to leave what the ranks print; by default nowhere")
     parser.add_argument("--results", type=Path, help="a file of outcomes; what stands in it already is not run again")
     args = parser.parse_intermixed_args()
+    if (python := _python_wanted(args.checkout)) and platform.python_version() not in python:
+        parser.error(f"the Megatron-LM in {args.checkout} wants Python {python}: this is {platform.python_version()}")
+    for name, package in () if args.files else ranks.WANTING.items():
+        print(f"not run, as it wants {package}: {name}")
     with tempfile.TemporaryDirectory(prefix="asyncckpt-megatron-") as name:
         folder = (args.logs or Path(name)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,6 +48,11 @@ def main() -> int:
         ours = _run(tests, folder, results, args.ranks, _OURS)
         stock = _run([test for test in tests if ours[test] != "passed"], folder, results, args.ranks, _STOCK)
     return _report(ours, stock)
+
+
+def _python_wanted(checkout: Path) -> SpecifierSet | None:
+    line = re.search('^requires-python = "(.*)"', (checkout / "pyproject.toml").read_text(), re.MULTILINE)
+    return SpecifierSet(line[1]) if line else None
 
 
 def _run(tests: list[str], folder: Path, file: Path, world_size: int, writer: str) -> dict[str, str]:

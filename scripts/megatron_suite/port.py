@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
@@ -10,6 +9,8 @@ import logging
 import os
 import sys
 from datetime import timedelta
+from importlib.util import find_spec
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,14 +30,9 @@ def prepare(checkout: Path, nvrx: Path | None, ranks: int) -> None:
     """Have this process, and its forks, find Megatron-LM and run it on CPUs."""
     sys.path[:0] = [str(checkout), *([str(nvrx)] if nvrx else [])]
     os.chdir(checkout)
-    importlib.import_module("torch._inductor.compile_fx")  # which would take what follows for the real triton
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module("triton")
-    for name in ("triton", "triton.language"):
-        sys.modules.setdefault(name, _Anything(name))
-    patch_cuda()
+    _patch_torch(ranks)
     fused.stand_in()
-    torch.cuda.device_count = lambda: ranks
+    SpawnContext.Process = _SpawnedProcess
     dist.init_process_group = _on_gloo(dist.init_process_group)
     dist.new_group = _on_gloo(dist.new_group)
     own = "asyncckpt.integrations.megatron"  # which changes nothing by itself
@@ -48,8 +44,6 @@ def prepare(checkout: Path, nvrx: Path | None, ranks: int) -> None:
         writers.metadata_path = property(lambda writer: writer.fs.concat_path(writer.path, ".metadata"))
     # Tests want nothing logged, and this logger of torch's lets pass all that it has.
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)
-    utils: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
-    utils.PersistentAsyncCaller.async_loop = staticmethod(functools.partial(_persistent_worker, ranks))
     _do_without_transformer_engine()
 
 
@@ -68,13 +62,28 @@ def close_groups() -> None:
     gc.collect()
 
 
-def _persistent_worker(ranks: int, *arguments: Any) -> None:
-    """Megatron-LM's own, in a process that is no fork of this one: it looks for a device first."""
-    patch_cuda()
+def _patch_torch(ranks: int) -> None:
+    """Patch this process before it imports megatron-core, which imports triton and asks for a device."""
     torch.cuda.device_count = lambda: ranks
+    patch_cuda()
+    if find_spec("triton") is None:
+        importlib.import_module("torch._inductor.compile_fx")  # which would take the stand-in for the real triton
+        for name in ("triton", "triton.language"):
+            sys.modules[name] = _Anything(name)
+
+
+class _SpawnedProcess(SpawnProcess):
+    """A process that patches torch before it unpickles its target, because unpickling imports megatron-core."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _patched_process, (torch.cuda.device_count(),), self.__dict__
+
+
+def _patched_process(ranks: int) -> _SpawnedProcess:
+    """Return the process, still without its attributes, in the process itself."""
+    _patch_torch(ranks)
     torch.set_num_threads(1)
-    utils: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
-    utils.PersistentAsyncCaller.async_loop(*arguments)
+    return _SpawnedProcess.__new__(_SpawnedProcess)
 
 
 def _on_gloo(function: Any) -> Any:
@@ -91,10 +100,15 @@ def _on_gloo(function: Any) -> Any:
 def _do_without_transformer_engine() -> None:
     """Its layers are for GPUs: tests get Megatron-LM's own, and hear of a version that can do nothing."""
     specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    specs.get_gpt_layer_with_transformer_engine_spec = _local_layers(specs.get_gpt_layer_local_spec)
+    for kind in ("spec", "submodules"):  # core 0.16 has only the first
+        if local := getattr(specs, f"get_gpt_layer_local_{kind}", None):
+            setattr(specs, f"get_gpt_layer_with_transformer_engine_{kind}", _local_layers(local))
     specs.TENorm = specs.LNImpl
     specs = importlib.import_module("megatron.core.models.bert.bert_layer_specs")
     specs.bert_layer_with_transformer_engine_spec = specs.bert_layer_local_spec
+    specs = importlib.import_module("megatron.core.models.T5.t5_spec")
+    specs.encoder_model_with_transformer_engine_default_spec = specs.encoder_model_with_local_spec
+    specs.decoder_model_with_transformer_engine_default_spec = specs.decoder_model_with_local_spec
     importlib.import_module("megatron.core.utils")._te_version = Version("0")  # type: ignore[attr-defined]
     for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.fp8"):
         sys.modules[name] = ModuleType(name)
