@@ -163,16 +163,12 @@ def _add_timeline(commands: Any) -> None:
         help=text,
         description=f"{text[0].upper()}{text[1:]} (ui.perfetto.dev, chrome://tracing), from the manifests alone. Exits"
         " as ls does.",
-        epilog="examples: asyncckpt timeline checkpoints -o trace.json; asyncckpt timeline checkpoints --png saves.png",
+        epilog="example: asyncckpt timeline checkpoints -o trace.json",
     )
     added.add_argument("places", metavar="PATH", nargs="+", help="a folder of checkpoints, or a checkpoint")
     added.add_argument(
-        "-o",
-        "--out",
-        metavar="FILE",
-        help="the trace; without this and --png it goes to stdout, unless that is a terminal",
+        "-o", "--out", metavar="FILE", help="the trace; without this it goes to stdout, unless that is a terminal"
     )
-    added.add_argument("--png", metavar="FILE", help="draw the last saves into this file; wants matplotlib")
     added.set_defaults(run=show_timeline, paths=[None], json=False)
 
 

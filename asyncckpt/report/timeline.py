@@ -1,26 +1,167 @@
-"""``asyncckpt timeline``: when each rank did what for each save, as a trace, and as a picture."""
+"""``asyncckpt timeline``: when each rank did what for each save, as a trace for Perfetto or ``chrome://tracing``.
+
+The form is Chrome's trace events: a process is a rank, a thread is a lane of it. Of one lane no two events overlap,
+unless one is within the other. All times are of the hosts' clocks, which may differ.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import re
 import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from asyncckpt.errors import StorageError
 from asyncckpt.report.answers import UNUSABLE, Answers
 from asyncckpt.report.formats import number
 from asyncckpt.report.places import manifests_at
-from asyncckpt.report.trace import RankOfSave, ranks_of, trace
+from asyncckpt.worker.manifest import Manifest
+from asyncckpt.worker.timings import CALLED_AT
+
+_LANES = ("trainer", "copy", "write", "checksum", "commit")
+"""In their order: what the trainer does in the call; the copy, where that goes on after the call (``overlap``); the
+worker's threads that write; those that compute checksums meanwhile; from when this rank had written."""
+
+# By how much the two clocks that are read may differ: what ends so much after the call still belongs to it.
+_CLOCKS_S = 1e-3
+_RANK = re.compile(r"__(\d+)_\d+\.index\.json")
+
+
+@dataclass(frozen=True)
+class LaneSpan:
+    """What a rank does on a lane, in seconds since the epoch, and what it does within that."""
+
+    name: str
+    lane: str
+    begin: float
+    end: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+    within: Sequence[LaneSpan] = ()
+
+
+@dataclass(frozen=True)
+class RankOfSave:
+    """What a rank did for a save."""
+
+    path: str
+    step: int | None
+    rank: int
+    spans: Sequence[LaneSpan]
+
+
+def ranks_of(path: str, manifest: Manifest) -> list[RankOfSave]:
+    """What each rank did for the save at ``path``, as far as its manifest says: none where it does not say when."""
+    nbytes: dict[int, int] = {}  # of large files: whose a small one is, is not said
+    for facts in manifest.files.values():
+        if (match := _RANK.fullmatch(facts.get("index", ""))) is not None:
+            nbytes[int(match[1])] = nbytes.get(int(match[1]), 0) + facts["bytes"]
+    found = []
+    for rank in range(manifest.world_size):
+        timings = {name: value for name, each in manifest.timings.items() if (value := each[rank]) is not None}
+        if CALLED_AT in timings:
+            args = {"step": manifest.step, "rank": rank, "bytes_of_own_files": nbytes.get(rank), "path": path}
+            if spans := _spans(timings, manifest.created, args):
+                found.append(RankOfSave(path, manifest.step, rank, spans))
+    return found
+
+
+def _spans(timings: Mapping[str, float], created: float, args: Mapping[str, Any]) -> list[LaneSpan]:
+    called = timings[CALLED_AT]
+    name = "save" if args["step"] is None else f"save {args['step']}"
+
+    def span(phase: str, lane: str, begin_s: float | None = None, within: Sequence[LaneSpan] = ()) -> list[LaneSpan]:
+        """Of a phase that the timings have, or none."""
+        begin = timings.get(f"{phase}_from_s", begin_s)
+        if f"{phase}_s" not in timings or begin is None:
+            return []
+        return [LaneSpan(phase, lane, called + begin, called + begin + timings[f"{phase}_s"], args, within)]
+
+    plan_s = timings.get("plan_s")
+    inside = [*span("plan", "trainer", 0.0), *_renamed(span("slot", "trainer", plan_s), "wait for a slot")]
+    copy, spans = span("copy", "trainer"), []
+    if "stall_s" in timings:
+        end = called + timings["stall_s"]
+        if copy and copy[0].end <= end + _CLOCKS_S:
+            inside, copy = inside + copy, []
+        spans = [LaneSpan(name, "trainer", called, end, args, _kept_within(inside, called, end))]
+    spans += [LaneSpan("copy", "copy", each.begin, each.end, args) for each in copy]
+    for write in span("write", "write"):
+        sync = _kept_within(span("sync", "write"), write.begin, write.end)
+        spans.append(LaneSpan("write", "write", write.begin, write.end, args, sync))
+        spans += _kept_within(span("checksum", "checksum"), write.begin, write.end)
+        if created > write.end:
+            what = "from when this rank had written until the manifest was made; the rename comes after that"
+            spans.append(LaneSpan("commit", "commit", write.end, created, {**args, "what": what}))
+    return spans
+
+
+def _renamed(spans: Iterable[LaneSpan], name: str) -> list[LaneSpan]:
+    return [LaneSpan(name, each.lane, each.begin, each.end, each.args) for each in spans]
+
+
+def _kept_within(spans: Iterable[LaneSpan], begin: float, end: float) -> list[LaneSpan]:
+    """The same, one after the other from ``begin`` to ``end``: they were measured by two clocks."""
+    found = []
+    for each in spans:
+        begin = min(max(each.begin, begin), end)
+        last = min(max(each.end, begin), end)
+        found.append(LaneSpan(each.name, each.lane, begin, last, each.args))
+        begin = last
+    return found
+
+
+def trace(ranks: Iterable[RankOfSave]) -> dict[str, Any]:
+    """The trace, as Chrome's JSON. Its times begin with the first of all."""
+    of_ranks: dict[int, list[LaneSpan]] = {}
+    for each in ranks:
+        of_ranks.setdefault(each.rank, []).extend(each.spans)
+    first = min((span.begin for spans in of_ranks.values() for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, its in sorted(of_ranks.items()):
+        events.append(_named("process_name", rank, 0, f"rank {rank}"))
+        events.append(_named("process_sort_index", rank, 0, rank))
+        for lane, spans in _lanes_of(its):
+            thread = len(events)
+            events.append(_named("thread_name", rank, thread, lane))
+            events.append(_named("thread_sort_index", rank, thread, thread))
+            events += [_event(one, rank, thread, first) for span in spans for one in (span, *span.within)]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begins_at_s": first}}
+
+
+def _lanes_of(spans: Iterable[LaneSpan]) -> list[tuple[str, list[LaneSpan]]]:
+    """The lanes of a rank by their names, each with spans that do not overlap. What overlaps, as of two jobs, or of a
+    save that is committed while the next one is, gets another lane of that name.
+    """
+    lanes: list[tuple[str, list[LaneSpan]]] = []
+    for lane in _LANES:
+        found: list[list[LaneSpan]] = []
+        for span in sorted((each for each in spans if each.lane == lane), key=lambda each: each.begin):
+            free = next((row for row in found if row[-1].end <= span.begin), None)
+            if free is None:
+                found.append([span])
+            else:
+                free.append(span)
+        lanes += [(lane if not more else f"{lane} {more + 1}", row) for more, row in enumerate(found)]
+    return lanes
+
+
+def _event(span: LaneSpan, rank: int, thread: int, first: float) -> dict[str, Any]:
+    begin, end = (round((at - first) * 1e6) for at in (span.begin, span.end))
+    about = {"name": span.name, "cat": span.lane, "ph": "X", "ts": begin, "dur": end - begin}
+    return about | {"pid": rank, "tid": thread, "args": dict(span.args)}
+
+
+def _named(kind: str, rank: int, thread: int, value: str | int) -> dict[str, Any]:
+    key = "sort_index" if kind.endswith("sort_index") else "name"
+    return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": {key: value}}
 
 
 def show_timeline(answers: Answers, _: None, args: argparse.Namespace) -> None:
-    """Write the trace of all saves at ``args.places`` to ``args.out``, or to stdout, and draw it to ``args.png``."""
-    if args.png is not None and importlib.util.find_spec("matplotlib") is None:
-        answers.say("--png wants matplotlib, which is not installed: pip install matplotlib")
-        answers.fail(UNUSABLE)
-        return
-    if args.out is None and args.png is None and sys.stdout.isatty():
+    """Write the trace of all saves at ``args.places`` to ``args.out``, or to stdout."""
+    if args.out is None and sys.stdout.isatty():
         answers.say("the trace is long, and no text: name a file for it (-o trace.json), or pipe it")
         answers.fail(UNUSABLE)
         return
@@ -35,28 +176,15 @@ def show_timeline(answers: Answers, _: None, args: argparse.Namespace) -> None:
         answers.say("there is no save to show")
         answers.fail(UNUSABLE)
         return
-    with answers.about(args.out or args.png or "stdout"):
-        if args.out is not None or args.png is None:
-            _write(answers, args.out, json.dumps(trace(rank for save in saves for rank in save), allow_nan=False))
-        if args.png is not None:
-            from asyncckpt.report.timeline_picture import draw  # here, as matplotlib may be missing
-
-            try:
-                draw(saves, args.png)
-            except OSError as error:
-                raise StorageError(f"writing failed: {error.strerror}", path=args.png) from error
-        shown = f"{number(len(saves), 'save')} of {number(max(map(len, saves)), 'rank')}"
-        for file, how in ((args.out, "; ui.perfetto.dev opens it"), (args.png, "")):
-            if file is not None:
-                answers.print(f"{file}: {shown}{how}")
-
-
-def _write(answers: Answers, path: str | None, text: str) -> None:
-    if path is None:
+    text = json.dumps(trace(rank for save in saves for rank in save), allow_nan=False)
+    if args.out is None:
         answers.print(text)
         return
-    try:
-        with open(path, "w") as file:
-            file.write(text)
-    except OSError as error:
-        raise StorageError(f"writing failed: {error.strerror}", path=path) from error
+    with answers.about(args.out):
+        try:
+            with open(args.out, "w") as file:
+                file.write(text)
+        except OSError as error:
+            raise StorageError(f"writing failed: {error.strerror}", path=args.out) from error
+        shown = f"{number(len(saves), 'save')} of {number(max(map(len, saves)), 'rank')}"
+        answers.print(f"{args.out}: {shown}; ui.perfetto.dev opens it")

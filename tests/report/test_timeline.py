@@ -1,8 +1,7 @@
-"""``asyncckpt timeline``: a trace of all ranks, whose lanes hold nothing that overlaps, and a picture."""
+"""``asyncckpt timeline``: a trace of all ranks, whose lanes hold nothing that overlaps."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +18,7 @@ from support.ranks import QUICK, run
 
 from asyncckpt import Checkpointer, cli
 from asyncckpt.engine.engine import Engine
-from asyncckpt.report.trace import LaneSpan, RankOfSave, ranks_of, trace
+from asyncckpt.report.timeline import LaneSpan, RankOfSave, ranks_of, trace
 from asyncckpt.worker.manifest import Manifest
 
 NBYTES = 4 << 20
@@ -81,13 +80,12 @@ def test_a_job_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
             one["plan"] <= one["wait for a slot"] <= one["copy"] <= one["write"] + 50_000
             and one["write"] <= one["sync"]
         )
-    out, png = tmp_path / "trace.json", tmp_path / "picture.png"
+    out = tmp_path / "trace.json"
     step = root / "step-00000200"
-    assert cli.main(["timeline", str(step), str(root / "step-00000300"), "-o", str(out), "--png", str(png)]) == 0
-    said = capsys.readouterr().out
-    assert "2 saves of 2 ranks" in said and str(png) in said
+    assert cli.main(["timeline", str(step), str(root / "step-00000300"), "-o", str(out)]) == 0
+    assert "2 saves of 2 ranks" in capsys.readouterr().out
     steps = {event["args"]["step"] for event in _check(json.loads(out.read_bytes()), ranks=2)}
-    assert steps == {200, 300} and png.read_bytes().startswith(b"\x89PNG")
+    assert steps == {200, 300}
 
 
 def test_a_set_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,14 +181,6 @@ def test_what_cannot_be_written_is_not_said_to_be_there(root: Path, capsys: pyte
     assert cli.main(["timeline", str(root), "-o", "/dev/full"]) == 2
     said = capsys.readouterr()
     assert not said.out and "writing failed" in said.err
-
-
-def test_a_picture_wants_matplotlib(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["timeline", str(root), "--png", "x.png"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_the_bytes_are_those_of_own_large_files() -> None:
