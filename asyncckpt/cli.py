@@ -134,23 +134,17 @@ def _add_diff(commands: Any) -> None:
     added = commands.add_parser(
         "diff",
         help=text,
-        description=f"{text[0].upper()}{text[1:]}, the largest first. Two checkpoints of asyncckpt are compared by"
-        " their checksums, and little is read; of others all is. Exits with 0 if all values are the same, with 1 if"
-        " some differ, and with 2 if something is damaged, not there or cannot be used.",
+        description=f"{text[0].upper()}{text[1:]}, the largest first. Indexes are compared, by names, dtypes, shapes"
+        " and checksums; only a value that stands in other parts is read. Exits with 0 if all values are the same, with"
+        " 1 if some differ, and with 2 if something is damaged, not there or cannot be used.",
         epilog="example: asyncckpt diff checkpoints/step-00000100 checkpoints/step-00000200 --values",
     )
     for name in ("a", "b"):
-        added.add_argument(
-            name,
-            metavar=name.upper(),
-            help="a checkpoint, also stock DCP's; a folder of them, for the newest; a file of torch.save or of"
-            " safetensors, or a folder of these",
-        )
+        added.add_argument(name, metavar=name.upper(), help="a checkpoint; a folder of them, for the newest")
     added.add_argument(
         "--values",
         action="store_true",
-        help="read what differs, and show the greatest and the mean absolute difference, and how many elements are NaN"
-        " or infinite",
+        help="read the tensors that differ, and show how many elements differ, and the largest absolute difference",
     )
     added.add_argument("--json", action="store_true", help="print JSON")
     added.set_defaults(run=show_diff, paths=[None])
