@@ -14,15 +14,13 @@ from typing import Any
 
 import asyncckpt
 from asyncckpt.demo import run as demo
-from asyncckpt.exporting import command as exporting
 from asyncckpt.loading.shared_files import CheckedFiles
 from asyncckpt.report.advice import advise
 from asyncckpt.report.answers import UNUSABLE, Answers
 from asyncckpt.report.diff import show_diff
-from asyncckpt.report.disk_use import DiskUse
-from asyncckpt.report.exports import show_export
+from asyncckpt.report.exports import add_export
 from asyncckpt.report.inspection import inspect_checkpoint
-from asyncckpt.report.listing import list_checkpoints
+from asyncckpt.report.listing import DiskUse, list_checkpoints
 from asyncckpt.report.timeline import show_timeline
 from asyncckpt.report.verification import verify_checkpoints
 from asyncckpt.report.workers import show_workers
@@ -118,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(checked=CheckedFiles())
     _add_diff(commands)
-    exporting.add_to(commands).set_defaults(run=show_export)
+    add_export(commands)
     _add_timeline(commands)
     advice = command("advise", advise, "say how often to save, from what the saves of a run have cost")
     advice.add_argument("--mtbf", metavar="TIME", required=True, help="mean time between failures, as 4h")

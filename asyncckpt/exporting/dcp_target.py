@@ -6,7 +6,6 @@ import os
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import xxhash
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
 from asyncckpt.exporting.selection import Selection
-from asyncckpt.exporting.stored import DictKey
 from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.metadata import pickle_metadata
@@ -79,8 +77,7 @@ class CheckpointTarget:
             else:
                 known[item.name] = BytesStorageMetadata()
             storage[MetadataIndex(item.name, offsets)] = _StorageInfo(self.plan.name, item.at, item.nbytes)
-        keys = {name: tuple(map(_as_dcp_has_it, its)) for name, its in self._selection.keys.items()}
-        metadata = Metadata(known, keys, storage, StorageMeta())
+        metadata = Metadata(known, dict(self._selection.keys), storage, StorageMeta())
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         return pickle_metadata(metadata)[:-1] + storage_meta(path, attempt)
 
@@ -107,11 +104,6 @@ class CheckpointTarget:
     def small_files(self, path: str, attempt: str) -> dict[str, bytes]:
         """Those that the manifest names beside the data file, once that is written."""
         return {index_name(0): self.index(), METADATA_NAME: self.metadata(path, attempt)}
-
-
-def _as_dcp_has_it(key: Any) -> Any:
-    """Of keys of dicts their text, and positions in lists."""
-    return str(key) if isinstance(key, DictKey) else key
 
 
 class _SpanSums:

@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from asyncckpt.errors import MismatchError, StorageError, UnsavableStateError
+from asyncckpt.errors import CheckpointNotFoundError, MismatchError, StorageError, UnsavableStateError
+from asyncckpt.exporting.checkpoint_source import open_checkpoint
 from asyncckpt.exporting.copying import write
 from asyncckpt.exporting.dcp_target import CheckpointTarget
 from asyncckpt.exporting.file_plan import FilePlan
-from asyncckpt.exporting.opening import open_state
 from asyncckpt.exporting.output import output, place_for
 from asyncckpt.exporting.safetensors_target import plan_safetensors
 from asyncckpt.exporting.selection import (
@@ -29,14 +29,18 @@ from asyncckpt.exporting.selection import (
     select,
 )
 from asyncckpt.exporting.source_files import SourceFiles
+from asyncckpt.exporting.stock_source import open_stock
 from asyncckpt.exporting.stored import StoredState
 from asyncckpt.exporting.torch_file_target import plan_torch_file
 from asyncckpt.gc_pause import without_gc
 from asyncckpt.loading.data_file import read_pool
 from asyncckpt.loading.progress import Progress
-from asyncckpt.worker.manifest import MANIFEST_NAME
-from asyncckpt.worker.storage import absolute
+from asyncckpt.loading.set_of_file import SetsOfFiles
+from asyncckpt.loading.source import StorageSource, find_step, is_stock
+from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
+from asyncckpt.worker.storage import absolute, named_steps, step_folder, storage_for
 from asyncckpt.worker.storage.file_system import translated
+from asyncckpt.worker.storage.history import newest_step
 from asyncckpt.worker.storage.storage import OpenAttempt
 
 _COPY_BYTES = 1 << 20
@@ -85,8 +89,7 @@ def export(
     ``out`` appears when it is complete and durable, and not before; what is there already is never replaced.
 
     Args:
-        path: A checkpoint of ours or of stock DCP; a root, for its newest step; a file of ``torch.save``; a file of
-            safetensors, or a folder of them.
+        path: A checkpoint of ours or of stock DCP, or a root, for its newest step.
         out: For "hf" and "dcp" a folder (with the name of a step, that step of a root), for "torch" a file.
         to: "hf", safetensors with an index, as ``from_pretrained`` reads them, tensors alone; "torch", one file that
             ``torch.load`` reads; "dcp", a checkpoint that ``Checkpointer.load`` and stock DCP read.
@@ -97,7 +100,7 @@ def export(
             by old ones, a dict of them, or a function.
         max_shard_size: For "hf": bytes of a file, as "5GB", which is the default.
         extra: For "hf": files that are copied beside.
-        weights_only: For "torch", and of a file of torch: no value may run code while it is unpickled.
+        weights_only: For "torch": no value may run code while it is unpickled.
         progress: Show a bar on the terminal.
 
     Raises:
@@ -155,13 +158,21 @@ class _Job:
                     raise StorageError("this is to be copied, and is no file", path=each)
         if len(self._extra) != len(extra):
             raise ValueError("extra: two files have the same name")
-        self._sources: list[SourceFiles] = []
+        self._source: SourceFiles | None = None
         self._attempt = f"{secrets.token_hex(6)}-0"
 
     @without_gc
     def open(self, held: contextlib.ExitStack) -> StoredState:
         """What is stored, held open, and held against removal."""
-        return open_state(self._path, held, self._sources, weights_only=self._weights_only)
+        path = _checkpoint_at(self._path)
+        held.enter_context(storage_for(path).reading(path))  # retention leaves it alone
+        self._source = folder = SourceFiles(path, held)
+        if not is_stock(path):
+            return open_checkpoint(folder, StorageSource(path))
+        found = SetsOfFiles(held).with_file(os.path.join(path, METADATA_NAME))
+        if found is None:
+            return open_stock(folder)
+        return open_checkpoint(folder, found[0], found[1].removesuffix(METADATA_NAME))
 
     @without_gc
     def plan(self, state: StoredState, selection: Selection) -> _Planned:
@@ -196,8 +207,8 @@ class _Job:
                 _write_small(attempt, name, data)
             for name, source in self._extra.items():
                 _copy(attempt, name, source)
-            for each in self._sources:
-                each.check_unchanged()
+            if self._source is not None:
+                self._source.check_unchanged()
         is_hf = self._to == "hf"
         names = [plan.name or os.path.basename(place) for plan in plans]
         return Exported(
@@ -218,6 +229,16 @@ class _Job:
                 with contextlib.closing(attempt.create(plan.name, large=True)) as file:
                     written += write(plan, state, file, readers, bar.update)
         return written
+
+
+def _checkpoint_at(path: str) -> str:
+    """Return the checkpoint at ``path``: of a root the newest step. Raises ``CheckpointNotFoundError``."""
+    if storage_for(path).exists(os.path.join(path, MANIFEST_NAME)) or is_stock(path) or not named_steps(path):
+        return path
+    if (step := newest_step(path)) is None:
+        raise CheckpointNotFoundError("there is no checkpoint here yet", path=path)
+    find_step(step, 0.0, path)  # or this says what there is
+    return step_folder(path, step)
 
 
 def _write_small(attempt: OpenAttempt, name: str, data: bytes) -> None:

@@ -26,6 +26,7 @@ from asyncckpt.exporting.stored import Box, StoredObject, StoredState
 from asyncckpt.loading.data_file import ChecksummedFile, read_plain, read_pool
 from asyncckpt.loading.dcp_reader import read_stock_metadata
 from asyncckpt.worker.archive import LOCAL_BYTES, LOCAL_MAGIC, record_at
+from asyncckpt.worker.manifest import METADATA_NAME
 from asyncckpt.worker.storage.storage import InputFile
 
 # The records before that of a tensor's bytes take a kilobyte, or, where all are aligned to pages, some of these.
@@ -79,6 +80,7 @@ def open_stock(folder: SourceFiles) -> StoredState:
         UnsavableStateError: It is stored in a way that only DCP can read.
     """
     path = folder.folder
+    folder.watch(METADATA_NAME)
     metadata = read_stock_metadata(path, weights_only=True)
     places: dict[str, list[_Place]] = {}
     for index, info in (metadata.storage_data or {}).items():

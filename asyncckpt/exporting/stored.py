@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,15 +17,6 @@ from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 from asyncckpt.shm.memcpy import Destinations, address_of
-
-
-class DictKey(NamedTuple):
-    """A key of a dict that is no text. Among the keys of a value a number is a position in a list."""
-
-    key: Any
-
-    def __str__(self) -> str:
-        return str(self.key)
 
 
 class Box(NamedTuple):
@@ -133,13 +124,13 @@ class StoredObject(NamedTuple):
 class StoredState:
     """A state dict in storage.
 
-    ``keys`` lead to each value in it, by its name, which is those with dots between them: text, ``DictKey``, positions
-    in lists; they have the order of the state dict. Of an object the bytes may be at hand already. ``files`` are open.
+    ``keys`` lead to each value in it, by its name, which is those with dots between them: text, and positions in lists.
+    They have the order of the state dict. ``files`` are open.
     """
 
     path: str
     tensors: dict[str, StoredTensor]
-    objects: dict[str, StoredObject | bytes]
+    objects: dict[str, StoredObject]
     keys: dict[str, Keys]
     files: Mapping[str, ChecksummedFile]
 
@@ -148,11 +139,7 @@ class StoredState:
         found: dict[str, bytes] = {}
         places: dict[str, list[tuple[str, StoredObject]]] = {}
         for name in names:
-            its = self.objects[name]
-            if isinstance(its, bytes):
-                found[name] = its
-            else:
-                places.setdefault(its.file, []).append((name, its))
+            places.setdefault(self.objects[name].file, []).append((name, self.objects[name]))
         with read_pool(self.path) as pool:
             for file, some in places.items():
                 data = {name: memoryview(bytearray(place.end - place.begin)) for name, place in some}

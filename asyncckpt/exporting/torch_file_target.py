@@ -13,7 +13,7 @@ from torch.serialization import normalize_storage_type
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
 from asyncckpt.exporting.selection import Selection
-from asyncckpt.exporting.stored import DictKey, StoredTensor
+from asyncckpt.exporting.stored import StoredTensor
 from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
@@ -61,16 +61,15 @@ def _put(state: dict[Any, Any], keys: Keys, value: Any) -> None:
     """Put a value where ``keys`` lead to, and make the dicts and lists on the way."""
     container: Any = state
     for key, inner in zip(keys, [*keys[1:], None], strict=True):
-        its = key.key if isinstance(key, DictKey) else key
         if isinstance(container, list):
-            container += [None] * (its + 1 - len(container))
+            container += [None] * (key + 1 - len(container))
         if inner is None:
-            container[its] = value
-        elif container[its] is not None if isinstance(container, list) else its in container:
-            container = container[its]
+            container[key] = value
+        elif container[key] is not None if isinstance(container, list) else key in container:
+            container = container[key]
         else:
-            container[its] = [] if isinstance(inner, int) else {}
-            container = container[its]
+            container[key] = [] if isinstance(inner, int) else {}
+            container = container[key]
 
 
 def _plan(pickler: _Pickler, data: bytes) -> FilePlan:

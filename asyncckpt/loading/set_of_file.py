@@ -33,13 +33,13 @@ class SetsOfFiles:
         for each in (path,) if is_address(path) else (path, os.path.realpath(path)):
             folder, base = os.path.split(each)
             if folder not in self._sets:
-                self._sets[folder] = self.around(folder)
+                self._sets[folder] = self._around(folder)
             if (found := self._sets[folder]) is not None and (its := f"{found[1]}{base}") in found[0].manifest.files:
                 return found[0], its
         return None
 
-    def around(self, folder: str) -> tuple[StorageSource, str] | None:
-        """The set that ``folder`` is in, and what the names of its files begin with there."""
+    def _around(self, folder: str) -> tuple[StorageSource, str] | None:
+        """Find the set that ``folder`` is in, and what the names of its files begin with there."""
         for above in _upwards(folder):
             if _is_set(above, folder):
                 self._held.enter_context(storage_for(above).reading(above))  # retention leaves it alone

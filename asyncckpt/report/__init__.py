@@ -1,4 +1,4 @@
-"""What the command line shows: of checkpoints, of what others have stored, and of workers.
+"""What the command line shows of checkpoints and of workers.
 
 What we have written is looked at without torch, and without reading a pickle.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +17,14 @@ from itertools import pairwise
 from typing import Any
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
-from asyncckpt.exporting.open_files import OpenFiles
-from asyncckpt.loading.contents import Shard, Value, values_of
+from asyncckpt.exporting.source_files import OpenFiles
+from asyncckpt.loading.contents import Shard, Value, checkpoints_at, values_of
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import StorageSource
+from asyncckpt.loading.source import StorageSource, is_stock
 from asyncckpt.report.answers import DIFFERENT, GOOD, UNUSABLE, Answers
 from asyncckpt.report.formats import number, shape_of, size_of
-from asyncckpt.report.places import found_at, kind_of_others, newest_of
+from asyncckpt.report.places import newest_of
 from asyncckpt.worker.archive import is_archive, stretched
 from asyncckpt.worker.index import Index, Item
 from asyncckpt.worker.storage import absolute, storage_for
@@ -93,15 +94,14 @@ class _Checkpoint:
             self._files[name] = self._held.enter_context(closing(self._source.open(name, self._open_files.open)))
         return self._files[name]
 
-    def data(self, name: str) -> bytes:
+    def data(self, name: str, pool: ThreadPoolExecutor) -> bytes:
         """Read an object, a record or a small file. Raises ``DamagedCheckpointError``, ``StorageError``."""
         if name in self.small:
             return self._source.read(name)
-        from asyncckpt.exporting.source_files import read_bytes  # here: most of ``diff`` needs no torch
+        from asyncckpt.report.value_comparison import read_object  # here: most of ``diff`` needs no torch
 
         (stored,) = self.boxes[name].values()
-        begin = stored.item.payload_at
-        return read_bytes(self.file(stored), begin, begin + stored.item.payload_bytes)
+        return read_object(self.file(stored), stored.item, pool)
 
 
 @dataclass
@@ -155,11 +155,11 @@ def show_diff(answers: Answers, _: None, args: argparse.Namespace) -> None:
 
 def _place(answers: Answers, given: str) -> str:
     """Return the checkpoint at ``given``: of a root the newest one."""
-    paths = found_at(given)
+    paths = checkpoints_at(given)
     if paths == [given]:
-        if (kind := kind_of_others(given)) is not None:
+        if is_stock(given):
             raise CheckpointError(
-                f"this is of the kind {kind}, which has no index: asyncckpt export --to dcp makes a checkpoint of it",
+                "stock DCP wrote this, without an index: asyncckpt export --to dcp makes a checkpoint with one",
                 path=given,
             )
         return given
@@ -219,7 +219,7 @@ def _read(
                 is_same = each.changes == ["value"] and not measured[0]
                 each.measured = measured if is_asked else None
             else:
-                is_same = _is_one_object(a.data(name), b.data(name))
+                is_same = _is_one_object(a.data(name, pool), b.data(name, pool))
             bar.update(each.nbytes)
             if not is_same:
                 yield each

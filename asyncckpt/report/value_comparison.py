@@ -1,4 +1,4 @@
-"""Read tensors of two checkpoints of ours, and count which elements differ. This part of ``diff`` needs torch."""
+"""Read values of two checkpoints of ours, and count which elements differ. This part of ``diff`` needs torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from asyncckpt.exporting.stored import Box, fetch
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.read_requests import dtype_named
 from asyncckpt.planning.layout import contiguous_strides
+from asyncckpt.shm.memcpy import address_of
 from asyncckpt.worker.index import Item
 
 _CONVERTED = 1 << 20  # elements that are converted to float64 at once
+
+
+def read_object(file: ChecksummedFile, item: Item, pool: ThreadPoolExecutor) -> bytes:
+    """Read the bytes of an item that is no tensor. Raises ``DamagedCheckpointError``, ``StorageError``."""
+    data = memoryview(bytearray(item.payload_bytes))
+    fetch(file, [(item.payload_at, item.payload_at + len(data), address_of(data))] if data else [], pool)
+    return bytes(data)
 
 
 def read_tensor(

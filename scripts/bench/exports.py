@@ -1,4 +1,4 @@
-"""What an export costs: a checkpoint in other forms, beside reading and writing its bytes, and beside torch's own ways.
+"""What an export costs: a checkpoint in other forms, beside reading and writing its bytes, and beside torch's own way.
 
 All take turns, files out of the page cache before, and are done when the result is on storage: what torch writes the
 suite syncs. Of each the last result is loaded and compared.
@@ -6,7 +6,6 @@ suite syncs. Of each the last result is loaded and compared.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -33,10 +32,7 @@ from bench.turns import Pace, take
 
 COPY_THREADS = 4
 COPY_BYTES = 4 << 20
-SHARDS = 2
 STEP = 1
-# What DCP's writer of safetensors says of a shard.
-_SHARDED = "DCP_SHARDING_INFO"
 
 
 def copy(source: str, out: str) -> None:
@@ -58,16 +54,6 @@ def copy(source: str, out: str) -> None:
     outof.close()
 
 
-def consolidate(source: str, out: str) -> None:
-    """DCP's own way from shards of safetensors to whole tensors."""
-    from torch.distributed.checkpoint import _consolidate_hf_safetensors as stock
-
-    os.makedirs(out)
-    with open(f"{source}/shard-0.safetensors", "rb") as file:
-        names = json.loads(file.read(int.from_bytes(file.read(8), "little"))).keys() - {"__metadata__"}
-    stock.consolidate_safetensors_files(source, out, dict.fromkeys(names, 1), num_threads=COPY_THREADS)
-
-
 def stock_to_torch(source: str, out: str) -> None:
     """DCP's own way from a checkpoint to a file of torch's."""
     dcp_to_torch_save(source, out)
@@ -82,9 +68,7 @@ WAYS: Mapping[str, tuple[str, Way]] = {
     "asyncckpt, to a checkpoint": ("ours", partial(export, to="dcp")),
     "asyncckpt, to safetensors in bf16": ("ours", partial(export, to="hf", dtype="bf16")),
     "asyncckpt, DCP's to torch": ("stock", partial(export, to="torch")),
-    "asyncckpt, shards of safetensors": ("shards", partial(export, to="hf")),
     "DCP's dcp_to_torch_save": ("stock", stock_to_torch),
-    "DCP's consolidate_safetensors_files": ("shards", consolidate),
 }
 """Each with what it reads."""
 
@@ -92,11 +76,10 @@ WAYS: Mapping[str, tuple[str, Way]] = {
 def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
     """Exports in all ways, and the limit."""
     made = make(request)
-    sources = {"ours": step_folder(f"{folder}/root", STEP), "stock": f"{folder}/stock", "shards": f"{folder}/shards"}
+    sources = {"ours": step_folder(f"{folder}/root", STEP), "stock": f"{folder}/stock"}
     with files.runtime_folder(f"{folder}/runtime"), asyncckpt.Checkpointer(f"{folder}/root") as checkpointer:
         checkpointer.save(STEP, made.state).result(600)
     state_dict_saver.save(made.state, checkpoint_id=sources["stock"])
-    _write_shards(sources["shards"], made.state["model"])
     files.sync(folder)
     turns = {COPY: partial(_turn, copy, f"{sources['ours']}/__0_0.distcp", f"{folder}/out", None)}
     for name, (source, way) in WAYS.items():
@@ -109,18 +92,6 @@ def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
         "results": {name: {"export_s": seconds[1:]} for name, seconds in taken.found.items() if name != COPY},
         "left_out": taken.left_out,
     }
-
-
-def _write_shards(folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Each tensor in as many parts as there are files, as DCP's writer of safetensors leaves them."""
-    from safetensors.torch import save_file
-
-    os.makedirs(folder)
-    parts = {name: tensor.chunk(SHARDS) for name, tensor in tensors.items()}
-    for number in range(SHARDS):
-        begins = {name: {"saved_offsets": [number * len(its[0])]} for name, its in parts.items()}
-        its = {name: each[number].contiguous() for name, each in parts.items()}
-        save_file(its, f"{folder}/shard-{number}.safetensors", {_SHARDED: json.dumps(begins), "DCP_VERSION": "1.0"})
 
 
 def _turn(way: Way, source: str, out: str, expected: State | None) -> float:

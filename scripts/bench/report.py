@@ -76,8 +76,8 @@ EXPLANATIONS = {
     "export": (
         "A checkpoint that becomes others, until these are on storage, all out of the page cache before. The limit "
         "reads and writes the bytes once, past the page cache, by four threads. asyncckpt checks the bytes of its own "
-        "checkpoints, and takes checksums of those that it writes; torch's own ways are `dcp_to_torch_save`, and "
-        "`consolidate_safetensors_files` with four threads, from two shards of each tensor. What comes out is compared."
+        "checkpoints, and takes checksums of those that it writes; torch's own way is `dcp_to_torch_save`. What comes "
+        "out is compared."
     ),
     "telemetry": (
         "Calls of `save` with nobody listening, and with all adapters (Prometheus, OpenTelemetry, TensorBoard, Weights "

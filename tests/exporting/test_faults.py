@@ -71,23 +71,17 @@ def test_damage_of_what_describes_it_is_found(saved: Path, tmp_path: Path, name:
 def test_what_is_missing_is_found(state: dict[str, Any], saved: Path, tmp_path: Path) -> None:
     """Also where there are no checksums."""
     save_shards(state, tmp_path / "stock", {"model.w3": ((), (9,))})
-    torch.save(state, tmp_path / "state.pt")
-    export(saved, tmp_path / "hf")
-    for source, file in (
-        (tmp_path / "stock", tmp_path / "stock/__0_0.distcp"),
-        (tmp_path / "hf", tmp_path / "hf/model.safetensors"),
-        (saved, saved / "__0_0.distcp"),
-        (tmp_path / "state.pt", tmp_path / "state.pt"),
-    ):
+    for source in (tmp_path / "stock", saved):
+        file = source / "__0_0.distcp"
         os.truncate(file, file.stat().st_size - 30_000)
         with pytest.raises(DamagedCheckpointError) as raised:
             export(source, tmp_path / "out")
         assert raised.value.path == str(file)
-        assert source in (saved, file) or "model.w4" in str(raised.value)
+        assert source == saved or "model.w4" in str(raised.value)
         file.unlink()
-        with pytest.raises((DamagedCheckpointError, CheckpointNotFoundError)):
+        with pytest.raises(DamagedCheckpointError):
             export(source, tmp_path / "out")
-    assert _nothing_but(tmp_path, "checkpoints", "stock", "hf")
+    assert _nothing_but(tmp_path, "checkpoints", "stock")
 
 
 def test_a_part_that_is_not_stored_is_found(state: dict[str, Any], tmp_path: Path) -> None:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support import ranks
 from support.shards import save_shards
 from support.states import same
 
-from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import StorageError
-from asyncckpt.exporting import open_files
+from asyncckpt.exporting import source_files
 from asyncckpt.exporting.export import export
-from asyncckpt.planning.file_set import FileSet
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import PAGE
 
@@ -31,29 +28,6 @@ def _state() -> dict[str, torch.Tensor]:
     return {f"w{number:03d}": torch.randn(3, FILES, generator=generator) for number in range(4)}
 
 
-def _stock(folder: Path) -> None:
-    state = _state()
-    save_shards(state, folder, {name: ((), range(1, FILES)) for name in state}, files=FILES)
-
-
-def _safetensors(folder: Path) -> None:
-    folder.mkdir()
-    whole = torch.cat(list(_state().values()))
-    for column in range(FILES):
-        its = {f"c{column:03d}": whole[:, column].contiguous()}
-        save_file(its, folder / f"model-{column + 1:05d}-of-{FILES:05d}.safetensors")
-
-
-def _set(folder: Path) -> None:
-    _safetensors(made := folder.with_name("made"))
-    files = FileSet()
-    for file in made.iterdir():
-        files.add_safetensors(f"weights/{file.name}", load_file(file))
-    with Checkpointer(folder.parent) as checkpointer:
-        checkpointer.save(1, files)
-    folder.symlink_to(folder.parent / "step-00000001/weights")
-
-
 def _export(path: str, out: str) -> None:
     """In a process of its own, which may open little more than it has open."""
     torch.ones(3)
@@ -62,25 +36,21 @@ def _export(path: str, out: str) -> None:
 
 
 @pytest.mark.usefixtures("forkserver")
-@pytest.mark.parametrize("make", [_stock, _safetensors, _set])
-def test_more_files_than_may_be_open(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "source")
+def test_more_files_than_may_be_open(tmp_path: Path) -> None:
+    state = _state()
+    save_shards(state, tmp_path / "source", {name: ((), range(1, FILES)) for name in state}, files=FILES)
     assert len(os.listdir(tmp_path / "source")) >= FILES
     code, _ = ranks.alone(_export, str(tmp_path / "source"), str(tmp_path / "out"))
     assert code == 0
-    found = load_file(tmp_path / "out/model.safetensors")
-    if make is not _stock:
-        columns = torch.stack([found[f"c{column:03d}"] for column in range(FILES)], dim=1)
-        found = {name: columns[3 * at : 3 * at + 3] for at, name in enumerate(_state())}
-    assert same(found, _state())
+    assert same(load_file(tmp_path / "out/model.safetensors"), state)
 
 
 def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else half of it would be of another time. One that stays open is the same for ever."""
-    monkeypatch.setattr(open_files, "_MOST", 1)
+    monkeypatch.setattr(source_files, "_MOST", 1)
     for name in ("one", "other", "new"):
         (tmp_path / name).write_text(name)
-    files, buffer = open_files.OpenFiles(), huge_buffer(PAGE)
+    files, buffer = source_files.OpenFiles(), huge_buffer(PAGE)
     one, other = (files.open(str(tmp_path / name)) for name in ("one", "other"))
     before = len(os.listdir("/proc/self/fd"))
     for file, name in ((one, "one"), (other, "other"), (one, "one")):
@@ -98,10 +68,10 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: p
 
 def test_files_are_read_by_many_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is closed that somebody reads."""
-    monkeypatch.setattr(open_files, "_MOST", 2)
+    monkeypatch.setattr(source_files, "_MOST", 2)
     for number in range(20):
         (tmp_path / str(number)).write_text(str(number))
-    files = open_files.OpenFiles()
+    files = source_files.OpenFiles()
     opened = [files.open(str(tmp_path / str(number))) for number in range(20)]
 
     def read(turn: int) -> bool:

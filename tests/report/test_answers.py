@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from asyncckpt import cli
-from asyncckpt.report import listing, places
+from asyncckpt.loading.source import is_stock
+from asyncckpt.report import listing
 from asyncckpt.report.answers import Answers
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def test_names_that_look_like_numbers_stay(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +42,7 @@ def test_numbers_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_controls_a_terminal_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "w\x1b[2J\x9b\r\n"
-    save_file({name: torch.ones(3)}, path := tmp_path / "odd\x1b.safetensors")
+    dcp_save({name: torch.ones(3)}, checkpoint_id=(path := tmp_path / "odd\x1b"), no_dist=True)
     assert cli.main(["inspect", str(path)]) == 0
     said = capsys.readouterr().out
     assert "w\\x1b[2J\\x9b\\r\\n" in said and "odd\\x1b" in said and not {"\x1b", "\x9b", "\r"} & set(said)
@@ -55,18 +58,17 @@ def test_what_nobody_thought_of_does_not_stop_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: list[str]
 ) -> None:
     for name in ("a", "b"):
-        save_file({"w": torch.ones(3)}, tmp_path / f"{name}.safetensors")
-    before = places.kind_of_others
+        dcp_save({"w": torch.ones(3)}, checkpoint_id=tmp_path / name, no_dist=True)
 
     def odd(path: str) -> Any:
-        if path.endswith("a.safetensors"):
+        if path.endswith("a"):
             raise ZeroDivisionError("odd")
-        return before(path)
+        return is_stock(path)
 
-    monkeypatch.setattr(listing, "kind_of_others", odd)
-    assert cli.main(["ls", *form, *(str(tmp_path / f"{name}.safetensors") for name in ("a", "b"))]) == 2
+    monkeypatch.setattr(listing, "is_stock", odd)
+    assert cli.main(["ls", *form, *(str(tmp_path / name) for name in ("a", "b"))]) == 2
     said = capsys.readouterr()
-    assert "b.safetensors" in said.out and "ZeroDivisionError" in (said.out if form else said.err)
+    assert str(tmp_path / "b") in said.out and "ZeroDivisionError" in (said.out if form else said.err)
 
 
 def test_json_has_no_numbers_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,10 +80,9 @@ def test_json_has_no_numbers_that_are_none(capsys: pytest.CaptureFixture[str]) -
 
 def test_names_that_have_no_bytes(tmp_path: Path) -> None:
     """A surrogate of a name is escaped; a byte of a path that is no text is written as it is."""
-    path = os.fsencode(tmp_path) + b"/\xff.safetensors"
-    header = b'{"w\\ud800": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}'
-    with open(path, "wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header + b"\1")
+    path = os.fsencode(tmp_path) + b"/\xff"
+    dcp_save({"w\ud800": torch.ones(3)}, checkpoint_id=tmp_path / "it", no_dist=True)
+    (tmp_path / "it").rename(os.fsdecode(path))
     done = subprocess.run([sys.executable, "-m", "asyncckpt", "inspect", path], capture_output=True)
     assert done.returncode == 0, done.stderr
     assert b"w\\ud800" in done.stdout and path in done.stdout
