@@ -37,7 +37,7 @@ def test_numbers_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> N
         answers.row(("step", "path"), step, "there")
     answers.show()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("     5  there") and lines[4].startswith("  1000  there")
+    assert lines[2] == "   5  there" and lines[4] == "1000  there"
 
 
 def test_what_controls_a_terminal_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
