@@ -57,7 +57,7 @@ class PinnedMemory:
             CheckpointError: The driver takes the memory for other memory, so that copies would be lost.
         """
         self.end = 0
-        """Up to where the segment is registered."""
+        """Up to where the memory is registered."""
         self._memory, self._cuts = memory, cuts
         self.addresses: list[int] = []  # where the registered ranges begin
         self._refusals = 0

@@ -46,8 +46,8 @@ class FileSet:
     """The files that one rank adds to a checkpoint of many files, by their names in its folder.
 
     A name is a path relative to that folder, with "/" between its parts. No two ranks may have the same name, but those
-    of folders of DCP, which all ranks must have. Tensors and state dicts are looked at when
-    the set is saved: until then they must stay as they are.
+    of folders of DCP, which all ranks must have. Tensors and state dicts are looked at when the set is saved: until
+    then they must stay as they are.
     """
 
     def __init__(self, kind: str = "") -> None:

@@ -9,9 +9,9 @@ the image. The second coalesces small tensors in slab buffers on the device (see
 The slabs come first so that none waits for a large copy. Where all streams share one queue of the hardware
 (``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron-LM has it) the training, too, would wait for what a slab waits for.
 
-The host waits for events only, asleep, never for the device. It does not queue all at once: a stream takes about a
-thousand calls, and who gives it more waits inside the driver, where no other thread can launch anything meanwhile. On
-an H200, 1,160 copies of 16 GB, queued at once, held a training's launches for 150 ms.
+The host waits for events only, asleep, never for the device. It does not queue all at once. A stream takes about a
+thousand calls, and a thread that gives it more waits inside the driver. On an H200, 1,160 copies of 16 GB were queued
+at once, and the launches of the training took 150 ms longer: probably they waited for that thread.
 
 The tensors must not be given back to the allocator while a side stream reads them: whoever queues holds on to them
 until the events are past. So ``Tensor.record_stream`` is not needed, which would keep their memory for longer. Memory
