@@ -24,6 +24,7 @@ from asyncckpt.engine.save_input import check_file_set_place
 from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
 from asyncckpt.interval import Advice, parse_duration
+from asyncckpt.link.root_claim import Claim
 from asyncckpt.loading.load import load
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet
@@ -31,10 +32,9 @@ from asyncckpt.planning.plan import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
 from asyncckpt.ranks.collectives import from_first, is_first, on_all
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.root_claim import Claim
-from asyncckpt.worker.storage import absolute, is_address, step_folder
-from asyncckpt.worker.storage.history import StoredStep, history
-from asyncckpt.worker.uploads import AskUploads, UploadsUnderWay, wait_for_uploads
+from asyncckpt.storage import absolute, is_address, step_folder
+from asyncckpt.storage.history import StoredStep, history
+from asyncckpt.storage.uploads import AskUploads, UploadsUnderWay, wait_for_uploads
 
 if TYPE_CHECKING:
     import torch

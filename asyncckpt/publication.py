@@ -17,7 +17,7 @@ from typing import SupportsIndex, TypeAlias
 from asyncckpt.errors import VersionError
 from asyncckpt.events import Event
 from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.worker.storage import absolute, is_address
+from asyncckpt.storage import absolute, is_address
 
 logger = logging.getLogger(__name__)
 

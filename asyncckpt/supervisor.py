@@ -34,14 +34,14 @@ from asyncckpt.errors import (
     located,
 )
 from asyncckpt.events import Event, EventPhase, Listeners
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.endpoint import endpoint_name, take_log
-from asyncckpt.worker.open_saves import longest
-from asyncckpt.worker.process import WorkerOptions, detached_workers
-from asyncckpt.worker.root_claim import Claim
-from asyncckpt.worker.root_lock import take_root
-from asyncckpt.worker.storage import absolute
-from asyncckpt.worker.takeover import Takeover
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.endpoint import endpoint_name, take_log
+from asyncckpt.link.open_saves import longest
+from asyncckpt.link.process import WorkerOptions, detached_workers
+from asyncckpt.link.root_claim import Claim
+from asyncckpt.link.root_lock import take_root
+from asyncckpt.link.takeover import Takeover
+from asyncckpt.storage import absolute
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from asyncckpt.config import Config
+from asyncckpt.link.endpoint import FOLDER_VARIABLE, connect, endpoint_names, peer_pid
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE, connect, endpoint_names, peer_pid
 
 ADDRESS = "torture"
 LIMIT_S = 60.0

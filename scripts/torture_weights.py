@@ -44,8 +44,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tqdm import tqdm
 
 from asyncckpt.errors import WeightsTimeoutError
+from asyncckpt.link.endpoint import FOLDER_VARIABLE, endpoint_names
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE, endpoint_names
 
 ADDRESS = "torture"
 LIMIT_S = 30.0

@@ -21,15 +21,15 @@ from support.workers import FAULTY, Faulty, send_away
 from asyncckpt.engine import shared as engines
 from asyncckpt.integrations.nvrx import AsyncCallsQueue
 from asyncckpt.integrations.nvrx.filesystem import engines as engines_of_nvrx
+from asyncckpt.link import endpoint as endpoint
+from asyncckpt.link import process as worker_process
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
-from asyncckpt.worker import endpoint as endpoint
-from asyncckpt.worker import process as worker_process
 
 # obstore wants Python 3.11.
 has_obstore = importlib.util.find_spec("obstore") is not None
 _FOR_STORES = (
     *("engine/test_object_stores.py", "engine/test_sets_on_stores.py"),
-    *("worker/storage/test_object_store.py", "worker/storage/test_stock_names.py"),
+    *("asyncckpt/storage/test_object_store.py", "asyncckpt/storage/test_stock_names.py"),
     *("exporting/test_stored_there.py", "report/test_on_stores.py"),
 )
 collect_ignore = [] if has_obstore else list(_FOR_STORES)

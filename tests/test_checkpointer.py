@@ -35,7 +35,7 @@ from asyncckpt.errors import (
     StorageError,
     UntrustedValueError,
 )
-from asyncckpt.worker.storage import complete_steps, storage_for
+from asyncckpt.storage import complete_steps, storage_for
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import _OPTIONS, Config, add_arguments, is_switched_on
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
+from asyncckpt.format.manifest import Manifest
 from asyncckpt.loading.contents import Shard, Value, checkpoints_at, contents
 from asyncckpt.report import inspection, listing, verification
-from asyncckpt.worker.manifest import Manifest
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.storage import storage_for
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from asyncckpt import async_save, cli
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
+from asyncckpt.link import running_workers
+from asyncckpt.link.takeover import is_running
+from asyncckpt.storage import complete_steps
 from asyncckpt.weights import WeightPublisher
-from asyncckpt.worker import running_workers
-from asyncckpt.worker.storage import complete_steps
-from asyncckpt.worker.takeover import is_running
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -15,9 +15,9 @@ from support.ranks import script
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import WeightsTimeoutError
+from asyncckpt.link.endpoint import endpoint_names
+from asyncckpt.storage import complete_steps
 from asyncckpt.weights import WeightSubscriber
-from asyncckpt.worker.endpoint import endpoint_names
-from asyncckpt.worker.storage import complete_steps
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -14,9 +14,9 @@ import asyncckpt
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError
-from asyncckpt.worker.process import run_module, same_modules
-from asyncckpt.worker.storage.local import LocalStorage
-from asyncckpt.worker.storage.partial import attempt_path
+from asyncckpt.link.process import run_module, same_modules
+from asyncckpt.storage.local import LocalStorage
+from asyncckpt.storage.partial import attempt_path
 
 
 def test_a_root_that_is_not_utf8(tmp_path: Path) -> None:

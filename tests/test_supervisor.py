@@ -19,8 +19,8 @@ from support.workers import FAULTY, Faulty
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.errors import CheckpointError, ClosedError
+from asyncckpt.storage import complete_steps
 from asyncckpt.weights import WeightPublisher
-from asyncckpt.worker.storage import complete_steps
 
 _SAVE = """
 import sys, torch
@@ -138,7 +138,7 @@ def test_warnings_of_the_worker_are_logged(
 
 def test_what_it_says_to_a_dead_trainer_is_kept(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = (
-        "from asyncckpt.worker import process; real = process.command();"
+        "from asyncckpt.link import process; real = process.command();"
         f"process.command = lambda: [real[0], {FAULTY!r}, 'write:orphan'];" + _SAVE + "import time; time.sleep(60)"
     )
     assert script(code, str(root)) < 0

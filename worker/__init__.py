@@ -1,1 +1,1 @@
-"""The process that owns the staging memory and writes it to storage. No torch here."""
+"""The worker process: own the staging memory, and write it to storage. Import no torch."""

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.link.socket_connection import SocketConnection
+from asyncckpt.storage import storage_for
+from asyncckpt.transfer.serving import Serving
 from asyncckpt.worker.endpoint_service import EndpointService
-from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.server import Server
-from asyncckpt.worker.socket_connection import SocketConnection
-from asyncckpt.worker.storage import storage_for
-from asyncckpt.worker.transfer.serving import Serving
 
 if TYPE_CHECKING:
     from asyncckpt.worker.metrics_file import MetricsFile

@@ -15,16 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.worker import archive
-from asyncckpt.worker.segment_layout import (
+from asyncckpt.format import archive
+from asyncckpt.format.segment_layout import (
     CheckpointLayout,
     FileSetLayout,
     Region,
     TorchFileLayout,
 )
+from asyncckpt.format.timings import note
+from asyncckpt.storage.storage import OpenAttempt
 from asyncckpt.worker.staged_image import ImageFile, StagedImage, UnwrittenFile
-from asyncckpt.worker.storage.storage import OpenAttempt
-from asyncckpt.worker.timings import note
 
 
 @dataclass

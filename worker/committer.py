@@ -17,18 +17,19 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
+from asyncckpt.format.timings import note
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link.messages import Committed, Failed, Rendezvous
+from asyncckpt.link.open_saves import grace
+from asyncckpt.ranks.rounds import Rounds, round_name
+from asyncckpt.ranks.store_connection import Patience
+from asyncckpt.ranks.survivors import Survivors
+from asyncckpt.storage import resolve
+from asyncckpt.storage.history import prune
+from asyncckpt.storage.uploader import Uploader
 from asyncckpt.threads import start
 from asyncckpt.worker.attempt import Attempt
-from asyncckpt.worker.messages import Committed, Failed, Rendezvous
 from asyncckpt.worker.replicas import ReplicaCheck
-from asyncckpt.worker.rounds import Rounds, grace, round_name
-from asyncckpt.worker.storage import resolve
-from asyncckpt.worker.storage.history import prune
-from asyncckpt.worker.store_connection import Patience
-from asyncckpt.worker.survivors import Survivors
-from asyncckpt.worker.timings import note
-from asyncckpt.worker.uploader import Uploader
-from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from operator import eq
 
-from asyncckpt.worker.storage.storage import LinkSource
+from asyncckpt.storage.storage import LinkSource
 
 # Where less than that could be linked, nobody is told.
 _LEAST_BYTES = 1 << 20

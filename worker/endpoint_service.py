@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable
 
 from asyncckpt.errors import JobTakenError
-from asyncckpt.worker import endpoint_messages
-from asyncckpt.worker.endpoint import Endpoint, redirect_log
-from asyncckpt.worker.messages import receive, send
-from asyncckpt.worker.segment_layout import FileSetLayout, WeightsLayout
-from asyncckpt.worker.segment_store import SegmentStore
-from asyncckpt.worker.socket_connection import SocketConnection
-from asyncckpt.worker.takeover import is_leaving
-from asyncckpt.worker.transfer.serving import Serving, listens_at
-from asyncckpt.worker.write_request import WriteRequest
+from asyncckpt.format.segment_layout import FileSetLayout, WeightsLayout
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link import endpoint_messages
+from asyncckpt.link.endpoint import Endpoint, redirect_log
+from asyncckpt.link.messages import receive, send
+from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.link.socket_connection import SocketConnection
+from asyncckpt.link.takeover import is_leaving
+from asyncckpt.transfer.serving import Serving, listens_at
 
 logger = logging.getLogger(__name__)
 

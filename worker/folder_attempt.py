@@ -17,10 +17,8 @@ from typing import Any
 import xxhash
 
 from asyncckpt.errors import StorageError, StructureChangedError
-from asyncckpt.worker.attempt import Attempt
-from asyncckpt.worker.durable_files import DurableFile, DurableFiles
-from asyncckpt.worker.index import Index, spans
-from asyncckpt.worker.manifest import (
+from asyncckpt.format.index import Index, spans
+from asyncckpt.format.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
     Manifest,
@@ -30,8 +28,7 @@ from asyncckpt.worker.manifest import (
     index_name,
     merged,
 )
-from asyncckpt.worker.rounds import Call, check_same_call
-from asyncckpt.worker.segment_layout import (
+from asyncckpt.format.segment_layout import (
     ArchiveData,
     CheckpointLayout,
     DataFile,
@@ -40,12 +37,15 @@ from asyncckpt.worker.segment_layout import (
     Region,
     SpannedFile,
 )
+from asyncckpt.format.storage_meta import storage_meta
+from asyncckpt.format.timings import CALLED_AT, note, of_all_ranks
+from asyncckpt.format.write_request import ANY_PLAN
+from asyncckpt.ranks.rounds import Call, check_same_call
+from asyncckpt.storage.history import time_of_creation
+from asyncckpt.storage.storage import OutputFile
+from asyncckpt.worker.attempt import Attempt
+from asyncckpt.worker.durable_files import DurableFile, DurableFiles
 from asyncckpt.worker.staged_image import ImageFile, UnwrittenFile, span_digests
-from asyncckpt.worker.storage.history import time_of_creation
-from asyncckpt.worker.storage.storage import OutputFile
-from asyncckpt.worker.storage_meta import storage_meta
-from asyncckpt.worker.timings import CALLED_AT, note, of_all_ranks
-from asyncckpt.worker.write_request import ANY_PLAN
 
 
 @dataclass

@@ -17,10 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from xxhash import xxh3_64_hexdigest
 
 from asyncckpt.events import Event, Listener, end_of_save
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link.messages import Committed, Failed
+from asyncckpt.storage.uploads import Uploaded
 from asyncckpt.telemetry.prometheus import PrometheusMetrics
-from asyncckpt.worker.messages import Committed, Failed
-from asyncckpt.worker.uploads import Uploaded
-from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 

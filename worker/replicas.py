@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.worker.write_request import WriteRequest
+from asyncckpt.format.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 

@@ -17,29 +17,29 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointError, WorkerDiedError
+from asyncckpt.format.held_image import HeldImage
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link import messages
+from asyncckpt.link.endpoint_messages import Follow, Serve
+from asyncckpt.link.messages import receive, send
+from asyncckpt.link.root_claim import Claim, Claimed
+from asyncckpt.link.root_lock import RootLock
+from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.link.socket_connection import SocketConnection
+from asyncckpt.ranks.store import Store
+from asyncckpt.storage.storage import Storage
+from asyncckpt.storage.uploader import Uploader
+from asyncckpt.storage.uploads import AskUploads, Uploaded, UploadsUnderWay
 from asyncckpt.threads import start
-from asyncckpt.worker import messages
+from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.serving import Serving, listens_at
 from asyncckpt.worker.committer import Committer
-from asyncckpt.worker.endpoint_messages import Follow, Serve
 from asyncckpt.worker.endpoint_service import EndpointService
-from asyncckpt.worker.held_image import HeldImage
-from asyncckpt.worker.messages import receive, send
-from asyncckpt.worker.root_claim import Claim, Claimed
-from asyncckpt.worker.root_lock import RootLock
-from asyncckpt.worker.segment_store import SegmentStore
-from asyncckpt.worker.socket_connection import SocketConnection
-from asyncckpt.worker.storage.storage import Storage
-from asyncckpt.worker.store import Store
-from asyncckpt.worker.transfer.requests import TransferAddress
-from asyncckpt.worker.transfer.serving import Serving, listens_at
-from asyncckpt.worker.uploader import Uploader
-from asyncckpt.worker.uploads import AskUploads, Uploaded, UploadsUnderWay
-from asyncckpt.worker.write_request import WriteRequest
 from asyncckpt.worker.writer import Writer
 
 if TYPE_CHECKING:
+    from asyncckpt.transfer.replicator import Replicator
     from asyncckpt.worker.metrics_file import MetricsFile
-    from asyncckpt.worker.transfer.replicator import Replicator
 
 _CLOSED = "it has closed its checkpointer"
 _FAILED = "this worker fails, and its trainer starts another"
@@ -264,7 +264,7 @@ class Server:
         if self._replicator is None:
             if self._rendezvous is None or self._address is None:
                 raise WorkerDiedError("the worker has not met those of the other ranks: please report this")
-            from asyncckpt.worker.transfer.replicator import Replicator  # loaded where it is needed
+            from asyncckpt.transfer.replicator import Replicator  # loaded where it is needed
 
             where = self._rendezvous, self._timeout
             self._replicator = Replicator(self._segment_store, *where, request.transport, request.rate, self._send)

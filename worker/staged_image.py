@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.format.manifest import digest_of
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.huge import only_private, own_buffer
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import round_up
 from asyncckpt.shm.slots import State
-from asyncckpt.worker.hosted_segment import HostedSegment
-from asyncckpt.worker.manifest import digest_of
-from asyncckpt.worker.storage.storage import OutputFile
-from asyncckpt.worker.write_request import WriteRequest
+from asyncckpt.storage.storage import OutputFile
 
 # How often to look for more. At tens of gigabytes a second that is enough to write, each time.
 _POLL_S = 0.002

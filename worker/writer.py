@@ -24,18 +24,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from asyncckpt.errors import CheckpointError, RankFailedError
+from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, TorchFileLayout
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link import messages
+from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import State
+from asyncckpt.storage.storage import Storage, exists_error
 from asyncckpt.threads import Pool, start
-from asyncckpt.worker import messages
 from asyncckpt.worker.attempt import Attempt, FileAttempt
 from asyncckpt.worker.committer import Committer, located_in
 from asyncckpt.worker.durable_files import DurableFiles
 from asyncckpt.worker.folder_attempt import CheckpointAttempt, FileSetAttempt
-from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, TorchFileLayout
-from asyncckpt.worker.segment_store import SegmentStore
 from asyncckpt.worker.staged_image import ImageState, StagedImage
-from asyncckpt.worker.storage.storage import Storage, exists_error
-from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.demo.costs import DCP, OURS, Block, Pair
 from asyncckpt.demo.training import Training
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.storage import step_folder
 
 _STEPS = 2  # of a block, at least
 _LONGER = 1.3  # a round may take so much longer than the longest so far

@@ -28,22 +28,22 @@ from asyncckpt.engine.save_operation import Copier, SaveOperation
 from asyncckpt.engine.saves import Saves, check_writable
 from asyncckpt.engine.turn import Turn
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, interrupts_as_they_are, is_interrupt
+from asyncckpt.format.write_request import Existing
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.root_claim import Claim
+from asyncckpt.link.takeover import Takeover
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.planning.torch_file_plan import TorchFileContents
 from asyncckpt.publication import Publication, Versions
 from asyncckpt.ranks.group import Group
+from asyncckpt.ranks.rounds import Call
 from asyncckpt.save_handle import Save, wait_for_actions
 from asyncckpt.staging.buffer_pool import BufferPool
 from asyncckpt.staging.under_way import wait_for_copies
+from asyncckpt.storage import absolute, place_to_put, storage_for
 from asyncckpt.supervisor import Supervisor
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.root_claim import Claim
-from asyncckpt.worker.rounds import Call
-from asyncckpt.worker.storage import absolute, place_to_put, storage_for
-from asyncckpt.worker.takeover import Takeover
-from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
 

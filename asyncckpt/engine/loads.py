@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, ClosedError, interrupts_as_they_are
 from asyncckpt.events import Event
+from asyncckpt.link.root_lock import check_job
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.loading.load import Filled
 from asyncckpt.loading.memory_search import FoundImages, find_images
@@ -22,10 +23,9 @@ from asyncckpt.loading.source import Source
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.publication import whole_number
 from asyncckpt.ranks.collectives import check_same, from_first, on_all, rank_of
+from asyncckpt.ranks.rounds import Call
 from asyncckpt.staging.under_way import wait_for_copies
-from asyncckpt.worker.root_lock import check_job
-from asyncckpt.worker.rounds import Call
-from asyncckpt.worker.storage.history import Origin
+from asyncckpt.storage.history import Origin
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

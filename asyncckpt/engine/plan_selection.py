@@ -24,6 +24,8 @@ from asyncckpt.errors import (
     UntrustedValueError,
     WorkerDiedError,
 )
+from asyncckpt.format.write_request import ANY_PLAN
+from asyncckpt.link.client import WorkerClient
 from asyncckpt.loading.direct_load import some
 from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.file_set_plan import FileSetPlan
@@ -36,13 +38,11 @@ from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.address import own_domain
 from asyncckpt.ranks.group import Group
 from asyncckpt.ranks.ring import RankPlace, copied_ranks
+from asyncckpt.ranks.rounds import Call, check_same_call
 from asyncckpt.staging.buffer import StagingBuffer, copy_bytes
 from asyncckpt.staging.buffer_pool import BufferPool
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.supervisor import Supervisor
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.rounds import Call, check_same_call
-from asyncckpt.worker.write_request import ANY_PLAN
 
 logger = logging.getLogger(__name__)
 

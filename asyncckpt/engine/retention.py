@@ -10,10 +10,9 @@ from functools import partial
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
-from asyncckpt.worker.storage import is_address, step_folder, storage_for
-from asyncckpt.worker.storage.history import Origin
-from asyncckpt.worker.uploads import Upload
-from asyncckpt.worker.write_request import Existing
+from asyncckpt.format.write_request import Existing, Upload
+from asyncckpt.storage import is_address, step_folder, storage_for
+from asyncckpt.storage.history import Origin
 
 logger = logging.getLogger(__name__)
 

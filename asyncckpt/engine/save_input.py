@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.errors import UnsavableStateError, unless_interrupt
+from asyncckpt.format.write_request import Existing
 from asyncckpt.planning.dcp_planner import flat_names
 from asyncckpt.planning.draft import Draft, DraftInput, make_plans
 from asyncckpt.planning.file_set import DcpFolder, FileSet
@@ -22,9 +23,8 @@ from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.stored_plan import StoredPlan, restored_plan
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.ranks.group import Group
-from asyncckpt.worker.rounds import Call
-from asyncckpt.worker.storage import is_address, may_be_key
-from asyncckpt.worker.write_request import Existing
+from asyncckpt.ranks.rounds import Call
+from asyncckpt.storage import is_address, may_be_key
 
 PREPARES = Call("prepares a save", "prepare")
 

@@ -24,6 +24,11 @@ from asyncckpt.engine.save_events import EventsOfSave
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError, is_interrupt, unless_interrupt
 from asyncckpt.events import Event
 from asyncckpt.flag import Flag
+from asyncckpt.format.manifest import own_version
+from asyncckpt.format.segment_layout import CheckpointLayout
+from asyncckpt.format.timings import note
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link.messages import Committed
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.replicas import Sample
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
@@ -34,11 +39,6 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
-from asyncckpt.worker.manifest import own_version
-from asyncckpt.worker.messages import Committed
-from asyncckpt.worker.segment_layout import CheckpointLayout
-from asyncckpt.worker.timings import note
-from asyncckpt.worker.write_request import WriteRequest
 
 logger = logging.getLogger(__name__)
 

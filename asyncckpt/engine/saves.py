@@ -19,13 +19,13 @@ from asyncckpt.errors import (
     StorageError,
     located,
 )
+from asyncckpt.format.write_request import Existing
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.open_saves import TrackedSave, longest
 from asyncckpt.staging.buffer import StagingBuffer
+from asyncckpt.storage import is_address, storage_for
+from asyncckpt.storage.storage import exists_error
 from asyncckpt.supervisor import note_loss
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.open_saves import TrackedSave, longest
-from asyncckpt.worker.storage import is_address, storage_for
-from asyncckpt.worker.storage.storage import exists_error
-from asyncckpt.worker.write_request import Existing
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stored import Box, StoredObject, StoredState, StoredTensor
+from asyncckpt.format.index import Item
+from asyncckpt.format.manifest import METADATA_NAME
 from asyncckpt.loading.read_requests import dtype_named
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.loading.unpickle import load_metadata
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
-from asyncckpt.worker.index import Item
-from asyncckpt.worker.manifest import METADATA_NAME
 
 
 def open_checkpoint(folder: SourceFiles, source: StorageSource, within: str = "") -> StoredState:

@@ -23,8 +23,8 @@ from asyncckpt.gc_pause import without_gc
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import address_of
 from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.storage.storage import OutputFile
 from asyncckpt.threads import Pool
-from asyncckpt.worker.storage.storage import OutputFile
 
 # Batches that are filled or written at once: while some are read, others are written.
 _THREADS = 6

@@ -32,16 +32,16 @@ from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stock_source import open_stock
 from asyncckpt.exporting.stored import StoredState
 from asyncckpt.exporting.torch_file_target import plan_torch_file
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.gc_pause import without_gc
 from asyncckpt.loading.data_file import read_pool
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.set_of_file import SetsOfFiles
 from asyncckpt.loading.source import StorageSource, find_step, is_stock
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
-from asyncckpt.worker.storage import absolute, named_steps, step_folder, storage_for
-from asyncckpt.worker.storage.file_system import translated
-from asyncckpt.worker.storage.history import newest_step
-from asyncckpt.worker.storage.storage import OpenAttempt
+from asyncckpt.storage import absolute, named_steps, step_folder, storage_for
+from asyncckpt.storage.file_system import translated
+from asyncckpt.storage.history import newest_step
+from asyncckpt.storage.storage import OpenAttempt
 
 _COPY_BYTES = 1 << 20
 

@@ -15,16 +15,16 @@ import stat
 from collections.abc import Iterator
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
-from asyncckpt.worker.storage import absolute, is_address
-from asyncckpt.worker.storage.file_system import (
+from asyncckpt.storage import absolute, is_address
+from asyncckpt.storage.file_system import (
     lock_alone,
     make_folder,
     opened,
     translated,
 )
-from asyncckpt.worker.storage.local import require_space
-from asyncckpt.worker.storage.partial import NewFile, PartialFolder
-from asyncckpt.worker.storage.storage import OpenAttempt
+from asyncckpt.storage.local import require_space
+from asyncckpt.storage.partial import NewFile, PartialFolder
+from asyncckpt.storage.storage import OpenAttempt
 
 _SUFFIX = "export"
 

@@ -14,11 +14,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.format.index import Index, Item
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile
 from asyncckpt.loading.source import StorageSource
-from asyncckpt.worker.index import Index, Item
-from asyncckpt.worker.storage import is_address, storage_for
-from asyncckpt.worker.storage.storage import FileStamp, InputFile
+from asyncckpt.storage import is_address, storage_for
+from asyncckpt.storage.storage import FileStamp, InputFile
 
 # Of the descriptors that this process may have, one in so many; the others are for what else it does.
 _SHARE = 4

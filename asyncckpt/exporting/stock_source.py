@@ -23,11 +23,11 @@ from asyncckpt.errors import DamagedCheckpointError, UnsavableStateError
 from asyncckpt.exporting.checkpoint_source import nesting, whole
 from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stored import Box, StoredObject, StoredState
+from asyncckpt.format.archive import LOCAL_BYTES, LOCAL_MAGIC, record_at
+from asyncckpt.format.manifest import METADATA_NAME
 from asyncckpt.loading.data_file import ChecksummedFile, read_plain, read_pool
 from asyncckpt.loading.dcp_reader import read_stock_metadata
-from asyncckpt.worker.archive import LOCAL_BYTES, LOCAL_MAGIC, record_at
-from asyncckpt.worker.manifest import METADATA_NAME
-from asyncckpt.worker.storage.storage import InputFile
+from asyncckpt.storage.storage import InputFile
 
 # The records before that of a tensor's bytes take a kilobyte, or, where all are aligned to pages, some of these.
 _HEAD_BYTES, _LONGEST_HEAD_BYTES = 4 << 10, 256 << 10

@@ -14,11 +14,11 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
 from asyncckpt.exporting.selection import Selection
 from asyncckpt.exporting.stored import StoredTensor
+from asyncckpt.format.archive import Archive, Record, crc32, header, lay_out, tail_room
 from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 from asyncckpt.planning.torch_file_plan import StoragePickler, flat_bytes, storage_alignment
-from asyncckpt.worker.archive import Archive, Record, crc32, header, lay_out, tail_room
 
 _PROTOCOL = 2  # torch.save's own
 

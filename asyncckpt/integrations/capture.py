@@ -28,12 +28,12 @@ from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError, UnsavableStateError
 from asyncckpt.integrations.seen_tensors import SeenTensors
+from asyncckpt.link.root_claim import Claim
 from asyncckpt.loading.source import wait_for_attempts
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.ranks.collectives import from_first
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.root_claim import Claim
-from asyncckpt.worker.storage import absolute, replace_or_set_aside
+from asyncckpt.storage import absolute, replace_or_set_aside
 
 logger = logging.getLogger(__name__)
 

@@ -31,14 +31,14 @@ from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointExistsError, StorageError, UntrustedValueError
+from asyncckpt.format.manifest import METADATA_NAME
+from asyncckpt.format.write_request import Existing
 from asyncckpt.loading import dcp_reader
 from asyncckpt.loading import load as reader
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.ranks.collectives import on_all
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.manifest import METADATA_NAME
-from asyncckpt.worker.storage import refuse_address, storage_for
-from asyncckpt.worker.write_request import Existing
+from asyncckpt.storage import refuse_address, storage_for
 
 logger = logging.getLogger(__name__)
 

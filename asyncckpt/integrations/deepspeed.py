@@ -25,8 +25,8 @@ from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.ranks.collectives import on_all
-from asyncckpt.worker.storage import replace_or_set_aside
-from asyncckpt.worker.storage.file_system import replace_text
+from asyncckpt.storage import replace_or_set_aside
+from asyncckpt.storage.file_system import replace_text
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
+from asyncckpt.format.index import Index
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.loading.source import StorageSource, checkpoints_in, is_stock
-from asyncckpt.worker.index import Index
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
-from asyncckpt.worker.storage import named_steps, step_folder, step_of, storage_for
+from asyncckpt.storage import named_steps, step_folder, step_of, storage_for
 
 
 @dataclass(frozen=True)

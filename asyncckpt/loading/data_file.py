@@ -15,14 +15,14 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.format.index import Index
 from asyncckpt.loading.shared_files import explained
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.storage import is_address
+from asyncckpt.storage.storage import InputFile
 from asyncckpt.threads import Pool
-from asyncckpt.worker.index import Index
-from asyncckpt.worker.storage import is_address
-from asyncckpt.worker.storage.storage import InputFile
 
 # Checked and copied at once, so that it is still in the cache; and read at once, unless the storage says more.
 RUN_BYTES = 2 << 20

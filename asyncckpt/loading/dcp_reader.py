@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from asyncckpt.errors import DamagedCheckpointError, MismatchError, StorageError
+from asyncckpt.format.index import Item
+from asyncckpt.format.manifest import METADATA_NAME
 from asyncckpt.loading.conversion import copy_converted, is_lossy, warn_out_of_range
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.device_buffers import DeviceBuffers
@@ -39,10 +41,8 @@ from asyncckpt.loading.unpickle import load_metadata, load_object
 from asyncckpt.planning.forms import has_shards, is_partial
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, leaf_keys, put_leaf
 from asyncckpt.ranks.collectives import cpu_group, many
-from asyncckpt.worker.index import Item
-from asyncckpt.worker.manifest import METADATA_NAME
-from asyncckpt.worker.storage import absolute, is_address, storage_for
-from asyncckpt.worker.storage.storage import FileStamp
+from asyncckpt.storage import absolute, is_address, storage_for
+from asyncckpt.storage.storage import FileStamp
 
 logger = logging.getLogger(__name__)
 

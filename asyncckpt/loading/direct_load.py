@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.format.index import Item
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.device_buffers import DeviceBuffers
 from asyncckpt.loading.progress import Progress
@@ -33,7 +34,6 @@ from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.forms import shards_in
 from asyncckpt.planning.per_rank import of_any_rank
 from asyncckpt.planning.structure import PLAIN, Keys, is_leaf, put_leaf
-from asyncckpt.worker.index import Item
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
+from asyncckpt.format.held_image import HeldImage, ImageKey
+from asyncckpt.format.index import Index
+from asyncckpt.format.manifest import checksum
+from asyncckpt.format.segment_layout import Region
 from asyncckpt.loading.data_file import RUN_BYTES, ChecksummedFile, FilePart, MemoryFile
 from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.huge import own_buffer
@@ -22,13 +26,9 @@ from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slot_locks import Readers, lease
 from asyncckpt.shm.slots import SlotTable, State
-from asyncckpt.worker.held_image import HeldImage, ImageKey
-from asyncckpt.worker.index import Index
-from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.segment_layout import Region
 
 if TYPE_CHECKING:
-    from asyncckpt.worker.transfer.holder import RemoteImage
+    from asyncckpt.transfer.holder import RemoteImage
 
 
 class ImageFiles(ABC):

@@ -24,7 +24,7 @@ from asyncckpt.loading.source import Source, StorageSource, is_stock
 from asyncckpt.planning.per_rank import PerRank, per_rank_values
 from asyncckpt.planning.structure import give_states, stateful_to_dict, stateful_types
 from asyncckpt.ranks.collectives import gather, many, on_all
-from asyncckpt.worker.storage import absolute, storage_for
+from asyncckpt.storage import absolute, storage_for
 
 # A load that takes longer has a progress bar.
 _LONG_S = 3.0

@@ -17,16 +17,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.format.held_image import ImageKey, ImageSummary
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link.endpoint import endpoint_names, endpoint_scope
+from asyncckpt.link.endpoint_messages import Images
+from asyncckpt.link.takeover import ReaderClient, is_running
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.ranks.address import own_address
 from asyncckpt.ranks.collectives import from_first, gather, gather_to_first, rank_of
 from asyncckpt.threads import Pool
-from asyncckpt.worker.endpoint import endpoint_names, endpoint_scope
-from asyncckpt.worker.endpoint_messages import Images
-from asyncckpt.worker.held_image import ImageKey, ImageSummary
-from asyncckpt.worker.takeover import ReaderClient, is_running
-from asyncckpt.worker.transfer.requests import TransferAddress
-from asyncckpt.worker.write_request import WriteRequest
+from asyncckpt.transfer.requests import TransferAddress
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

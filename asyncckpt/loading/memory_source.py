@@ -18,25 +18,25 @@ from asyncckpt.errors import (
     StorageError,
     unless_interrupt,
 )
+from asyncckpt.format.held_image import ImageKey
+from asyncckpt.format.manifest import place_of_data
+from asyncckpt.format.storage_meta import data_names_in
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.image_files import FetchedImage, ImageFiles, MappedImage
 from asyncckpt.loading.memory_search import FoundImages, HeldAttempt, ImagePlace, Unusable
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.ranks.collectives import from_first, gather
 from asyncckpt.shm.slot_locks import Readers, lease
-from asyncckpt.worker.held_image import ImageKey
-from asyncckpt.worker.manifest import place_of_data
-from asyncckpt.worker.storage import step_folder, storage_for
-from asyncckpt.worker.storage.history import StoredStep, history
-from asyncckpt.worker.storage_meta import data_names_in
-from asyncckpt.worker.takeover import ReaderClient
-from asyncckpt.worker.transfer.requests import TransferAddress
-from asyncckpt.worker.write_request import WriteRequest
+from asyncckpt.storage import step_folder, storage_for
+from asyncckpt.storage.history import StoredStep, history
+from asyncckpt.transfer.requests import TransferAddress
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from asyncckpt.worker.transfer.holder import Holder
+    from asyncckpt.transfer.holder import Holder
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +311,7 @@ class MemorySource:
     def _fetched(self, place: ImagePlace) -> ImageFiles | None:
         if place.served is None:
             return None
-        from asyncckpt.worker.transfer.holder import Holder  # loaded where it is needed
+        from asyncckpt.transfer.holder import Holder  # loaded where it is needed
 
         holder = self._holders.get(place.served)
         if holder is None:

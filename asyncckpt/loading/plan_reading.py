@@ -6,10 +6,10 @@ import contextlib
 import logging
 
 from asyncckpt.errors import unless_interrupt
+from asyncckpt.format.manifest import data_of_rank
+from asyncckpt.format.storage_meta import without_storage_meta
 from asyncckpt.loading.source import Source
 from asyncckpt.planning.stored_plan import StoredPlan
-from asyncckpt.worker.manifest import data_of_rank
-from asyncckpt.worker.storage_meta import without_storage_meta
 
 logger = logging.getLogger(__name__)
 

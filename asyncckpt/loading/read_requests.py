@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from asyncckpt.devices.captures import is_capturing
 from asyncckpt.devices.kinds import kind_of
 from asyncckpt.errors import CheckpointError, MismatchError
+from asyncckpt.format.index import Item
 from asyncckpt.loading.conversion import copy_converted
 from asyncckpt.loading.data_file import ChecksummedFile, FileReading
 from asyncckpt.loading.device_buffers import ALIGNMENT, BUFFERS, DeviceBuffer, DeviceBuffers
@@ -25,7 +26,6 @@ from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
 from asyncckpt.shm.segment import round_up
-from asyncckpt.worker.index import Item
 
 # Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor: a
 # millisecond on the link to a device.

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from asyncckpt.errors import StorageError
+from asyncckpt.format.manifest import MANIFEST_NAME
 from asyncckpt.loading.source import StorageSource
-from asyncckpt.worker.manifest import MANIFEST_NAME
-from asyncckpt.worker.storage import is_address, storage_for
+from asyncckpt.storage import is_address, storage_for
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import os
 from typing import NamedTuple
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
-from asyncckpt.worker.storage import storage_for
-from asyncckpt.worker.storage.storage import FileIdentity
+from asyncckpt.storage import storage_for
+from asyncckpt.storage.storage import FileIdentity
 
 
 def sharing(folder: str, name: str) -> list[str]:

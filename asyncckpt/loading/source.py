@@ -22,14 +22,14 @@ from asyncckpt.errors import (
     MismatchError,
     StorageError,
 )
+from asyncckpt.format.index import Index
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, is_index
+from asyncckpt.link.root_lock import LOCK_NAME, is_finishing
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
 from asyncckpt.loading.shared_files import CheckedFile, CheckedFiles, distrusted
-from asyncckpt.worker.index import Index
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, is_index
-from asyncckpt.worker.root_lock import LOCK_NAME, is_finishing
-from asyncckpt.worker.storage import absolute, complete_steps, step_folder, step_of, storage_for
-from asyncckpt.worker.storage.history import history, newest_step, stored_step
-from asyncckpt.worker.storage.storage import InputFile
+from asyncckpt.storage import absolute, complete_steps, step_folder, step_of, storage_for
+from asyncckpt.storage.history import history, newest_step, stored_step
+from asyncckpt.storage.storage import InputFile
 
 logger = logging.getLogger(__name__)
 

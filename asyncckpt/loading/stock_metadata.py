@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from asyncckpt.errors import DamagedCheckpointError, unless_interrupt
-from asyncckpt.worker.manifest import METADATA_NAME
+from asyncckpt.format.manifest import METADATA_NAME
 
 _LARGEST = 1 << 63  # no size, and no offset, is as large
 

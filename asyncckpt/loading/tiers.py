@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Literal
 from xxhash import xxh3_64_hexdigest
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.loading.source import check_root, find_step, read_manifest, settled_step, stands_there
 from asyncckpt.ranks.collectives import from_first
-from asyncckpt.worker.storage import absolute, complete_steps, is_address, set_aside, step_folder
-from asyncckpt.worker.storage.history import Origin, StoredStep, older_step, origin_of
-from asyncckpt.worker.upload_notes import has_uploaded
-from asyncckpt.worker.write_request import WriteRequest
+from asyncckpt.storage import absolute, complete_steps, is_address, set_aside, step_folder
+from asyncckpt.storage.history import Origin, StoredStep, older_step, origin_of
+from asyncckpt.storage.upload_notes import has_uploaded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from asyncckpt.format.segment_layout import ArchiveData, FileSetLayout, LargeFile, Region, SafetensorsData
+from asyncckpt.format.write_request import ANY_PLAN
 from asyncckpt.planning.draft import Draft, DraftInput, make_plans
 from asyncckpt.planning.file_set import DcpFolder, FileSet, SafetensorsFile
 from asyncckpt.planning.layout import DataLayout, Place
@@ -19,8 +21,6 @@ from asyncckpt.planning.safetensors_plan import SafetensorsPlan
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group
-from asyncckpt.worker.segment_layout import ArchiveData, FileSetLayout, LargeFile, Region, SafetensorsData
-from asyncckpt.worker.write_request import ANY_PLAN
 
 _Contents = DraftInput | SafetensorsFile | TorchFileContents
 _PartPlan = CheckpointPlan | SafetensorsPlan | TorchFilePlan

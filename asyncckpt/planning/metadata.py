@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from asyncckpt.worker.manifest import data_name
+from asyncckpt.format.manifest import data_name
 
 # How many properties of a tensor torch 2.6 knows.
 _PROPERTIES = 5

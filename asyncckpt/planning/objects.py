@@ -18,11 +18,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError, unless_interrupt
+from asyncckpt.format.archive import is_archive, stretched
 from asyncckpt.planning.forms import has_shards
 from asyncckpt.planning.layout import Place
 from asyncckpt.planning.per_rank import of_any_rank
 from asyncckpt.planning.structure import StructureChanged, is_leaf
-from asyncckpt.worker.archive import is_archive, stretched
 
 _EXACT = frozenset({int, bool, str, bytes, type(None)})
 """Where values of these types are equal, and of one type, they are the same."""

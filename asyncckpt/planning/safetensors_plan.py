@@ -19,10 +19,10 @@ from itertools import pairwise
 import torch
 
 from asyncckpt.errors import UnsavableStateError
+from asyncckpt.format.index import Index, Item, spans
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.structure import PLAIN, Fingerprint, StructureChanged, has_no_bytes
 from asyncckpt.shm.segment import round_up
-from asyncckpt.worker.index import Index, Item, spans
 
 PREFIX_BYTES = 8
 _ALIGNMENT = 8

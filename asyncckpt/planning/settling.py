@@ -18,8 +18,8 @@ from fnmatch import translate
 from operator import and_
 from typing import TypeAlias
 
+from asyncckpt.format.index import Index
 from asyncckpt.planning.layout import PlannedFile, Settled
-from asyncckpt.worker.index import Index
 
 PartKey: TypeAlias = tuple[str, tuple[int, ...]]
 """A stored tensor, or a shard of it: by its name, and its offsets in the whole."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.planner import SavePlan
 
+from asyncckpt.format.index import Index
 from asyncckpt.planning.draft import Draft
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.settling import PartKey
 from asyncckpt.planning.structure import StructureChanged
-from asyncckpt.worker.index import Index
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from asyncckpt.errors import CheckpointError, located
-from asyncckpt.worker.rounds import Call, check_same_call
+from asyncckpt.ranks.rounds import Call, check_same_call
 
 T = TypeVar("T")
 

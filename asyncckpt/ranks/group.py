@@ -2,7 +2,7 @@
 
 One broadcast of ``torch.distributed``, at the first save, tells all ranks where the store is that the first rank's
 worker hosts. After that no collective is made: what the ranks have to agree upon goes through rounds over that store
-(see ``worker/rounds.py``), where every wait has a limit and an error names the rank it is about.
+(see ``asyncckpt/ranks/rounds.py``), where every wait has a limit and an error names the rank it is about.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ import torch.distributed as dist
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
+from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.gc_pause import without_gc
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.endpoint_messages import Serve, Served
+from asyncckpt.link.messages import Host, Hosting, Join, Rendezvous
+from asyncckpt.link.open_saves import grace
 from asyncckpt.ranks.address import address_to_listen_at, loopback_scope, own_address
 from asyncckpt.ranks.collectives import from_first
 from asyncckpt.ranks.packing import pack, unpack
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.endpoint_messages import Serve, Served
-from asyncckpt.worker.messages import Host, Hosting, Join, Rendezvous
-from asyncckpt.worker.rounds import Rounds, grace, round_name
-from asyncckpt.worker.storage import resolve
-from asyncckpt.worker.store_connection import Patience
-from asyncckpt.worker.write_request import WriteRequest
+from asyncckpt.ranks.rounds import Rounds, round_name
+from asyncckpt.ranks.store_connection import Patience
+from asyncckpt.storage import resolve
 
 logger = logging.getLogger(__name__)
 

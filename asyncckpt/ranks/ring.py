@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.worker.held_image import CopiedRank
+from asyncckpt.format.held_image import CopiedRank
 
 
 @dataclass(frozen=True)

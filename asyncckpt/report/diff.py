@@ -18,6 +18,8 @@ from typing import Any
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.exporting.source_files import OpenFiles
+from asyncckpt.format.archive import is_archive, stretched
+from asyncckpt.format.index import Index, Item
 from asyncckpt.loading.contents import Shard, Value, checkpoints_at, values_of
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.progress import Progress
@@ -25,9 +27,7 @@ from asyncckpt.loading.source import StorageSource, is_stock
 from asyncckpt.report.answers import DIFFERENT, GOOD, UNUSABLE, Answers
 from asyncckpt.report.formats import number, shape_of, size_of
 from asyncckpt.report.places import newest_of
-from asyncckpt.worker.archive import is_archive, stretched
-from asyncckpt.worker.index import Index, Item
-from asyncckpt.worker.storage import absolute, storage_for
+from asyncckpt.storage import absolute, storage_for
 
 _HEADERS = ("name", "change", "in A", "in B", "size")
 _MEASURED = ("elements that differ", "largest difference")

@@ -6,14 +6,14 @@ import argparse
 import os
 from typing import Any
 
+from asyncckpt.format.manifest import METADATA_NAME, Manifest
 from asyncckpt.loading.contents import checkpoints_at
 from asyncckpt.loading.source import is_stock, read_manifest
 from asyncckpt.report.answers import Answers
 from asyncckpt.report.formats import duration, number, size_of, time_of
 from asyncckpt.report.measured import Measured
 from asyncckpt.report.places import kind_of, still_there
-from asyncckpt.worker.manifest import METADATA_NAME, Manifest
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.storage import storage_for
 
 _HEADERS = ("step", "written at", "size", "on disk", "stall", "durable after", "speed", "path")
 

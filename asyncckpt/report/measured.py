@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncckpt.worker.manifest import Manifest
-from asyncckpt.worker.timings import CALLED_AT
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.timings import CALLED_AT
 
 
 @dataclass(frozen=True)

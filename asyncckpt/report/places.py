@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
+from asyncckpt.format.manifest import METADATA_NAME, Manifest
 from asyncckpt.loading.contents import checkpoints_at
 from asyncckpt.loading.source import is_stock, read_manifest
 from asyncckpt.report.answers import Answers
-from asyncckpt.worker.manifest import METADATA_NAME, Manifest
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.storage import storage_for
 
 Kind = Literal["asyncckpt", "file set", "dcp"]
 

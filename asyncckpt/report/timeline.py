@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.errors import StorageError
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.timings import CALLED_AT
 from asyncckpt.report.answers import UNUSABLE, Answers
 from asyncckpt.report.formats import number
 from asyncckpt.report.places import manifests_at
-from asyncckpt.worker.manifest import Manifest
-from asyncckpt.worker.timings import CALLED_AT
 
 _LANES = ("trainer", "copy", "write", "checksum", "commit")
 """In their order: what the trainer does in the call; the copy, where that goes on after the call (``overlap``); the

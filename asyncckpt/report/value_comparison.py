@@ -9,11 +9,11 @@ import torch
 
 from asyncckpt.exporting.checkpoint_source import whole
 from asyncckpt.exporting.stored import Box, fetch
+from asyncckpt.format.index import Item
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.read_requests import dtype_named
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.shm.memcpy import address_of
-from asyncckpt.worker.index import Item
 
 _CONVERTED = 1 << 20  # elements that are converted to float64 at once
 

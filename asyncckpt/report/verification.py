@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from asyncckpt.format.manifest import METADATA_NAME
 from asyncckpt.loading.contents import checkpoints_at
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.set_of_file import SetsOfFiles
@@ -19,8 +20,7 @@ from asyncckpt.loading.source import Report, is_stock, read_manifest, verify, ve
 from asyncckpt.report.answers import DAMAGED, GOOD, Answers
 from asyncckpt.report.formats import number, size_of
 from asyncckpt.report.places import Kind, kind_of, still_there
-from asyncckpt.worker.manifest import METADATA_NAME
-from asyncckpt.worker.storage import absolute, is_address, storage_for
+from asyncckpt.storage import absolute, is_address, storage_for
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -7,10 +7,10 @@ import datetime
 from typing import Any
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.link.running_workers import RunningWorker, end_worker, running_workers
 from asyncckpt.publication import facts_of_job
 from asyncckpt.report.answers import Answers
 from asyncckpt.report.formats import number, size_of
-from asyncckpt.worker.running_workers import RunningWorker, end_worker, running_workers
 
 
 def show_workers(answers: Answers, _: None, args: argparse.Namespace) -> None:

@@ -14,6 +14,11 @@ import torch
 
 from asyncckpt.devices.kinds import ReadyEvents, first_device
 from asyncckpt.devices.pinned import PinnedMemory
+from asyncckpt.format.held_image import COPY_SLOTS, HeldImage
+from asyncckpt.format.segment_layout import Region
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.messages import Clear, Cleared, Describe, Described, Release
+from asyncckpt.link.open_saves import TrackedSave
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.plan import CheckpointPlan
@@ -28,11 +33,6 @@ from asyncckpt.staging.device_copy import Fence, pinned_cuts
 from asyncckpt.staging.shared_part import SharedPart
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.staging.slot_memory import SlotMemory
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.held_image import COPY_SLOTS, HeldImage
-from asyncckpt.worker.messages import Clear, Cleared, Describe, Described, Release
-from asyncckpt.worker.open_saves import TrackedSave
-from asyncckpt.worker.segment_layout import Region
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ import torch
 
 from asyncckpt.config import Config
 from asyncckpt.errors import OutOfMemoryError, SaveTimeoutError
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.messages import CopiesKept, KeepCopies
+from asyncckpt.link.takeover import Takeover
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.save_handle import Save
 from asyncckpt.staging.buffer import Plan, StagingBuffer
 from asyncckpt.staging.detached_buffer import DetachedBuffer
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.messages import CopiesKept, KeepCopies
-from asyncckpt.worker.takeover import Takeover
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from asyncckpt.devices.pinned import PinnedMemory
+from asyncckpt.format.held_image import HeldImage
+from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.messages import Release
 from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.held_image import HeldImage
-from asyncckpt.worker.messages import Release
-from asyncckpt.worker.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
 
 # What may be missing: so small a part.
 _FEW = 64

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from asyncckpt.errors import CheckpointError, OutOfMemoryError
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.messages import GiveBack, Take
 from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.messages import GiveBack, Take
 
 logger = logging.getLogger(__name__)
 

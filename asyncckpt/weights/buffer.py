@@ -11,6 +11,10 @@ from asyncckpt.devices.captures import check_not_capturing
 from asyncckpt.devices.kinds import first_device, kind_of, ready_events
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.format.segment_layout import WeightsLayout
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.memory import take_memory
+from asyncckpt.link.messages import Describe, Described, Release
 from asyncckpt.shm.published_slots import LASTING, PublishedSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
@@ -18,10 +22,6 @@ from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import SlotViews
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.weights.plan import WeightPlan
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.memory import take_memory
-from asyncckpt.worker.messages import Describe, Described, Release
-from asyncckpt.worker.segment_layout import WeightsLayout
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from asyncckpt.format.index import Index
+from asyncckpt.format.segment_layout import DataFile
 from asyncckpt.planning import safetensors_plan
 from asyncckpt.planning.safetensors_plan import DTYPES, METADATA, PREFIX_BYTES
 from asyncckpt.weights.parts import Ranges, ranges
-from asyncckpt.worker.index import Index
-from asyncckpt.worker.segment_layout import DataFile
 
 # The offsets and the whole shapes of parts of sharded tensors stand under this name in the format's metadata.
 _PARTS = "asyncckpt.parts"

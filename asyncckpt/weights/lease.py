@@ -15,6 +15,9 @@ import torch
 from asyncckpt.devices.kinds import wait_for
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.format.segment_layout import CheckpointLayout, Region, WeightsLayout
+from asyncckpt.link.endpoint_messages import PublishedSegment
+from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.memcpy import memcmp
@@ -24,9 +27,6 @@ from asyncckpt.shm.slot_locks import reopen
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.layout import TensorEntry, header_of, read_entries, read_indexes
 from asyncckpt.weights.private_views import PrivateViews
-from asyncckpt.worker.endpoint_messages import PublishedSegment
-from asyncckpt.worker.segment_layout import CheckpointLayout, Region, WeightsLayout
-from asyncckpt.worker.takeover import ReaderClient
 
 
 class Lease:

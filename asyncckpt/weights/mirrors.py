@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, JobTakenError, WorkerDiedError
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.endpoint import endpoint_name
-from asyncckpt.worker.endpoint_messages import Follow, Followed
-from asyncckpt.worker.process import WorkerOptions
-from asyncckpt.worker.takeover import ReaderClient
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.endpoint import endpoint_name
+from asyncckpt.link.endpoint_messages import Follow, Followed
+from asyncckpt.link.process import WorkerOptions
+from asyncckpt.link.takeover import ReaderClient
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,8 @@ import torch
 
 from asyncckpt.config import Config
 from asyncckpt.errors import ClosedError, JobTakenError, VersionError, WeightsTimeoutError
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.takeover import Takeover
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.publication import Publication, Versions, job_of_weights
 from asyncckpt.shm.slots import MAX_SLOTS, PublishedVersion
@@ -29,8 +31,6 @@ from asyncckpt.weights.serving import ServedPublication
 from asyncckpt.weights.shards import Sharding
 from asyncckpt.weights.stream_copy import StreamCopy
 from asyncckpt.weights.streamed_copies import StreamedCopies
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.takeover import Takeover
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,12 +9,12 @@ from contextlib import suppress
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.endpoint_messages import Serve, Served
 from asyncckpt.ranks.address import own_address
+from asyncckpt.transfer.locator import Locator
+from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.weights.shards import Sharding
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.endpoint_messages import Serve, Served
-from asyncckpt.worker.transfer.locator import Locator
-from asyncckpt.worker.transfer.requests import TransferAddress
 
 _KEY_BYTES = 32
 

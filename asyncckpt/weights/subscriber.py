@@ -14,13 +14,13 @@ import torch
 
 from asyncckpt.config import Config
 from asyncckpt.errors import ClosedError, MismatchError, VersionError, WeightsTimeoutError
+from asyncckpt.link.endpoint import endpoint_name, runtime_folder
+from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.publication import job_of_checkpoints, job_of_weights
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.lease import Access, Lease, RankPublications
 from asyncckpt.weights.mirrors import MirrorOptions
 from asyncckpt.weights.weights import Weights
-from asyncckpt.worker.endpoint import endpoint_name, runtime_folder
-from asyncckpt.worker.takeover import ReaderClient
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ import asyncckpt
 from asyncckpt.exporting.export import export
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import round_up
-from asyncckpt.worker.storage import step_folder
-from asyncckpt.worker.storage.local_file import LocalFile, LocalInputFile
+from asyncckpt.storage import step_folder
+from asyncckpt.storage.local_file import LocalFile, LocalInputFile
 from bench import files
 from bench.figures import COPY_FILE as COPY
 from bench.states import Request, State, make, same_tensors

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+from asyncckpt.link.endpoint import FOLDER_VARIABLE
 
 
 @contextmanager

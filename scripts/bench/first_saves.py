@@ -30,15 +30,15 @@ from torch.distributed.tensor import DTensor, Shard
 from asyncckpt.config import Config
 from asyncckpt.engine import save_input
 from asyncckpt.engine.engine import Engine
+from asyncckpt.format.index import Index
+from asyncckpt.link.messages import Rendezvous
 from asyncckpt.planning.draft import make_plans
 from asyncckpt.planning.metadata import StoredPlaces
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.stored_plan import StoredPlan
 from asyncckpt.ranks import group
 from asyncckpt.ranks.packing import pack
-from asyncckpt.worker.index import Index
-from asyncckpt.worker.messages import Rendezvous
-from asyncckpt.worker.rounds import Call, Rounds, round_name
+from asyncckpt.ranks.rounds import Call, Rounds, round_name
 
 _TIMEOUT_S = 300.0
 _STEP, _ATTEMPT = 1, "attempt"

@@ -22,8 +22,8 @@ from typing import IO, Any
 import torch
 
 from asyncckpt.config import Config
+from asyncckpt.link.endpoint import FOLDER_VARIABLE, connect, endpoint_names, peer_pid
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE, connect, endpoint_names, peer_pid
 from bench.states import GIB
 
 _PREFIX = "asyncckpt"

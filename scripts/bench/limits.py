@@ -17,7 +17,7 @@ import xxhash
 
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.worker.storage.local_file import LocalFile
+from asyncckpt.storage.local_file import LocalFile
 
 WRITE_THREADS = 2
 # Above these sizes a disk gets no faster, if the buffers are on huge pages.

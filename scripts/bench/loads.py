@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import asyncckpt
-from asyncckpt.worker.endpoint import endpoint_name
-from asyncckpt.worker.storage import step_folder
-from asyncckpt.worker.takeover import Takeover
+from asyncckpt.link.endpoint import endpoint_name
+from asyncckpt.link.takeover import Takeover
+from asyncckpt.storage import step_folder
 from bench import files
 from bench.contestants import dcp, torch_save
 from bench.limits import Limits, ReadLimit

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import asyncckpt
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.storage import step_folder
 from bench import files
 from bench.limits import Limits, ReadLimit
 from bench.loads import LIMIT_S, OURS, PEERS, STEP, Load

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from asyncckpt import Checkpointer, Config
+from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 from bench.contestants import told
 from bench.limits import Limits
 from bench.states import GIB, Request, make, tensors_of

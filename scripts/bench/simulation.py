@@ -28,18 +28,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from asyncckpt.format.manifest import data_name, index_name
+from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link.messages import Rendezvous
+from asyncckpt.ranks import store_connection
+from asyncckpt.ranks.rounds import Rounds, round_name
+from asyncckpt.ranks.store import Store
+from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.worker import store_connection
+from asyncckpt.storage import storage_for
 from asyncckpt.worker.durable_files import DurableFiles
-from asyncckpt.worker.hosted_segment import HostedSegment
-from asyncckpt.worker.manifest import data_name, index_name
-from asyncckpt.worker.messages import Rendezvous
-from asyncckpt.worker.rounds import Rounds, round_name
-from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.worker.staged_image import StagedImage
-from asyncckpt.worker.storage import storage_for
-from asyncckpt.worker.store import Store
-from asyncckpt.worker.write_request import WriteRequest
 from asyncckpt.worker.writer import begin_attempt
 from bench.first_saves import save_plan, simulate_first_saves
 

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from asyncckpt import Checkpointer, Config
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.storage import step_folder
 from bench import contestants, files
 from bench.contestants import told
 from bench.costs import computed_s

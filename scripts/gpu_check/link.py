@@ -16,7 +16,7 @@ from bench.limits import WRITE_BYTES, WRITE_THREADS
 from asyncckpt.devices import kinds
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.storage.local_file import LocalFile
+from asyncckpt.storage.local_file import LocalFile
 from gpu_check.budget import Budget
 from gpu_check.device import Device
 from gpu_check.figures import Figure

@@ -12,7 +12,7 @@ from bench.limits import ReadLimit
 from bench.states import Request, State, blank, make, same_tensors, tensors_of
 
 import asyncckpt
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.storage import step_folder
 from gpu_check import environment
 from gpu_check.device import Device
 from gpu_check.figures import Figure

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from torture import (
     damages,
     disks,

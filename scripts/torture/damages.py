@@ -13,7 +13,7 @@ from tqdm import tqdm
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
 from asyncckpt.loading.source import verify
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.storage import step_folder
 from torture.tally import CONFIG, LIMIT_S, Tally, is_of, state_of
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 
-from asyncckpt.worker import process as worker_process
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
-from asyncckpt.worker.held_image import HeldImage
-from asyncckpt.worker.segment_layout import Region
-from asyncckpt.worker.takeover import Takeover
+from asyncckpt.format.held_image import HeldImage
+from asyncckpt.format.segment_layout import Region
+from asyncckpt.link import process as worker_process
+from asyncckpt.link.endpoint import FOLDER_VARIABLE
+from asyncckpt.link.takeover import Takeover
 from torture.tally import LIMIT_S, Tally
 
 # Of one core, for how long at a time, and how often in a row: a worker that does so does it for ever.

@@ -24,7 +24,7 @@ import psutil
 from tqdm import tqdm
 
 from asyncckpt.config import Transport
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from torture.host_faults import Memory, Stopped, check_idle, runtime_of, workers_of
 from torture.host_trainers import Training, train
 from torture.jobs import Job

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from asyncckpt import Checkpointer
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from torture.tally import LIMIT_S, Tally, check_root
 
 MARK = "ASYNCCKPT_TORTURE"
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed", "asyncckpt.checkpointer", "asyncckpt.worker.rounds"])
+context.set_forkserver_preload(["torch.distributed", "asyncckpt.checkpointer", "asyncckpt.ranks.rounds"])
 
 
 class Job:

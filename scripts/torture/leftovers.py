@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncckpt.worker.endpoint import ROOT_LOCK
-from asyncckpt.worker.takeover import Takeover
+from asyncckpt.link.endpoint import ROOT_LOCK
+from asyncckpt.link.takeover import Takeover
 from torture.jobs import MARK
 from torture.tally import LIMIT_S, Tally
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncckpt import Checkpointer
 from asyncckpt.loading.source import verify
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.storage import step_folder
 from torture.jobs import count_rounds
 from torture.tally import CONFIG, LIMIT_S, Tally, is_of, state_of
 

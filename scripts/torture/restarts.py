@@ -15,9 +15,9 @@ import torch
 from tqdm import tqdm
 
 from asyncckpt import Checkpointer
+from asyncckpt.link.endpoint import endpoint_name
+from asyncckpt.link.takeover import Takeover
 from asyncckpt.loading.data_file import READ_THREADS
-from asyncckpt.worker.endpoint import endpoint_name
-from asyncckpt.worker.takeover import Takeover
 from torture.jobs import Job
 from torture.tally import CONFIG, LIMIT_S
 

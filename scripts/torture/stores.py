@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
-from asyncckpt.worker.storage import complete_steps, object_sweep, objects
-from asyncckpt.worker.storage.listing import list_below
-from asyncckpt.worker.storage.record import is_finalized
-from asyncckpt.worker.storage.stock_names import shown
+from asyncckpt.storage import complete_steps, object_sweep, objects
+from asyncckpt.storage.listing import list_below
+from asyncckpt.storage.record import is_finalized
+from asyncckpt.storage.stock_names import shown
 from torture import kills
 from torture.jobs import Job
 from torture.tally import (

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
+from asyncckpt.link import process as worker_process
 from asyncckpt.loading.source import verify
-from asyncckpt.worker import process as worker_process
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.storage import step_folder
 from torture.tally import CONFIG, LIMIT_S, Tally, check_root, is_of, state_of
 
 _ERRORS = [

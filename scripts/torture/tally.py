@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from asyncckpt import Checkpointer, Config, FileSet
 from asyncckpt.loading.source import verify, wait_for_attempts
-from asyncckpt.worker.storage import complete_steps, step_folder
+from asyncckpt.storage import complete_steps, step_folder
 
 LIMIT_S = 30.0
 # What nobody has asked to wait for may not take longer.

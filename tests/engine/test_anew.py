@@ -23,10 +23,10 @@ from asyncckpt.config import Config
 from asyncckpt.engine.saves import Saves
 from asyncckpt.errors import ClosedError, MismatchError, WorkerDiedError
 from asyncckpt.integrations.nvrx import AbortAsyncckpt
+from asyncckpt.link.process import detached_workers
 from asyncckpt.save_handle import Save
 from asyncckpt.staging.slot_memory import SlotMemory
 from asyncckpt.supervisor import Supervisor, known_supervisors
-from asyncckpt.worker.process import detached_workers
 
 # Every so many instructions of a save there is an interrupt: 1 tries them all, and takes hours.
 EVERY = int(os.environ.get("ASYNCCKPT_TEST_EVERY", 149))

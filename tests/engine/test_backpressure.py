@@ -21,7 +21,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.ranks.group import Group
 from asyncckpt.staging.slot_copy import SlotStager
-from asyncckpt.worker.storage import complete_steps
+from asyncckpt.storage import complete_steps
 
 
 def _wait_for(path: Path) -> None:

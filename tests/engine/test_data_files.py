@@ -24,7 +24,7 @@ from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.loading.contents import contents
 from asyncckpt.loading.load import load
 from asyncckpt.loading.source import verify
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.storage import step_folder
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

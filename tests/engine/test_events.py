@@ -23,8 +23,8 @@ from asyncckpt import Checkpointer, Config
 from asyncckpt import events as events_module
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, WorkerDiedError
 from asyncckpt.events import Event, Listener
+from asyncckpt.link.client import WorkerClient
 from asyncckpt.weights import WeightPublisher
-from asyncckpt.worker.client import WorkerClient
 
 QUICK = Config(linger=0, timeout=60)
 STATE = {"w": torch.arange(100_000)}

@@ -31,13 +31,13 @@ from asyncckpt.errors import (
     UnsavableStateError,
     WorkerDiedError,
 )
+from asyncckpt.link.root_lock import LOCK_NAME
+from asyncckpt.link.takeover import is_running
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.worker.root_lock import LOCK_NAME
-from asyncckpt.worker.storage import storage_for
-from asyncckpt.worker.storage.partial import attempt_path
-from asyncckpt.worker.takeover import is_running
+from asyncckpt.storage import storage_for
+from asyncckpt.storage.partial import attempt_path
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -228,7 +228,7 @@ STUCK = '''
 import os, signal, sys, torch
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.worker import process as worker_process
+from asyncckpt.link import process as worker_process
 from support.ranks import say
 real = worker_process.command
 code = """

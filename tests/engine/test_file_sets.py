@@ -36,7 +36,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.loading.source import verify
 from asyncckpt.planning.file_set import SafetensorsFile
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.storage import storage_for
 
 
 def check(path: Path, seed: float, beside: Path) -> None:

@@ -120,7 +120,7 @@ def test_order_of_creation_goes_by_no_clock(saved: Path) -> None:
 
 
 def rewrite(root: Path, step: int, created: Any) -> None:
-    from asyncckpt.worker.manifest import Manifest
+    from asyncckpt.format.manifest import Manifest
 
     path = root / f"step-{step:08d}" / "asyncckpt.json"
     fields = vars(Manifest.parse(path.read_bytes(), str(path)))

@@ -20,10 +20,10 @@ from support.states import same, zeros_like
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
+from asyncckpt.link import messages
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.staging.under_way import wait_for_copies
-from asyncckpt.worker import messages
-from asyncckpt.worker.storage import complete_steps
+from asyncckpt.storage import complete_steps
 
 HERE = str(Path(__file__).parents[2])
 # Python's own that stand on a lock which a save uses. Not its logging: a lock of that is not left then, by anybody.

@@ -15,8 +15,8 @@ import pytest
 from support.recovery import empty, has_left, source, train
 
 from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.link.endpoint import connect, endpoint_name
 from asyncckpt.loading.source import verify
-from asyncckpt.worker.endpoint import connect, endpoint_name
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -34,8 +34,8 @@ from asyncckpt.errors import (
     WorkerDiedError,
 )
 from asyncckpt.loading.source import verify
-from asyncckpt.worker.storage import complete_steps
-from asyncckpt.worker.storage.objects import objects_at
+from asyncckpt.storage import complete_steps
+from asyncckpt.storage.objects import objects_at
 
 __all__ = ["s3_root", "s3_server"]
 

@@ -20,13 +20,13 @@ from support.workers import Faulty
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.endpoint import FOLDER_VARIABLE, endpoint_name
+from asyncckpt.link.takeover import Takeover
 from asyncckpt.loading import memory_source
 from asyncckpt.loading.source import verify
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE, endpoint_name
-from asyncckpt.worker.storage import complete_steps, step_folder
-from asyncckpt.worker.storage.local import LocalStorage
-from asyncckpt.worker.takeover import Takeover
+from asyncckpt.storage import complete_steps, step_folder
+from asyncckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

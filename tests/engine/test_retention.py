@@ -13,8 +13,8 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.retention import retention_of
 from asyncckpt.errors import CheckpointError
-from asyncckpt.worker.storage import storage_for
-from asyncckpt.worker.storage.history import Origin
+from asyncckpt.storage import storage_for
+from asyncckpt.storage.history import Origin
 
 
 def save(root: Path, steps: range | list[int], config: Config, *, loads: bool = True) -> list[int]:

@@ -21,12 +21,12 @@ from asyncckpt import cli, supervisor
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import JobTakenError, StorageError
+from asyncckpt.link import endpoint, root_lock
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.root_claim import Claim, Claimed
+from asyncckpt.link.root_lock import LOCK_NAME, RootLock
 from asyncckpt.loading.source import find_step
-from asyncckpt.worker import endpoint, root_lock
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.root_claim import Claim, Claimed
-from asyncckpt.worker.root_lock import LOCK_NAME, RootLock
-from asyncckpt.worker.storage.file_system import lock_alone
+from asyncckpt.storage.file_system import lock_alone
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

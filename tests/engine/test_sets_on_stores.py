@@ -29,8 +29,8 @@ from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, MismatchError, UnsavableStateError
 from asyncckpt.loading.source import verify
-from asyncckpt.worker.storage import complete_steps
-from asyncckpt.worker.storage.objects import objects_at, split_address
+from asyncckpt.storage import complete_steps
+from asyncckpt.storage.objects import objects_at, split_address
 
 __all__ = ["s3_root", "s3_server"]
 

@@ -25,8 +25,8 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import UnsavableStateError, WorkerDiedError
+from asyncckpt.storage import step_folder
 from asyncckpt.weights.subscriber import WeightSubscriber
-from asyncckpt.worker.storage import step_folder
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -15,8 +15,8 @@ from support.ranks import alone, faulty
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.worker import process as worker_process
-from asyncckpt.worker.client import WorkerClient
+from asyncckpt.link import process as worker_process
+from asyncckpt.link.client import WorkerClient
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -19,10 +19,10 @@ from support.workers import FAULTY, Faulty, wait_for, wait_reached
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, WorkerDiedError
+from asyncckpt.link import endpoint
 from asyncckpt.loading.source import read_manifest, verify
 from asyncckpt.planning.file_set import FileSet
-from asyncckpt.worker import endpoint
-from asyncckpt.worker.storage import complete_steps
+from asyncckpt.storage import complete_steps
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_what_a_trainer_dies_with_is_uploaded_by_the_next(
     """Also where its worker is still uploading: that one goes on, nobody waits for it, and nothing is sent twice."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
-    fault = "from asyncckpt.worker import process; real = process.command()\n"
+    fault = "from asyncckpt.link import process; real = process.command()\n"
     fault += f"process.command = lambda: [real[0], {FAULTY!r}, 'begin:hold:2']\n"
     ranks.script(fault + DYING, str(root), str(fast), "10")
     wait_reached(gate)

@@ -13,9 +13,9 @@ from support.ranks import QUICK, run
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.timings import of_all_ranks
 from asyncckpt.loading.source import read_manifest
-from asyncckpt.worker.manifest import Manifest
-from asyncckpt.worker.timings import of_all_ranks
 
 # In the order in which these begin: none begins before one that stands before it.
 BEGINS = ("copy_from_s", "checksum_from_s", "sync_from_s", "commit_from_s")

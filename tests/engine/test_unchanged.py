@@ -24,7 +24,7 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import StorageError, WorkerDiedError
 from asyncckpt.loading.source import verify
 from asyncckpt.planning.file_set import FileSet
-from asyncckpt.worker.storage import links, step_folder
+from asyncckpt.storage import links, step_folder
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

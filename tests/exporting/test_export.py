@@ -21,7 +21,7 @@ from asyncckpt.cli import main
 from asyncckpt.errors import CheckpointNotFoundError, MismatchError, UnsavableStateError, UntrustedValueError
 from asyncckpt.exporting.export import export
 from asyncckpt.loading.source import verify
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.storage import step_folder
 
 CUTS: Any = {
     "model.weight": ((7, 20), ()),  # rows, uneven

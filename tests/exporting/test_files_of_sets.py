@@ -14,7 +14,7 @@ from asyncckpt.errors import DamagedCheckpointError, MismatchError
 from asyncckpt.exporting import copying
 from asyncckpt.exporting.export import export
 from asyncckpt.planning.file_set import FileSet
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.storage import storage_for
 
 
 @pytest.fixture(scope="module")

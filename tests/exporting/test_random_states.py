@@ -17,8 +17,8 @@ from support.states import same, stock_load, zeros_like
 
 from asyncckpt.exporting import batches, copying
 from asyncckpt.exporting.export import export
+from asyncckpt.format import index
 from asyncckpt.loading.source import verify
-from asyncckpt.worker import index
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.uint8, torch.bool),

@@ -25,9 +25,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import DamagedCheckpointError, MismatchError, UnsavableStateError
 from asyncckpt.exporting.export import export
+from asyncckpt.format.manifest import METADATA_NAME
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.tensor_header import tensor_header
-from asyncckpt.worker.manifest import METADATA_NAME
 
 
 def _whole() -> dict[str, torch.Tensor]:

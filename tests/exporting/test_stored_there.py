@@ -13,7 +13,7 @@ from support.states import same
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import CheckpointNotFoundError, StorageError
 from asyncckpt.exporting.export import export
-from asyncckpt.worker.storage.objects import objects_at, split_address
+from asyncckpt.storage.objects import objects_at, split_address
 
 __all__ = ["s3_root", "s3_server"]
 

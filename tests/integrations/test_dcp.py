@@ -21,9 +21,9 @@ import asyncckpt
 from asyncckpt.engine import shared as engines
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointExistsError
+from asyncckpt.format.manifest import MANIFEST_NAME
 from asyncckpt.integrations import dcp, nvrx
 from asyncckpt.staging import host_copy
-from asyncckpt.worker.manifest import MANIFEST_NAME
 
 
 def stock_save(state: dict[str, Any], path: Path) -> Any:

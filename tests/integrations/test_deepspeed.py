@@ -19,8 +19,8 @@ from support.workers import wait_for, wait_reached
 
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointError, StorageError, UnsavableStateError
+from asyncckpt.link import process
 from asyncckpt.loading.source import read_manifest, verify
-from asyncckpt.worker import process
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -25,8 +25,8 @@ from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError
 from asyncckpt.integrations.huggingface.rotation import rotate
-from asyncckpt.worker import process as worker_process
-from asyncckpt.worker.storage import local
+from asyncckpt.link import process as worker_process
+from asyncckpt.storage import local
 
 # What transformers itself has to say while it trains and resumes.
 pytestmark = [

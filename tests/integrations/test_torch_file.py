@@ -29,8 +29,8 @@ from asyncckpt.errors import (
 )
 from asyncckpt.integrations import dcp
 from asyncckpt.integrations.torch_file import torch_save
+from asyncckpt.link.client import WorkerClient
 from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.client import WorkerClient
 
 
 class Thing:

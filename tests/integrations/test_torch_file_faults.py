@@ -26,7 +26,7 @@ from asyncckpt.errors import (
     WorkerDiedError,
 )
 from asyncckpt.integrations.torch_file import torch_save
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.storage import storage_for
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ TRAINER = """
 import os, signal, sys, torch
 from asyncckpt.engine import shared as engines
 from asyncckpt import torch_save
-from asyncckpt.worker import process as worker_process
+from asyncckpt.link import process as worker_process
 from support.ranks import say
 real = worker_process.command
 worker_process.command = lambda: [real()[0], sys.argv[2], "begin:hold"]

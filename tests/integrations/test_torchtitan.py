@@ -192,7 +192,7 @@ def old_ones_go(titan: Any, folder: Path) -> None:
 
 def a_failing_one_keeps_the_older(titan: Any, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncckpt.worker.process.command", worker_command())
+        patch.setattr("asyncckpt.link.process.command", worker_command())
         faulty("finalize:eio:3")
         training = titan.Training(titan.ours(interval=1, keep_latest_k=2), folder)
         with pytest.raises(StorageError, match="step-3"):
@@ -207,7 +207,7 @@ def a_failing_one_keeps_the_older(titan: Any, folder: Path) -> None:
 
 
 def worker_command() -> Any:
-    from asyncckpt.worker import process
+    from asyncckpt.link import process
 
     return process.command
 

@@ -24,7 +24,7 @@ from asyncckpt.errors import (
     VersionError,
     WeightsTimeoutError,
 )
-from asyncckpt.worker.endpoint import connect, peer_pid
+from asyncckpt.link.endpoint import connect, peer_pid
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

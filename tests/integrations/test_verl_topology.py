@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from asyncckpt.integrations.verl.topology import Member, Peer, roles
-from asyncckpt.worker.messages import Rendezvous
+from asyncckpt.link.messages import Rendezvous
 
 
 def peer(name: str, host: str) -> Peer:

@@ -18,8 +18,8 @@ from support import vllm_engine
 
 from asyncckpt.errors import CheckpointError, MismatchError, SaveTimeoutError, UnsavableStateError, WeightsTimeoutError
 from asyncckpt.integrations import vllm as ours
+from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 
 
 @vllm_engine.there

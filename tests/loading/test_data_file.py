@@ -19,6 +19,8 @@ import torch
 
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.format.index import Index, Item, spans
+from asyncckpt.format.manifest import checksum
 from asyncckpt.loading.data_file import RUN_BYTES, StoredFile, read_pool
 from asyncckpt.loading.device_buffers import DeviceBuffers
 from asyncckpt.loading.direct_load import draft
@@ -26,9 +28,7 @@ from asyncckpt.loading.load import load
 from asyncckpt.loading.read_requests import ReadRequests
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.shm.segment import PAGE
-from asyncckpt.worker.index import Index, Item, spans
-from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.storage import local_file, storage_for
+from asyncckpt.storage import local_file, storage_for
 
 LARGE = 5 << 20  # elements
 

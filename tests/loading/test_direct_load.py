@@ -20,11 +20,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError
+from asyncckpt.format.index import Index
 from asyncckpt.loading import dcp_reader
 from asyncckpt.loading import direct_load as direct
 from asyncckpt.loading import load as reader
 from asyncckpt.loading.source import StorageSource
-from asyncckpt.worker.index import Index
 
 Make = Callable[[], dict[str, Any]]
 

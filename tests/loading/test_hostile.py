@@ -19,9 +19,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
+from asyncckpt.format.index import Index
+from asyncckpt.format.manifest import Manifest, checksum
 from asyncckpt.loading import load as reader
-from asyncckpt.worker.index import Index
-from asyncckpt.worker.manifest import Manifest, checksum
 
 DATA, INDEX, MANIFEST = "__0_0.distcp", "__0_0.index.json", "asyncckpt.json"
 

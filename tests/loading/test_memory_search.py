@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.loading import memory_search
-from asyncckpt.worker.takeover import ReaderClient
 
 
 def test_workers_are_asked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

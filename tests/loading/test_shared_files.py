@@ -17,12 +17,12 @@ from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.format.index import Item
 from asyncckpt.loading import load as reader
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile
 from asyncckpt.loading.shared_files import CheckedFiles, sharing
 from asyncckpt.loading.source import StorageSource, verify
-from asyncckpt.worker.index import Item
-from asyncckpt.worker.storage.local import LocalStorage
+from asyncckpt.storage.local import LocalStorage
 
 DATA = "__0_0.distcp"
 ALL = [f"step-0000000{step}" for step in (1, 2, 3)]

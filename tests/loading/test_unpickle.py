@@ -30,10 +30,10 @@ from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import UntrustedValueError
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum
 from asyncckpt.loading import load as reader
 from asyncckpt.loading.load import load
 from asyncckpt.loading.source import verify
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum
 
 METADATA = "torch.distributed.checkpoint.metadata"
 

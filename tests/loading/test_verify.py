@@ -17,10 +17,10 @@ from support.states import zeros_like
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, MismatchError
+from asyncckpt.format.index import SPAN_BYTES, Index, Item, spans
+from asyncckpt.format.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.loading import load as reader
 from asyncckpt.loading.source import StorageSource, read_manifest, verify
-from asyncckpt.worker.index import SPAN_BYTES, Index, Item, spans
-from asyncckpt.worker.manifest import MANIFEST_NAME, Manifest
 
 
 def _state() -> dict[str, Any]:

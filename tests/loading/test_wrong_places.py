@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import asyncckpt
 from asyncckpt import Checkpointer, cli
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from asyncckpt.format.index import Index
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, data_name, index_name
+from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.loading import source
 from asyncckpt.loading.memory_search import FoundImages, HeldAttempt
 from asyncckpt.loading.memory_source import MemorySource
 from asyncckpt.loading.source import StorageSource, verify
-from asyncckpt.worker.index import Index
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, data_name, index_name
-from asyncckpt.worker.storage import storage_for
-from asyncckpt.worker.storage.local import LocalStorage
-from asyncckpt.worker.write_request import WriteRequest
+from asyncckpt.storage import storage_for
+from asyncckpt.storage.local import LocalStorage
 
 
 def _folder(root: Path, step: int) -> Path:

@@ -16,9 +16,9 @@ from support.workers import stop
 from asyncckpt import Checkpointer, Config
 from asyncckpt.config import WhenBusy
 from asyncckpt.errors import CheckpointError
+from asyncckpt.link import process as worker_process
+from asyncckpt.link.takeover import is_running
 from asyncckpt.save_handle import Save
-from asyncckpt.worker import process as worker_process
-from asyncckpt.worker.takeover import is_running
 
 # Longer than a test may take: nothing here may end because a time is up.
 LONG_S = 90.0

@@ -24,8 +24,8 @@ from asyncckpt.errors import CheckpointError, RankFailedError, SaveDroppedError,
 from asyncckpt.loading.source import verify
 from asyncckpt.ranks import group
 from asyncckpt.ranks.address import address_to_listen_at, loopback_scope
-from asyncckpt.worker.rounds import Rounds
-from asyncckpt.worker.store_connection import StoreConnection
+from asyncckpt.ranks.rounds import Rounds
+from asyncckpt.ranks.store_connection import StoreConnection
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

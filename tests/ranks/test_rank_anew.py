@@ -19,7 +19,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.storage import complete_steps
+from asyncckpt.storage import complete_steps
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

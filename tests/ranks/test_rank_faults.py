@@ -19,13 +19,13 @@ from support.states import equal, replicas
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
+from asyncckpt.link import messages
+from asyncckpt.link import process as worker_process
 from asyncckpt.loading.source import verify
 from asyncckpt.planning import draft
 from asyncckpt.ranks import group
+from asyncckpt.ranks.rounds import Rounds
 from asyncckpt.staging import slot_copy as staging
-from asyncckpt.worker import messages
-from asyncckpt.worker import process as worker_process
-from asyncckpt.worker.rounds import Rounds
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -21,11 +21,11 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, CheckpointExistsError
+from asyncckpt.link.running_workers import running_workers
 from asyncckpt.loading.memory_source import MemorySource
+from asyncckpt.ranks import survivors
 from asyncckpt.save_handle import Save
-from asyncckpt.worker import survivors
-from asyncckpt.worker.running_workers import running_workers
-from asyncckpt.worker.storage import complete_steps, step_folder
+from asyncckpt.storage import complete_steps, step_folder
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -15,7 +15,7 @@ from support.states import equal, replicas
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.worker.transfer.nixl_process import MODULES
+from asyncckpt.transfer.nixl_process import MODULES
 
 pytestmark = [
     pytest.mark.usefixtures("forkserver"),

@@ -15,8 +15,8 @@ from support.states import equal, replicas
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.worker import takeover as takeover
-from asyncckpt.worker.storage import complete_steps
+from asyncckpt.link import takeover as takeover
+from asyncckpt.storage import complete_steps
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -87,7 +87,7 @@ def _load_some(root: str, lost: bool = False) -> tuple[int, str, bool]:
 def test_what_one_has_lost_of_its_memory_comes_from_storage(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     Job(2, _die, root, 2, None, folder=tmp_path).wait()
-    from asyncckpt.worker.endpoint import endpoint_name
+    from asyncckpt.link.endpoint import endpoint_name
 
     found = takeover.Takeover.find(endpoint_name(f"{os.path.realpath(root)}\n", 1), 30)
     assert found is not None

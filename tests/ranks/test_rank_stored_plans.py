@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.format.storage_meta import without_storage_meta
 from asyncckpt.loading.source import StorageSource, verify
 from asyncckpt.planning.per_rank import PerRank
-from asyncckpt.worker.storage_meta import without_storage_meta
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

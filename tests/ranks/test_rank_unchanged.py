@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.loading.source import verify
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.storage import step_folder
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

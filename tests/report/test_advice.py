@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from asyncckpt import Checkpointer, cli
+from asyncckpt.format.manifest import Manifest
 from asyncckpt.report.formats import duration
 from asyncckpt.report.measured import Measured
-from asyncckpt.worker.manifest import Manifest
 
 TIMES = [(1e-5, "0.01 ms"), (0.0312, "31.2 ms"), (1, "1 s"), (119, "119 s"), (150, "2.5 min"), (14400, "4 h")]
 

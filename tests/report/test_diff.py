@@ -25,9 +25,9 @@ from asyncckpt import cli, export
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
+from asyncckpt.format.index import SPAN_BYTES, Index
+from asyncckpt.format.manifest import Manifest, checksum
 from asyncckpt.loading.data_file import ChecksummedFile
-from asyncckpt.worker.index import SPAN_BYTES, Index
-from asyncckpt.worker.manifest import Manifest, checksum
 
 DATA, INDEX = "__0_0.distcp", "__0_0.index.json"
 Diff = Callable[..., dict[str, Any]]

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from asyncckpt import Checkpointer, cli
 from asyncckpt.engine.engine import Engine
+from asyncckpt.format.manifest import Manifest
 from asyncckpt.report.timeline import LaneSpan, RankOfSave, ranks_of, trace
-from asyncckpt.worker.manifest import Manifest
 
 NBYTES = 4 << 20
 STEPS = (100, 200, 300)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.ranks import fsdp2_on_cpu
 
-from asyncckpt.worker.storage import complete_steps
+from asyncckpt.storage import complete_steps
 
 EXAMPLE = Path(__file__).parents[2] / "examples/fsdp2.py"
 

@@ -16,7 +16,7 @@ from asyncckpt.shm import huge
 from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.huge import is_huge, own_buffer, take_huge
 from asyncckpt.shm.segment import HUGE_PAGE, PAGE, Segment
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.storage import storage_for
 
 _COLLAPSE = 25
 

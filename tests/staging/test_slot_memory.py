@@ -17,10 +17,10 @@ from support.states import same
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, OutOfMemoryError, SaveDroppedError
+from asyncckpt.link.messages import Take
 from asyncckpt.save_handle import Save
 from asyncckpt.staging import slot_memory
 from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.worker.messages import Take
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -6,15 +6,15 @@ import os
 import threading
 from pathlib import Path
 
+from asyncckpt.format.index import spans
+from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
+from asyncckpt.format.write_request import Existing, WriteRequest
+from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.storage import storage_for
 from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.durable_files import DurableFiles
-from asyncckpt.worker.hosted_segment import HostedSegment
-from asyncckpt.worker.index import spans
-from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.worker.staged_image import StagedImage
-from asyncckpt.worker.storage import storage_for
-from asyncckpt.worker.write_request import Existing, WriteRequest
 from asyncckpt.worker.writer import begin_attempt
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
-from asyncckpt.worker.storage.storage import (
+from asyncckpt.format.write_request import Existing
+from asyncckpt.storage.storage import (
     FileIdentity,
     FileStamp,
     InputFile,
@@ -15,7 +16,6 @@ from asyncckpt.worker.storage.storage import (
     Resolution,
     Storage,
 )
-from asyncckpt.worker.write_request import Existing
 
 POINTS = ("begin", "create", "write", "sync", "finalize", "finalized")
 """Where it may fail: before a step, or, at ``finalized``, after it. At ``link``, too, where there is one."""

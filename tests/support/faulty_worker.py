@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncckpt import errors
+from asyncckpt.ranks import rounds
 from asyncckpt.shm import budget
+from asyncckpt.storage import storage_for
+from asyncckpt.storage.file_system import translated
+from asyncckpt.storage.history import prune
 from asyncckpt.worker import __main__ as worker
-from asyncckpt.worker import committer, rounds
-from asyncckpt.worker.storage import storage_for
-from asyncckpt.worker.storage.file_system import translated
-from asyncckpt.worker.storage.history import prune
+from asyncckpt.worker import committer
 
 # It is run as a script, also by trainers that know nothing of the tests.
 sys.path.append(str(Path(__file__).parent.parent))

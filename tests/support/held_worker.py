@@ -14,9 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.link import memory, segment_store
+from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.storage import uploader
 from asyncckpt.worker import __main__ as worker
-from asyncckpt.worker import memory, segment_store, uploader, writer
-from asyncckpt.worker.segment_store import SegmentStore
+from asyncckpt.worker import writer
 
 _GATE, _given = sys.argv[1], int(sys.argv[2])
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncckpt.link.endpoint import FOLDER_VARIABLE
+from asyncckpt.link.takeover import Takeover
 from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
-from asyncckpt.worker.takeover import Takeover
 from support.workers import send_away
 
 HOSTS = 4

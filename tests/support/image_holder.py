@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from asyncckpt.format.held_image import COPY_SLOTS, ImageKey
+from asyncckpt.format.manifest import checksum
+from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.shm.slots import State
-from asyncckpt.worker.held_image import COPY_SLOTS, ImageKey
-from asyncckpt.worker.manifest import checksum
-from asyncckpt.worker.segment_layout import CheckpointLayout, DataFile, Region
-from asyncckpt.worker.segment_store import SegmentStore
-from asyncckpt.worker.transfer.requests import TransferAddress
-from asyncckpt.worker.transfer.server import TransferServer
-from asyncckpt.worker.write_request import WriteRequest
+from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.server import TransferServer
 
 KEY = b"the key of the job"
 IMAGE = ImageKey("attempt", 0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
-from asyncckpt.worker.storage.storage import OpenAttempt, Storage
-from asyncckpt.worker.write_request import Existing
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
+from asyncckpt.format.write_request import Existing
+from asyncckpt.storage.storage import OpenAttempt, Storage
 
 DATA = "__0_0.distcp"
 

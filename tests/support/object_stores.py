@@ -13,7 +13,7 @@ import pytest
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
-from asyncckpt.worker.storage.objects import objects_at, split_address
+from asyncckpt.storage.objects import objects_at, split_address
 
 BUCKET = "checkpoints"
 

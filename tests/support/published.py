@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from asyncckpt.format.segment_layout import WeightsLayout
+from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.published_slots import PublishedSlots, ReadableSlots
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
-from asyncckpt.worker.segment_layout import WeightsLayout
-from asyncckpt.worker.segment_store import SegmentStore
-from asyncckpt.worker.transfer.locator import Locator
-from asyncckpt.worker.transfer.mirror import Mirror
-from asyncckpt.worker.transfer.requests import TransferAddress
-from asyncckpt.worker.transfer.server import TransferServer
+from asyncckpt.transfer.locator import Locator
+from asyncckpt.transfer.mirror import Mirror
+from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.server import TransferServer
 
 KEY = b"the key of the job" * 2
 LIMIT_S = 60.0

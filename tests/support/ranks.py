@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from asyncckpt.config import Config
-from asyncckpt.worker import process as worker_process
+from asyncckpt.link import process as worker_process
 from support.workers import FAULTY
 
 LIMIT_S = 200.0

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from asyncckpt.format.held_image import ImageKey
+from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slot_locks import Claims
-from asyncckpt.worker.held_image import ImageKey
-from asyncckpt.worker.segment_store import SegmentStore
-from asyncckpt.worker.transfer.holder import Holder, RemoteImage
-from asyncckpt.worker.transfer.requests import TransferAddress
-from asyncckpt.worker.transfer.server import TransferServer
+from asyncckpt.transfer.holder import Holder, RemoteImage
+from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.server import TransferServer
 from support.image_holder import IMAGE, KEY, checksums_of, hold, image_bytes, image_holder
 
 NBYTES = 24 << 20

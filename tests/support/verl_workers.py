@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
+from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from support.states import same
 
 LIMIT_S = 110.0

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from asyncckpt.errors import JobTakenError
-from asyncckpt.worker import endpoint, open_saves
-from asyncckpt.worker import process as worker_process
-from asyncckpt.worker.takeover import Takeover
+from asyncckpt.link import endpoint, open_saves
+from asyncckpt.link import process as worker_process
+from asyncckpt.link.takeover import Takeover
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
 """The script, for ``worker_process.command``."""

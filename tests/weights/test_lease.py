@@ -24,12 +24,12 @@ from asyncckpt.errors import (
     ClosedError,
     WeightsTimeoutError,
 )
+from asyncckpt.link.endpoint import endpoint_name
+from asyncckpt.link.takeover import ReaderClient
+from asyncckpt.transfer.serving import Serving
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.lease import RankPublications
-from asyncckpt.worker.endpoint import endpoint_name
 from asyncckpt.worker.endpoint_service import EndpointService
-from asyncckpt.worker.takeover import ReaderClient
-from asyncckpt.worker.transfer.serving import Serving
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

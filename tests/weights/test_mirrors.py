@@ -22,9 +22,9 @@ from support.workers import wait_for
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, WeightsTimeoutError
+from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.endpoint import FOLDER_VARIABLE, connect, endpoint_names, peer_pid
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
-from asyncckpt.worker.client import WorkerClient
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE, connect, endpoint_names, peer_pid
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -26,13 +26,13 @@ from asyncckpt.errors import (
     StorageError,
     VersionError,
 )
+from asyncckpt.link.endpoint import endpoint_name
+from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.loading.source import verify
 from asyncckpt.publication import job_of_checkpoints
+from asyncckpt.storage import complete_steps
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.lease import RankPublications
-from asyncckpt.worker.endpoint import endpoint_name
-from asyncckpt.worker.storage import complete_steps
-from asyncckpt.worker.takeover import ReaderClient
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

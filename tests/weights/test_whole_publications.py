@@ -18,10 +18,10 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, UnsavableStateError
+from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.buffer import WeightBuffer
-from asyncckpt.worker.endpoint import FOLDER_VARIABLE
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 CONFIG = Config(timeout=30, linger=0.0)

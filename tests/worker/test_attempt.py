@@ -12,9 +12,9 @@ import pytest
 from support.attempts import checkpoint_attempt
 
 from asyncckpt.errors import StorageError
+from asyncckpt.format.write_request import Existing
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.worker.storage import file_system, partial
-from asyncckpt.worker.write_request import Existing
+from asyncckpt.storage import file_system, partial
 
 
 class Recorder:

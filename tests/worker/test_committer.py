@@ -16,17 +16,17 @@ import pytest
 from support.attempts import checkpoint_attempt
 
 from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link.messages import Committed, Failed, Rendezvous
+from asyncckpt.ranks import survivors
+from asyncckpt.ranks.rounds import Rounds
+from asyncckpt.ranks.store import Store
+from asyncckpt.ranks.store_connection import StoreClient
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.storage.local import LocalStorage
+from asyncckpt.storage.partial import PartialFolder
 from asyncckpt.worker import committer as committer_module
-from asyncckpt.worker import survivors
 from asyncckpt.worker.committer import Committer
-from asyncckpt.worker.messages import Committed, Failed, Rendezvous
-from asyncckpt.worker.rounds import Rounds
-from asyncckpt.worker.storage.local import LocalStorage
-from asyncckpt.worker.storage.partial import PartialFolder
-from asyncckpt.worker.store import Store
-from asyncckpt.worker.store_connection import StoreClient
-from asyncckpt.worker.write_request import WriteRequest
 
 
 @pytest.mark.parametrize("fails", [False, True])

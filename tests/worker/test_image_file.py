@@ -20,13 +20,13 @@ from support.states import small_state
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
+from asyncckpt.format.index import spans
+from asyncckpt.format.manifest import checksum
 from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.storage.file_system import translated
+from asyncckpt.storage.local_file import LocalFile
 from asyncckpt.worker import staged_image
-from asyncckpt.worker.index import spans
-from asyncckpt.worker.manifest import checksum
 from asyncckpt.worker.staged_image import BUFFER_BYTES, ImageFile
-from asyncckpt.worker.storage.file_system import translated
-from asyncckpt.worker.storage.local_file import LocalFile
 
 PIECE_BYTES = 2 * BUFFER_BYTES
 

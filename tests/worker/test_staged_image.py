@@ -25,7 +25,7 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.slot_copy import SlotStager
-from asyncckpt.worker.storage.local_file import LocalFile
+from asyncckpt.storage.local_file import LocalFile
 
 HALF = 2 * LocalFile.piece_bytes
 real_copy = SlotStager.copy

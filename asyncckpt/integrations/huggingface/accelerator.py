@@ -23,7 +23,7 @@ from asyncckpt.integrations.capture import (
     told_to_all,
     wait_for_dead_trainer,
 )
-from asyncckpt.worker.storage import remove_old_checkpoint, storage_for
+from asyncckpt.storage import remove_old_checkpoint, storage_for
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import os
 
 from transformers.trainer_utils import sort_checkpoints
 
-from asyncckpt.worker.storage import remove_old_checkpoint
+from asyncckpt.storage import remove_old_checkpoint
 
 
 def rotate(run_dir: str, best: str | None, save_total_limit: int | None = None, use_mtime: bool = False) -> None:

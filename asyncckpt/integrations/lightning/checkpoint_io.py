@@ -18,7 +18,7 @@ from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, l
 from asyncckpt.integrations.lightning.pending import Pending
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.storage import replace_or_set_aside
+from asyncckpt.storage import replace_or_set_aside
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.shared import Engines
 from asyncckpt.errors import CheckpointError
 from asyncckpt.events import Event
+from asyncckpt.format.manifest import METADATA_NAME
+from asyncckpt.format.write_request import Existing
 from asyncckpt.loading.dcp_reader import CheckpointReader
 from asyncckpt.planning.plan import StateDict
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.manifest import METADATA_NAME
-from asyncckpt.worker.storage.file_system import translated
-from asyncckpt.worker.write_request import Existing
+from asyncckpt.storage.file_system import translated
 
 PlannedSave = tuple["FileSystemWriterAsync", Metadata | None, _DistWrapper]
 """The arguments of ``save_state_dict_async_finalize``."""

@@ -30,11 +30,11 @@ from multiprocess import reduction
 from multiprocess.connection import wait
 
 from asyncckpt.errors import CheckpointError, UnsavableStateError, WorkerDiedError
+from asyncckpt.link import messages
+from asyncckpt.link.process import not_started, occupy_standard_streams, run_module, same_modules, watched
+from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Segment, round_up
-from asyncckpt.worker import messages
-from asyncckpt.worker.process import not_started, occupy_standard_streams, run_module, same_modules, watched
-from asyncckpt.worker.socket_connection import SocketConnection
 
 _ALIGNMENT = 64
 

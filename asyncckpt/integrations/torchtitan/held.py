@@ -11,7 +11,7 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations.torchtitan.steps import complete_steps
 from asyncckpt.loading.memory_search import FoundImages, HeldAttempt, find_images
 from asyncckpt.loading.memory_source import MemorySource, chosen_source
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.storage import storage_for
 
 logger = logging.getLogger(__name__)
 

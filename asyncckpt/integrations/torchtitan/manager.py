@@ -24,15 +24,15 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, StorageError
 from asyncckpt.integrations.torchtitan.held import newest_held
 from asyncckpt.integrations.torchtitan.steps import complete_steps, remove_older
+from asyncckpt.link.root_claim import Claim
+from asyncckpt.link.root_lock import check_job
 from asyncckpt.loading.load import load
 from asyncckpt.loading.memory_source import MemorySource, load_image
 from asyncckpt.loading.source import is_stock, wait_for_attempts
 from asyncckpt.publication import job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, is_first
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.root_claim import Claim
-from asyncckpt.worker.root_lock import check_job
-from asyncckpt.worker.storage import absolute, refuse_address, replace_or_set_aside
+from asyncckpt.storage import absolute, refuse_address, replace_or_set_aside
 
 logger = logging.getLogger(__name__)
 

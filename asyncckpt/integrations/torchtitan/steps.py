@@ -7,8 +7,8 @@ import os
 import re
 
 from asyncckpt.errors import StorageError
-from asyncckpt.worker.manifest import METADATA_NAME
-from asyncckpt.worker.storage import remove_old_checkpoint, storage_for
+from asyncckpt.format.manifest import METADATA_NAME
+from asyncckpt.storage import remove_old_checkpoint, storage_for
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ Workers that can share memory (those of one user on one machine) are on one *hos
 3. ``init_process_group`` on all;
 4. ``send_weights`` and ``receive_weights`` on all at once. The first actor says which version comes. When all that
    publish have, it posts a notice of it. The rollouts map that version on their host, which a worker of ours fetches
-   there, once, from the actors' host or another one that has it (see ``worker/transfer/mirror.py``);
+   there, once, from the actors' host or another one that has it (see ``asyncckpt/transfer/mirror.py``);
 5. ``finalize`` on all.
 
 Between syncs, ``get_weights`` maps the newest version on its host, or one named. Nobody has to take part in that.
@@ -42,10 +42,10 @@ from asyncckpt.errors import CheckpointError, RankFailedError, VersionError
 from asyncckpt.integrations.verl.local_publication import LocalPublication
 from asyncckpt.integrations.verl.notices import NoticeBoard, PublishingActors
 from asyncckpt.integrations.verl.topology import Member, Peer, Role, roles
+from asyncckpt.link.endpoint import endpoint_scope
+from asyncckpt.link.messages import Rendezvous
+from asyncckpt.ranks.store import Store
 from asyncckpt.weights.weights import Weights
-from asyncckpt.worker.endpoint import endpoint_scope
-from asyncckpt.worker.messages import Rendezvous
-from asyncckpt.worker.store import Store
 
 BACKEND = "asyncckpt"
 

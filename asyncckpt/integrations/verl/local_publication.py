@@ -10,10 +10,10 @@ import torch
 from asyncckpt.config import Config
 from asyncckpt.errors import RankFailedError
 from asyncckpt.integrations.verl.notices import Notice, PublishingActors
+from asyncckpt.transfer.locator import Locator
 from asyncckpt.weights.publisher import WeightPublisher
 from asyncckpt.weights.subscriber import WeightSubscriber
 from asyncckpt.weights.weights import Weights
-from asyncckpt.worker.transfer.locator import Locator
 
 _PAUSE_S = 0.01
 

@@ -1,8 +1,8 @@
 """What the workers tell each other in a sync: what was published, and the actors that publish, what each of them has.
 
-All of it goes over a store that the first actor hosts, in rounds (see ``worker/rounds.py``), sealed with a key that
-verl passes on with the topology. Notices are JSON. What the publishing actors, all of one host, tell each other is
-pickled, as what ranks tell each other is. The end of the store is noticed at once.
+The messages go over a store that the first actor hosts, in rounds (see ``asyncckpt/ranks/rounds.py``), sealed with a
+key that verl passes on with the topology. Notices are JSON. The publishing actors, all of one host, send each other
+pickles, as ranks do. The end of the store is noticed at once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 
 from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, located
 from asyncckpt.integrations.verl.topology import Member, Role
+from asyncckpt.link.open_saves import grace
 from asyncckpt.ranks.packing import pack, unpack
-from asyncckpt.worker.rounds import Rounds, grace, round_name
-from asyncckpt.worker.store_connection import Patience
-from asyncckpt.worker.transfer.locator import Locator
-from asyncckpt.worker.transfer.requests import TransferAddress
+from asyncckpt.ranks.rounds import Rounds, round_name
+from asyncckpt.ranks.store_connection import Patience
+from asyncckpt.transfer.locator import Locator
+from asyncckpt.transfer.requests import TransferAddress
 
 logger = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from asyncckpt.errors import MismatchError
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.loading.load import load
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.loading.unpickle import load_metadata, load_object
-from asyncckpt.worker.manifest import MANIFEST_NAME, METADATA_NAME
-from asyncckpt.worker.storage import storage_for
+from asyncckpt.storage import storage_for
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from verl.utils.fs import is_non_local
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointError
+from asyncckpt.format.manifest import MANIFEST_NAME
 from asyncckpt.integrations.capture import begin_save, capturing, replaced, told_to_all
 from asyncckpt.integrations.verl_fsdp.contents import (
     extra_file,
@@ -33,8 +34,7 @@ from asyncckpt.integrations.verl_fsdp.tracker import folder_of_tracker, latest_s
 from asyncckpt.publication import job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, on_all
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.manifest import MANIFEST_NAME
-from asyncckpt.worker.storage import absolute, remove_old_checkpoint
+from asyncckpt.storage import absolute, remove_old_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.loading.source import wait_for_attempts
-from asyncckpt.worker.storage import storage_for
-from asyncckpt.worker.storage.file_system import replace_text, sync_folder
+from asyncckpt.storage import storage_for
+from asyncckpt.storage.file_system import replace_text, sync_folder
 
 logger = logging.getLogger(__name__)
 

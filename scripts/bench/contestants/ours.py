@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import asyncckpt
-from asyncckpt.worker.storage import step_folder
+from asyncckpt.storage import step_folder
 from bench.contestants.contestant import Contestant, Pending
 from bench.states import State
 

@@ -16,8 +16,8 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import ClosedError, WorkerDiedError
 from asyncckpt.integrations import nvrx
+from asyncckpt.link.client import WorkerClient
 from asyncckpt.save_handle import Save
-from asyncckpt.worker.client import WorkerClient
 
 _HOOK = """
 import pickle

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.integrations import nvrx
-from asyncckpt.worker.socket_connection import SocketConnection
-from asyncckpt.worker.takeover import is_running
+from asyncckpt.link.socket_connection import SocketConnection
+from asyncckpt.link.takeover import is_running
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

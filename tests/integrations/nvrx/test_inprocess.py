@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.inprocess import MOST_THREADS, Plan, Seen, run
 
-from asyncckpt.worker.storage import complete_steps
+from asyncckpt.storage import complete_steps
 
 RESTARTS = int(os.environ.get("ASYNCCKPT_TEST_RESTARTS", 8))
 

@@ -24,8 +24,8 @@ from asyncckpt.errors import WorkerDiedError
 from asyncckpt.integrations import nvrx
 from asyncckpt.integrations.megatron import MegatronSave
 from asyncckpt.integrations.nvrx import filesystem
+from asyncckpt.link import process as worker_process
 from asyncckpt.loading.source import verify
-from asyncckpt.worker import process as worker_process
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -1,0 +1,270 @@
+"""The archive: the zip that ``torch.load`` reads, with the storages first and all that varies behind them.
+
+Each record is stored as it is, behind a local header that is padded so that the bytes begin aligned, and before a
+descriptor with their checksum (CRC-32): so the headers are known before the bytes are, and are the same in every save.
+Record for record this is what ``torch.save`` writes, down to the padding, by which ``torch.load`` may calculate where
+a storage stands without looking (``torch.utils.serialization.config.load.calculate_storage_offsets``). Only the order
+differs: the pickle, whose length changes from save to save, comes after the storages, so that no storage ever moves.
+
+The format is PKWARE's APPNOTE.TXT; its 64-bit fields are used where a size or an offset needs them.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from asyncckpt.format.manifest import checksum
+
+try:
+    from isal.isal_zlib import crc32 as crc32  # five times as fast as zlib's
+except ImportError:  # there is none for this kind of processor
+    from zlib import crc32 as crc32
+
+# The folder that all records stand in. torch.save takes the file's own name, or this where it knows none.
+_FOLDER = "archive"
+# From here on a field of 32 bits holds no number, but says to look into the 64-bit fields.
+_LIMIT = 0xFFFFFFFF
+_LIMIT_16 = 0xFFFF
+
+_LOCAL = struct.Struct("<4s5H3L2H")
+LOCAL_BYTES = _LOCAL.size
+"""Of the header of a record, before its name."""
+LOCAL_MAGIC = b"PK\3\4"
+"""What it begins with."""
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_END_64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR_64 = struct.Struct("<4sLQL")
+_END = struct.Struct("<4s4H2LH")
+_DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4s3L"), struct.Struct("<4sL2Q")
+_EXTRA = struct.Struct("<2H")
+_EXTRA_64 = 1
+# torch's own mark for what is only there to be skipped.
+_EXTRA_PADDING = int.from_bytes(b"FB", "little")
+
+_VERSION, _VERSION_64 = 20, 45
+_HAS_DESCRIPTOR, _IS_UTF8 = 0x8, 0x800
+_DATE = (1 << 5) | 1  # the first day that a zip can name
+
+# How much of a storage is checksummed at a time, so that writing need not wait for the end of a large one.
+_PIECE_BYTES = 16 << 20
+# Enough for one of the few small records: its header and name, padding apart, its bytes, its descriptor.
+_SMALL_BYTES = 256
+
+
+class Record(NamedTuple):
+    """A record: its header is ``at``, its ``nbytes`` are ``payload_at``, both in bytes from the start of the file."""
+
+    name: str
+    at: int
+    payload_at: int
+    nbytes: int
+
+    @property
+    def large(self) -> bool:
+        """Whether it needs 64-bit fields around it."""
+        return self.nbytes >= _LIMIT or self.at >= _LIMIT
+
+    @property
+    def end(self) -> int:
+        """Where the next record begins. One without bytes has no descriptor."""
+        return self.payload_at + self.nbytes + (_descriptor(self).size if self.nbytes else 0)
+
+
+def lay_out(alignment: int, room: int, *sizes: int) -> list[Record]:
+    """The records of the storages, and behind them that of the pickle.
+
+    Args:
+        alignment: The bytes of each record begin at a multiple of it.
+        room: The most bytes that the pickle may take.
+        *sizes: The bytes of each storage.
+    """
+    records: list[Record] = []
+    end = 0
+    for number, nbytes in enumerate(sizes):
+        records.append(_place(f"data/{number}", end, nbytes, alignment))
+        end = records[-1].end
+    return [*records, _place("data.pkl", end, room, alignment)]
+
+
+def tail_room(alignment: int, storages: int) -> int:
+    """Bytes that are enough for all that follows the pickle."""
+    small = _small_records(alignment, 0)
+    longest = len(f"{_FOLDER}/data/{storages}") + len(_extra_64(_LIMIT, _LIMIT))
+    directory = (storages + 1) * (_CENTRAL.size + longest) + len(small) * _SMALL_BYTES
+    return _SMALL_BYTES + len(small) * (_SMALL_BYTES + alignment) + directory
+
+
+def header(record: Record) -> bytes:
+    """What stands before the bytes of a record."""
+    name, extra = record.name.encode(), _extra_64(record.nbytes, record.at)
+    padding = record.payload_at - record.at - _LOCAL.size - len(name) - len(extra) - _EXTRA.size
+    extra += _EXTRA.pack(_EXTRA_PADDING, padding) + b"Z" * padding
+    flags, version = _flags(record.nbytes), _version(record)
+    return _LOCAL.pack(LOCAL_MAGIC, version, flags, 0, 0, _DATE, 0, 0, 0, len(name), len(extra)) + name + extra
+
+
+def record_at(data: bytes, at: int = 0) -> tuple[bytes, int]:
+    """The name of the record of which the header begins ``at`` a byte of ``data``, as far as it stands there, and the
+    byte where its own bytes begin. The first ``LOCAL_BYTES`` of the header must be there.
+    """
+    *_, name_bytes, extra_bytes = _LOCAL.unpack_from(data, at)
+    name_at = at + LOCAL_BYTES
+    return data[name_at : name_at + name_bytes], int(name_at + name_bytes + extra_bytes)
+
+
+def is_archive(data: bytes) -> bool:
+    """Whether ``data`` are a whole archive, or another zip without a comment."""
+    return data.startswith(LOCAL_MAGIC) and data[-_END.size :].startswith(b"PK\5\6") and data.endswith(b"\0\0")
+
+
+def stretched(data: bytes, nbytes: int) -> bytes:
+    """Return the archive ``data`` with zeros before its directory, so that it has ``nbytes``."""
+    gap = nbytes - len(data)
+    found = bytearray(data)
+    end = len(data) - _END.size
+    *fields, directory, comment = _END.unpack_from(data, end)
+    locator = end - _LOCATOR_64.size
+    if data.startswith(b"PK\6\7", locator):
+        magic, disk, end_64, disks = _LOCATOR_64.unpack_from(data, locator)
+        *fields_64, directory = _END_64.unpack_from(data, end_64)
+        _END_64.pack_into(found, end_64, *fields_64, directory + gap)
+        _LOCATOR_64.pack_into(found, locator, magic, disk, end_64 + gap, disks)
+    _END.pack_into(found, end, *fields, min(directory + gap, _LIMIT), comment)
+    found[directory:directory] = bytes(gap)
+    return bytes(found)
+
+
+def complete(
+    image: memoryview,
+    alignment: int,
+    room: int,
+    sizes: Sequence[int],
+    pickle_bytes: int,
+    wait_for: Callable[[int], None],
+    advance: Callable[[int], None],
+) -> int:
+    """Complete an archive: checksum the storages and the pickle, and write all that depends on the checksums.
+
+    Args:
+        image: The storages and the pickle stand in it as laid out; it is changed between and behind them.
+        alignment: As given to ``lay_out``.
+        room: As given to ``lay_out``.
+        sizes: As given to ``lay_out``.
+        pickle_bytes: How many bytes the pickle has.
+        wait_for: Called with a position, in bytes, it returns when the image is there up to it.
+        advance: Called again and again with the position up to which the image is final, in bytes.
+
+    Returns:
+        The length of the file, in bytes.
+    """
+    archive = Archive(image)
+    for record, nbytes in zip(lay_out(alignment, room, *sizes), (*sizes, pickle_bytes), strict=True):
+        crc = 0
+        stop = record.payload_at + nbytes
+        for begin in range(record.payload_at, stop, _PIECE_BYTES):
+            end = min(begin + _PIECE_BYTES, stop)
+            wait_for(end)
+            crc = crc32(image[begin:end], crc)
+            advance(end)
+        wait_for(record.end)  # nobody writes there any more
+        archive.close(record, nbytes, crc)
+    archive.finish(alignment)
+    return archive.end
+
+
+class Image(Protocol):
+    """Bytes of a file in memory: all of them, or those that are being completed."""
+
+    def __setitem__(self, where: slice, data: bytes | bytearray, /) -> None: ...
+
+
+class Archive:
+    """An archive being completed in memory, in an image in which headers, storages and pickle stand already."""
+
+    def __init__(self, image: Image) -> None:
+        self._image = image
+        self._directory = bytearray()
+        self._records = 0
+        self._crc = 0
+        self.end = 0
+        """Up to where it is complete, in bytes."""
+
+    def close(self, record: Record, nbytes: int, crc: int) -> None:
+        """Put a record's descriptor behind its bytes, and the record into the directory.
+
+        Args:
+            record: As laid out.
+            nbytes: How many of its bytes are used.
+            crc: Their CRC-32.
+        """
+        self.end = record.payload_at + nbytes
+        if nbytes:
+            self._put(_descriptor(record).pack(b"PK\7\x08", crc, nbytes, nbytes))
+        name, extra = record.name.encode(), _extra_64(nbytes, record.at)
+        size, at = min(nbytes, _LIMIT), min(record.at, _LIMIT)
+        # Zip, version of the maker, needed by the reader, flags, stored, time, date; then no comment, disk, attributes.
+        fields = (b"PK\1\2", _VERSION_64, _version(record), _flags(nbytes), 0, 0, _DATE, crc, size, size)
+        self._directory += _CENTRAL.pack(*fields, len(name), len(extra), 0, 0, 0, 0, at) + name + extra
+        self._records += 1
+        self._crc = crc32(crc.to_bytes(4, "little"), self._crc)
+
+    def finish(self, alignment: int) -> None:
+        """Append the small records and the directory."""
+        names = checksum(bytes(self._directory))
+        for name, data in _small_records(alignment, names, self._crc).items():
+            record = _place(name, self.end, len(data), alignment)
+            self.end = record.at
+            self._put(header(record) + data)
+            self.close(record, len(data), crc32(data))
+        at, nbytes = self.end, len(self._directory)
+        self._put(self._directory)
+        end, count = self.end, self._records
+        self._put(
+            # As long as what follows in it; made and read by; this disk, the directory's.
+            _END_64.pack(b"PK\6\6", _END_64.size - 12, _VERSION_64, _VERSION_64, 0, 0, count, count, nbytes, at)
+            + _LOCATOR_64.pack(b"PK\6\7", 0, end, 1)
+            + _END.pack(b"PK\5\6", 0, 0, *2 * (min(count, _LIMIT_16),), min(nbytes, _LIMIT), min(at, _LIMIT), 0)
+        )
+
+    def _put(self, data: bytes | bytearray) -> None:
+        self._image[self.end : self.end + len(data)] = data
+        self.end += len(data)
+
+
+def _place(name: str, at: int, nbytes: int, alignment: int) -> Record:
+    """The record whose header begins ``at``, and whose bytes at the next multiple of ``alignment`` behind that."""
+    name = f"{_FOLDER}/{name}"
+    least = at + _LOCAL.size + len(name) + len(_extra_64(nbytes, at)) + _EXTRA.size
+    return Record(name, at, -(-least // alignment) * alignment, nbytes)
+
+
+def _small_records(alignment: int, *identity: int) -> dict[str, bytes]:
+    """What ``torch.save`` says about the file, in its order; ``identity`` is only ever logged by torch."""
+    return {
+        ".format_version": b"1",
+        ".storage_alignment": str(alignment).encode(),
+        "byteorder": sys.byteorder.encode(),
+        "version": b"3\n",
+        ".data/serialization_id": "".join(f"{number:020}" for number in identity).encode(),
+    }
+
+
+def _descriptor(record: Record) -> struct.Struct:
+    return _DESCRIPTOR_64 if record.large else _DESCRIPTOR
+
+
+def _version(record: Record) -> int:
+    return _VERSION_64 if record.large else _VERSION
+
+
+def _flags(nbytes: int) -> int:
+    return _IS_UTF8 | (_HAS_DESCRIPTOR if nbytes else 0)
+
+
+def _extra_64(nbytes: int, at: int) -> bytes:
+    """Those numbers that do not fit 32 bits, or nothing."""
+    numbers = ([nbytes, nbytes] if nbytes >= _LIMIT else []) + ([at] if at >= _LIMIT else [])
+    return _EXTRA.pack(_EXTRA_64, 8 * len(numbers)) + struct.pack(f"<{len(numbers)}Q", *numbers) if numbers else b""

@@ -1,0 +1,377 @@
+"""The trainer's end of the worker: it asks, is told how saves get on, and notices when the worker is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+from asyncckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    OutOfMemoryError,
+    SaveTimeoutError,
+    WorkerDiedError,
+    is_interrupt,
+    located,
+)
+from asyncckpt.format.held_image import HeldImage
+from asyncckpt.link import messages
+from asyncckpt.link.open_saves import OpenSaves, TrackedSave
+from asyncckpt.link.process import WorkerOptions, WorkerProcess, how_it_ended
+from asyncckpt.link.questions import Questions
+from asyncckpt.link.root_claim import Claim, Claimed
+from asyncckpt.shm.segment import Segment
+from asyncckpt.storage.uploads import Uploaded
+from asyncckpt.threads import no_thread
+
+logger = logging.getLogger(__name__)
+
+_CHECK_S = 0.5  # how often a wait looks whether it makes sense
+_END_S = 5.0  # how long one that is killed may take to end
+_LISTEN_S = 1.0  # how long the listener listens before it looks which saves are overdue
+Answer = TypeVar("Answer")
+_Told: TypeAlias = Callable[[Any], object]
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+class WorkerClient:
+    """A running worker, to be ended by ``close``. Any thread may call.
+
+    A listener thread takes its messages. When it ends, expected or not, every open save fails with ``WorkerDiedError``.
+    """
+
+    def __init__(self, options: WorkerOptions, on_uploaded: _Told = _ignore, begun: _Told = _ignore) -> None:
+        """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds.
+
+        ``begun`` is told of this before a thread keeps it: an exception may come before its maker has it.
+        """
+        self._owner, self._process, self._on_uploaded = os.getpid(), WorkerProcess(options), on_uploaded
+        self._connection, self._endpoint = self._process.connection, options.endpoint
+        self.pid = self._process.pid
+        """The worker's process id."""
+        self.saves, self._sending = OpenSaves(), threading.Lock()
+        self._questions = Questions(self.tell, self._give_back)
+        self._taken: dict[int, Callable[[CheckpointError | None], object]] = {}
+        self._death: WorkerDiedError | None = None
+        self._closing = self._detaching = self._is_told = False
+        self.has_endpoint = False
+        """Whether others can find the worker."""
+        self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
+        try:
+            self._process.wait_ready(options.start_timeout)
+            begun(self)
+            self._listener.start()
+        except BaseException as error:
+            self._process.end()
+            if isinstance(error, RuntimeError):
+                raise WorkerDiedError(no_thread(error).message) from error
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker can still be asked for something."""
+        return self._death is None and not self._closing
+
+    # Questions. Each raises ``WorkerDiedError``, ``SaveTimeoutError`` after ``timeout`` seconds, and what it says.
+
+    def ask(self, question: object, expect: type[Answer], timeout: float, doing: str, fd: int | None = None) -> Answer:
+        """What the worker answers to a question of ``messages.py``, which is of the class ``expect``.
+
+        ``doing``: what takes too long, for the error. ``fd``: goes with the question.
+        """
+        return self._questions.ask(question, expect, timeout, doing, fd)[0]
+
+    def allocate(self, nbytes: int, timeout: float, end: int | None = None) -> tuple[int, Segment]:
+        """A new segment: its number, and its memory, to be closed; taken up to byte ``end`` (None: all of it).
+
+        Raises ``OutOfMemoryError``.
+        """
+        doing = f"allocating {nbytes:,} bytes of shared memory"
+        allocate = messages.Allocate(nbytes, nbytes if end is None else end)
+        answer, segment = self._questions.ask(allocate, messages.Allocated, timeout, doing)
+        if segment is None:
+            raise CheckpointError("the worker sent no memory: please report this")
+        return answer.segment, segment
+
+    def listen(self, timeout: float) -> None:
+        """Have the worker take its endpoint, if it has one. Raises ``JobTakenError`` where another worker has it."""
+        trouble = self.ask(messages.Listen(), messages.Listening, timeout, "making the worker known").trouble
+        self.has_endpoint = trouble is None and self._endpoint is not None
+        if trouble is not None:
+            logger.warning("a trainer that is started in the place of this one will not find it: %s", trouble)
+
+    def claim(self, claim: Claim, timeout: float) -> Claimed:
+        """Have the worker take the lock of a root, if it is free. Raises ``JobTakenError``: the root is of another."""
+        return self.ask(claim, Claimed, timeout, "taking the lock of the folder")
+
+    def adopt(self, segment: Segment, held: tuple[HeldImage, ...], timeout: float) -> int:
+        """Have the worker take over a segment whose worker is gone. Returns its number in this one.
+
+        Args:
+            segment: The memory; it stays mapped here too.
+            held: The images in it that the worker is to keep for now.
+        """
+        fd = segment.fileno()
+        return self.ask(messages.Adopt(held), messages.Adopted, timeout, "handing over shared memory", fd).segment
+
+    def cancel(self, save: TrackedSave, reason: CheckpointError, timeout: float) -> bool:
+        """Take back a save that is not being written yet. False, and nothing changes, where it is too late for that.
+
+        Args:
+            save: Its slot is free then, or will be in a moment.
+            reason: What it ends with.
+            timeout: Seconds.
+        """
+        cancel = messages.Cancel(save_id := save.request.save_id, reason)
+        answer = self.ask(cancel, messages.Cancelled, timeout, "taking a save back")
+        if answer.in_time:
+            self.saves.on_end(save_id, reason)
+        return answer.in_time
+
+    def begin(self, save: TrackedSave) -> None:
+        """Announce a save whose slot is being staged. What the slot is told to hold may be read from now on.
+
+        After any other exception than ours nobody knows whether the worker was told: ``cancel`` it.
+        """
+        with self.saves.lock:
+            self.check_usable()
+            self.saves.add(save)
+        try:
+            self.tell(messages.Begin(save.request))
+        except CheckpointError:
+            self.saves.discard(save)
+            raise
+
+    def staged(self, save_id: int, timings: dict[str, float], replicas: dict[str, int]) -> None:
+        """Hand the slot over; its state must say STAGED. From now on only the worker touches it."""
+        self.tell(messages.Staged(save_id, timings, replicas))
+
+    def take(self, request: messages.Take, taken: Callable[[CheckpointError | None], object]) -> None:
+        """Have the worker take more memory of a segment. ``taken`` is told, by the thread that listens, when it has; or
+        why it has not. Who waits with ``wait_for`` then looks again.
+        """
+        self._taken[request.segment] = taken
+        self.tell(request)
+
+    def wait_for(
+        self, condition: Callable[[], bool], timeout: float, doing: str, check: Callable[[], object] = lambda: None
+    ) -> None:
+        """Wait until ``condition`` holds. Raises ``SaveTimeoutError``, or ``WorkerDiedError``: it never will.
+
+        Args:
+            condition: Looked at whenever a save gets on; the saves cannot change meanwhile.
+            timeout: Seconds.
+            doing: What is being waited for, for the error.
+            check: Called now and then; what it raises ends the wait.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            with self.saves.lock:
+                self.saves.changed.wait_for(lambda: condition() or self._death is not None, min(left, _CHECK_S))
+                if condition():
+                    return
+                if self._death is not None:
+                    raise self._death
+            if left <= _CHECK_S:
+                break
+            check()
+        raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s; the storage may be stalled")
+
+    def wait_for_end(self, timeout: float) -> None:
+        """Wait until it is known that the worker has ended, or ``timeout`` seconds have passed."""
+        self._listener.join(timeout)
+
+    def close(self, timeout: float) -> None:
+        """End the worker once all that was handed over is written. Safe to call twice: that waits for nothing.
+
+        Raises ``SaveTimeoutError`` after ``timeout`` seconds; then the worker goes on, and leaves when it is done.
+        """
+        if self._may_end() and not self._is_told:
+            self.abandon()
+            if self._process.wait(timeout) is None:
+                how = f"is still writing after {timeout:g} s; it goes on, and ends by itself"
+                raise SaveTimeoutError(f"the worker {self.pid} {how}")
+            self._listener.join(timeout)
+
+    def detach(self, timeout: float | None = None) -> None:
+        """Leave as one that dies does: the worker writes what was handed over, and lingers. This waits for no save, as
+        other ranks may never come to it; ``timeout``: seconds for the listener to end all that waits.
+        """
+        if self._may_end():
+            self._closing = self._detaching = True
+            self._process.detach()
+            self._process.hang_up()
+            if self._listener.ident is not None:  # else its start was interrupted
+                self._listener.join(timeout)
+
+    def abandon(self) -> None:
+        """Let the worker finish by itself what it was given, without waiting."""
+        if self._owner == os.getpid() and not self._is_told and not self._detaching:
+            self._closing = True
+            self._process.detach()  # another of this process may have to wait for its end
+            try:
+                with contextlib.suppress(ImportError):  # nothing can be imported as the interpreter ends
+                    messages.send(self._connection, messages.Close())
+            except OSError:
+                self._connection.hang_up()  # so that the worker waits for nothing
+            self._is_told = True  # not before: an exception may come in between, and the next call is to tell it
+
+    def kill(self) -> None:
+        """End the worker at once, and wait until all it had to do has failed."""
+        if self._may_end():
+            self._process.kill()
+            self._listener.join(_END_S)
+            self._process.hang_up()  # its socket stays open while it is in a call of storage that cannot be broken off
+            self._listener.join()
+
+    def check_usable(self) -> None:
+        """Raise what keeps the worker from being asked: ``ClosedError``, or the ``WorkerDiedError`` it ended with."""
+        self.check_owner()
+        if self._death is not None:
+            raise self._death
+        if self._closing:
+            raise ClosedError("the worker is being closed")
+
+    def check_owner(self) -> None:
+        """Raise ``ClosedError`` in a fork of the process that this was made in."""
+        if self.is_forked:
+            raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork of the process that this was made in: then the worker is not its own."""
+        return self._owner != os.getpid()
+
+    def _may_end(self) -> bool:
+        return self._owner == os.getpid() and not self._connection.closed
+
+    def tell(self, message: messages.FromTrainer, fd: int | None = None) -> None:
+        """Send a message of ``messages.py``, and the descriptor ``fd`` behind it. Raises as ``check_usable``."""
+        self.check_usable()
+        try:
+            with self._sending:
+                messages.send(self._connection, message)
+                if fd is not None:
+                    self._connection.send_descriptor(fd)
+        except BaseException as error:
+            if fd is not None:
+                self._process.kill()  # it may wait for a descriptor that never comes
+            if not isinstance(error, OSError) or is_interrupt(error):
+                raise
+            if not isinstance(error, ConnectionError):  # the worker is there, and would wait for this message
+                self.kill()
+                why = f"the worker {self.pid} cannot be told anything, and was killed: {error}"
+                raise WorkerDiedError(f"{why}; the next save starts a new worker") from error
+            # The listener is about to find out why; it knows more than "broken pipe".
+            self._listener.join(timeout=10)
+            raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
+
+    def _give_back(self, answer: object, segment: Segment | None) -> None:
+        """Nobody waits for ``answer`` any more."""
+        if segment is not None:
+            segment.close()
+        if isinstance(answer, messages.Allocated | messages.Adopted):
+            with contextlib.suppress(OSError), self._sending:
+                messages.send(self._connection, messages.Release(answer.segment))
+
+    def _listen(self) -> None:
+        try:
+            self._take_messages()
+        except Exception:  # whatever it is: without this thread no save would ever end
+            logger.exception("the messages of the worker %d cannot be taken, so it has to go", self.pid)
+            self._process.kill()
+        finally:
+            self._on_exit()
+
+    def _take_messages(self) -> None:
+        killed = False
+        while True:
+            try:
+                if not self._connection.poll(_LISTEN_S):
+                    if killed:
+                        break  # not even that has ended it yet: it is in a call to storage, and will make no other
+                    if self.saves.any_overdue():
+                        self._process.kill()
+                        killed = True
+                    continue
+                message: messages.FromWorker = messages.receive(self._connection)
+            except (EOFError, OSError):
+                break
+            segment = None
+            if isinstance(message, messages.Answer) and isinstance(message.answer, messages.Allocated):
+                message, segment = self._allocated(message.number, message.answer)
+            match message:
+                case messages.Written(save_id, inode, timings):
+                    self.saves.on_written(save_id, inode, timings)
+                case messages.Taken(number, failure):
+                    if (taken := self._taken.pop(number, None)) is not None:
+                        taken(failure)
+                    self.saves.look_again()
+                case messages.Replicated(save_id, failure):
+                    self.saves.on_replicated(save_id, failure)
+                case messages.Committed(save_id):
+                    self.saves.on_end(save_id, message)
+                case messages.Failed(save_id, error):
+                    self.saves.on_end(save_id, error)
+                case Uploaded():
+                    self._on_uploaded(message)
+                case messages.Logged(level, text):
+                    with contextlib.suppress(Exception):  # of the user's own handlers
+                        logger.log(level, "the worker %d: %s", self.pid, text)
+                case messages.Answer(answer=answer):
+                    if isinstance(answer, messages.Cancelled) and answer.in_time and answer.slot_free:
+                        self.saves.on_written(answer.save_id)  # whoever has asked may not wait any more
+                    self._questions.on_answer(message, segment)
+
+    def _allocated(self, number: int, answer: messages.Allocated) -> tuple[messages.Answer, Segment | None]:
+        """Map a new segment. If this process has no room for it, the worker takes it back, and the question fails."""
+        try:
+            return messages.Answer(number, answer), self._connection.receive_segment()
+        except OutOfMemoryError as error:
+            self._give_back(answer, None)
+            return messages.Answer(number, messages.Refused(error)), None
+
+    def _on_exit(self) -> None:
+        """The worker is gone: everything open fails, and says why."""
+        code = self._process.wait(0 if self._detaching else _END_S)
+        if code is None:
+            self._process.detach()
+            if self.saves and not self._detaching:
+                self._process.kill()  # what it was to do has failed
+        words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
+        death = WorkerDiedError(f"the worker {self.pid} {how_it_ended(code)}{words}")
+        with self.saves.lock:
+            self._death = death
+            saves = self.saves.close()
+        self._questions.close(death)
+        for save in saves:
+            if not save.has_ended:
+                loss = _loss(save, death, self.pid, self._detaching, self.saves.is_overdue(save))
+                save.on_end(loss, heard=self._detaching)  # a worker left behind still writes
+        self._process.close()
+
+
+def _loss(save: TrackedSave, death: WorkerDiedError, worker: int, left: bool, overdue: bool) -> CheckpointError:
+    """What to say of a ``save`` that is open when there is no ``worker`` any more."""
+    request = save.request
+    error: CheckpointError = death
+    if left:
+        error = ClosedError(
+            "it is not known how this ended: its checkpointer was left before, and the worker"
+            f" {worker} goes on with it, alone; a new checkpointer loads it if all ranks had staged it"
+        )
+    elif overdue:
+        error = SaveTimeoutError(
+            f"the worker {worker} did not say within {request.timeout:g} s how it went, and was killed; it may have"
+            " been stopped, or the storage be stalled"
+        )
+    return located(error, path=request.path, rank=request.rank, step=request.step)

@@ -1,0 +1,401 @@
+"""The endpoint of a worker: a named socket by which processes that did not start it find it, in a folder of this user.
+
+The name says which rank of which job the worker serves. Two workers never have the same name: the one that has it holds
+a lock, which the kernel releases when the worker dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import xxhash
+
+from asyncckpt.errors import JobTakenError, SaveTimeoutError
+from asyncckpt.link.socket_connection import SocketConnection
+from asyncckpt.threads import start
+
+FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
+
+_BACKLOG = 64
+_MEMORY = ".memory"
+ROOT_LOCK = ".root"
+"""How the name of the lock of a root ends that is on an object store."""
+_LOG_BYTES = 10_000
+_PAUSE_S = 0.1
+# How long a worker may take to accept a connection.
+_CONNECT_S = 10.0
+
+
+def endpoint_name(job: str, rank: int) -> str:
+    """The name of the endpoint of ``rank`` of ``job``, any text."""
+    return f"{xxhash.xxh3_128_hexdigest(os.fsencode(job))}-{rank}"
+
+
+def runtime_folder() -> str:
+    """Where the endpoints are: ``$ASYNC_CKPT_RUNTIME_DIR``, else a folder of this user in that for temporary files.
+
+    Not ``$XDG_RUNTIME_DIR``: that is removed when the user logs out, and a training goes on.
+    """
+    folder = os.environ.get(FOLDER_VARIABLE) or os.path.join(tempfile.gettempdir(), f"asyncckpt-{os.geteuid()}")
+    return os.path.abspath(os.path.expanduser(folder))
+
+
+def endpoint_scope() -> str:
+    """A text that is the same for two processes if they find each other's endpoints. Makes the runtime folder.
+
+    Raises ``OSError`` where that cannot be used.
+    """
+    with _opened_folder(make=True) as folder:
+        facts = os.fstat(folder)
+    # A folder that several hosts mount is the same on all, and a socket in it is not.
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{facts.st_dev:x}/{facts.st_ino:x}"
+
+
+class Endpoint:
+    """The worker's side: it has the name, and listens there. ``close`` leaves nothing behind."""
+
+    def __init__(self, name: str, trainer: int) -> None:
+        """Take ``name`` for the trainer with that process id.
+
+        Raises ``JobTakenError`` where another worker has it, ``OSError`` where the runtime folder cannot be used.
+        """
+        self._name = name
+        self._lock = -1
+        self._closed = False
+        self._folder = _open_folder(make=True)
+        try:
+            _sweep(self._folder)
+            self._lock = _lock(self._folder, name, trainer)
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_socket_name(name), dir_fd=self._folder)  # of one that was killed
+            self._socket.bind(_path(self._folder, name))
+            self._socket.listen(_BACKLOG)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def listen(self, answer: Callable[[SocketConnection], None]) -> None:
+        """From now on have ``answer`` called with each connection of this user, on a thread of its own."""
+        start(threading.Thread(target=self._accept, args=[answer], name="asyncckpt-endpoint", daemon=True))
+
+    def close(self) -> None:
+        """Give the name back. Connections that are open stay so."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
+        self._socket.close()
+        self._give_back()
+
+    def _accept(self, answer: Callable[[SocketConnection], None]) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(_PAUSE_S)  # too many open files, perhaps
+                continue
+            with contextlib.ExitStack() as undo:
+                undo.callback(peer.close)
+                if _is_ours(peer):
+                    thread = threading.Thread(target=_serve, args=[peer, answer], name="asyncckpt-answer", daemon=True)
+                    with contextlib.suppress(RuntimeError):  # there are too many; who has asked may ask again
+                        thread.start()
+                        undo.pop_all()
+
+    def _give_back(self) -> None:
+        if self._lock >= 0:
+            _remove(self._folder, self._name)
+            os.close(self._lock)
+        os.close(self._folder)
+
+
+def redirect_log(name: str) -> None:
+    """Have all that this worker says go to the log of its endpoint, and what it has said to its trainer, who is gone.
+
+    Raises ``OSError``.
+    """
+    with _opened_folder(make=True) as folder:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        log = os.open(f"{name}.log", flags, 0o600, dir_fd=folder)
+    stderr = sys.stderr.fileno()
+    said = os.dup(stderr)
+    os.dup2(log, stderr)
+    os.close(log)
+    os.write(stderr, os.pread(said, _LOG_BYTES, 0))
+    os.close(said)
+
+
+def take_log(name: str) -> str:
+    """What workers of that endpoint have said to nobody, which is gone from there then; "" where that is nothing."""
+    with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
+        fd = os.open(f"{name}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        os.unlink(f"{name}.log", dir_fd=folder)
+        with open(fd, errors="replace") as file:
+            return file.read(_LOG_BYTES).strip()
+    return ""
+
+
+@contextlib.contextmanager
+def host_lock(timeout: float) -> Iterator[bool]:
+    """Hold what only one worker of this user may have at a time, on this host.
+
+    Gives whether it is held: not after ``timeout`` seconds, nor where the runtime folder cannot be used.
+    """
+    deadline = time.monotonic() + timeout
+    with contextlib.ExitStack() as held:
+        has = False
+        with contextlib.suppress(OSError):
+            folder = held.enter_context(_opened_folder(make=True))
+            while not (has := _flock(folder)) and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+        yield has
+
+
+@contextlib.contextmanager
+def announce_memory(fd: int, end: int) -> Iterator[None]:
+    """While this lasts, the memory file ``fd`` of this process counts for ``announced_bytes``, up to byte ``end``."""
+    name = f"{os.getpid()}-{fd}{_MEMORY}"
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            folder = held.enter_context(_opened_folder(make=True))
+            file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            held.callback(os.close, file)
+            _flock(file)  # which ends with this process
+            remove = partial(_unlink, name, folder)
+            atexit.register(remove)  # should this thread not come to the end
+            held.callback(atexit.unregister, remove)
+            held.callback(remove)
+            os.write(file, str(end).encode())
+        yield
+
+
+def announced_bytes() -> int:
+    """How many bytes workers of this user on this host are about to take, and have not yet."""
+    total = 0
+    with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                if name.endswith(_MEMORY) and not _is_stale(name, folder):
+                    facts = os.stat("/proc/{}/fd/{}".format(*name.removesuffix(_MEMORY).split("-")))
+                    total += max(0, (_announced_end(name, folder) or facts.st_size) - facts.st_blocks * 512)
+    return total
+
+
+def _announced_end(name: str, folder: int) -> int:
+    """Up to where the memory is taken; 0: that is not written yet. Raises ``OSError``."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return int(os.read(fd, 32) or b"0")
+    finally:
+        os.close(fd)
+
+
+def _is_stale(name: str, folder: int) -> bool:
+    """Whether nobody holds the lock of that file, which is removed then. Raises ``OSError``."""
+    fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        is_stale = _flock(fd)
+        if is_stale and _is_at(fd, folder, name):
+            os.unlink(name, dir_fd=folder)
+        return is_stale
+    finally:
+        os.close(fd)
+
+
+def endpoint_names(job: str | None = None) -> list[str]:
+    """The names that workers of this user have on this host: those of that ``job``, or all."""
+    begin = "" if job is None else endpoint_name(job, 0)[:-1]
+    with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
+        return sorted(name for entry in _locks(folder) if (name := entry.removesuffix(".lock")).startswith(begin))
+    return []
+
+
+def connect(
+    name: str, timeout: float | None = None, runtime: str | None = None, *, strict: bool = False
+) -> SocketConnection | None:
+    """A connection to the worker that has ``name``, if there is one of this user that accepts it.
+
+    Args:
+        name: That of the endpoint.
+        timeout: Seconds that it may take to accept; None: 10.
+        runtime: The runtime folder; None: that of this process.
+        strict: Raise ``SaveTimeoutError`` where there is one, and it has not accepted in that time.
+    """
+    timeout = _CONNECT_S if timeout is None else timeout
+    is_full = False
+    with (
+        contextlib.suppress(OSError),
+        _opened_folder(make=False, path=runtime) as folder,
+        contextlib.ExitStack() as undo,
+    ):
+        peer = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        # Where the worker is stopped and its backlog is full, this would last as long as that.
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
+        if code := peer.connect_ex(_path(folder, name)):
+            is_full = code == errno.EAGAIN
+            raise OSError(code, os.strerror(code))
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
+        if _is_ours(peer):
+            undo.pop_all()
+            return SocketConnection(peer)
+    if is_full and strict:
+        raise SaveTimeoutError(f"a worker did not accept at its endpoint within {timeout:g} s; it may be stopped")
+    return None
+
+
+@contextlib.contextmanager
+def _opened_folder(*, make: bool, path: str | None = None) -> Iterator[int]:
+    folder = _open_folder(make=make, path=path)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _serve(peer: socket.socket, answer: Callable[[SocketConnection], None]) -> None:
+    with SocketConnection(peer) as connection, contextlib.suppress(EOFError, OSError):
+        answer(connection)
+
+
+def _open_folder(*, make: bool, path: str | None = None) -> int:
+    """The runtime folder (at ``path``), opened, if it is this user's alone. Raises ``OSError``."""
+    path = path or runtime_folder()
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    facts = os.fstat(fd)
+    if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+        os.close(fd)
+        raise PermissionError(
+            errno.EPERM, f"it has to be a folder of this user, closed to all others; or set ${FOLDER_VARIABLE}", path
+        )
+    return fd
+
+
+def _lock(folder: int, name: str, trainer: int) -> int:
+    """Lock ``name``. Returns the descriptor that holds the lock."""
+    while True:
+        fd = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise job_taken_error(*_holders(fd)) from None
+            if _is_at(fd, folder, f"{name}.lock"):  # else its last holder has just removed it
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, json.dumps({"worker": os.getpid(), "trainer": trainer}).encode(), 0)
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def job_taken_error(worker: int, trainer: int) -> JobTakenError:
+    """The error for a name that another worker has; both arguments are process ids."""
+    return JobTakenError(
+        f"another trainer (process {trainer}, its worker {worker}) saves as this rank of this job, or has just died;"
+        " end it, or save to another folder"
+    )
+
+
+def _holders(fd: int) -> tuple[int, int]:
+    try:
+        holders = json.loads(os.pread(fd, 1000, 0))
+        return holders["worker"], holders["trainer"]
+    except (ValueError, KeyError):  # it is just writing that
+        return 0, 0
+
+
+def _is_at(fd: int, folder: int, name: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=folder, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _sweep(folder: int) -> None:
+    """Remove what workers left that were killed."""
+    for entry in os.listdir(folder):
+        with contextlib.suppress(OSError):
+            if entry.endswith((_MEMORY, ROOT_LOCK)):
+                _is_stale(entry, folder)
+    for entry in _locks(folder):
+        with contextlib.suppress(OSError):
+            fd = os.open(entry, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(fd, folder, entry):
+                    _remove(folder, entry.removesuffix(".lock"))
+            finally:
+                os.close(fd)
+
+
+def _locks(folder: int) -> Iterator[str]:
+    return (entry for entry in os.listdir(folder) if entry.endswith(".lock"))
+
+
+def _unlink(name: str, folder: int) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=folder)
+
+
+def _remove(folder: int, name: str) -> None:
+    with contextlib.suppress(OSError):
+        if not os.stat(f"{name}.log", dir_fd=folder, follow_symlinks=False).st_size:
+            os.unlink(f"{name}.log", dir_fd=folder)
+    # The lock last: where there is none, anybody may take the name.
+    for file in (_socket_name(name), f"{name}.lock"):
+        with contextlib.suppress(OSError):
+            os.unlink(file, dir_fd=folder)
+
+
+def _socket_name(name: str) -> str:
+    return f"{name}.sock"
+
+
+def _path(folder: int, name: str) -> str:
+    """A path to the socket of any length: the kernel takes 107 bytes."""
+    return f"/proc/self/fd/{folder}/{_socket_name(name)}"
+
+
+def peer_pid(connection: SocketConnection) -> int:
+    """The process at the other end of a connection to an endpoint, as the kernel says."""
+    return _credentials(connection.socket)[0]
+
+
+def _is_ours(peer: socket.socket) -> bool:
+    """Whether a process of this user is at the other end, as the kernel says."""
+    return _credentials(peer)[1] == os.geteuid()
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int]:
+    """The process id and the user of the peer."""
+    pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid

@@ -1,0 +1,332 @@
+"""The messages between a trainer and its worker. Data only, no logic.
+
+One socket pair joins trainer and worker. What is marked with a * travels as a ``Question``, and what follows it as the
+``Answer`` of the same number. In the order of a worker's life:
+
+    worker   Ready                        it runs
+    trainer  Listen *                     take your endpoint: the worker before you has left
+    worker   Listening                                             (or Refused)
+    trainer  Claim * -> Claimed, Refused  first rank: lock the folder that is saved to; or somebody has it
+    trainer  Host *                       many ranks: the first rank's worker hosts the store that joins them
+    worker   Hosting                      at this port             (or Refused)
+    trainer  Join                         many ranks: where the store is, and which rank this is
+    trainer  Allocate *                   make a segment
+    worker   Allocated + descriptor       here it is, touched      (or Refused)
+    trainer  Adopt + descriptor *         take over a segment whose worker is gone
+    worker   Adopted                      under this number
+    trainer  Describe *                   the layout of a segment, after all that is constant was written into it
+    worker   Described                    other processes are told so from now on
+    trainer  Serve *                      let other hosts read your images
+    worker   Served                       at this port, or why not
+    trainer  Follow *                     have here what is published on another host
+    worker   Followed                     or why not
+    trainer  KeepCopies *                 keep copies of what ranks of other hosts stage
+    worker   CopiesKept                   there is memory for it   (or Refused)
+    trainer  Begin                        a save is being staged: what, in which slot, to which path
+    trainer  Staged                       all of it is in the slot (its state says so too, if the trainer dies here)
+             or Cancel *                  it is not, or is no longer needed
+    worker   Cancelled                    whether that was in time
+    worker   Written                      the slot is free again
+    worker   Replicated                   copies are on other hosts, of all ranks; or why not
+    worker   Committed or Failed          the end of that save, the same on all ranks
+    trainer  AskUploads *                 first rank: what of all that is yet to be copied to another root?
+    worker   UploadsUnderWay              this, and why it is not there yet
+    worker   Uploaded                     an attempt to copy one has ended, at any time
+    worker   Logged                       what it has to say, for the trainer's log, at any time
+    trainer  Clear *                      what is in a segment is gone: it will be laid out anew
+    worker   Cleared                      nobody finds it any more
+    trainer  Release                      forget a segment (none of its saves is under way)
+    trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
+
+What others say at its endpoint stands in ``endpoint_messages.py``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from asyncckpt.errors import CheckpointError
+from asyncckpt.format.held_image import CopiedRank, HeldImage
+from asyncckpt.format.segment_layout import SegmentLayout
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link.endpoint_messages import Follow, Followed, Serve, Served
+from asyncckpt.link.root_claim import Claim, Claimed
+from asyncckpt.storage.uploads import AskUploads, Uploaded, UploadsUnderWay
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How the ranks of a job find each other: by a store at ``address``, ``port``, its keys prefixed by ``token``, its
+    values sealed with the ``secret`` of the ranks. ``rank`` and ``world_size``: in the group that saves together.
+    """
+
+    address: str
+    port: int
+    token: str
+    secret: bytes
+    rank: int
+    world_size: int
+
+
+class Listen:
+    """Take the endpoint."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """``port``: 0 for any. ``address``: a numeric one to be reached at alone; "": at all. ``secret``: of the ranks."""
+
+    port: int
+    address: str
+    secret: bytes
+
+
+@dataclass(frozen=True)
+class Join:
+    """``timeout``: seconds that anything asked of the store may take."""
+
+    rendezvous: Rendezvous
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Allocate:
+    """A segment of ``nbytes``, of which the memory up to byte ``end`` is taken."""
+
+    nbytes: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """The segment's descriptor follows on the same socket. ``held``: the images in it, which are kept for now."""
+
+    held: tuple[HeldImage, ...]
+
+
+@dataclass(frozen=True)
+class Describe:
+    segment: int
+    layout: SegmentLayout
+
+
+@dataclass(frozen=True)
+class KeepCopies:
+    """``plan``: of which structure; ``plans``: all that there are. ``transport``, ``rate``: as of ``Config``."""
+
+    plan: int
+    ranks: tuple[CopiedRank, ...]
+    plans: tuple[int, ...]
+    transport: str
+    rate: float | None
+
+
+class CopiesKept:
+    """There is memory for the copies."""
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """``failure``: why it is not, and will not be; None: it is."""
+
+    save_id: int
+    failure: CheckpointError | None
+
+
+@dataclass(frozen=True)
+class Begin:
+    request: WriteRequest
+
+
+@dataclass(frozen=True)
+class Staged:
+    """``timings``: the trainer's, see ``timings.py``. ``replicas``: digests of values, see ``replicas.py``."""
+
+    save_id: int
+    timings: dict[str, float] = field(default_factory=dict)
+    replicas: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cancel:
+    save_id: int
+    reason: CheckpointError
+
+
+@dataclass(frozen=True)
+class Clear:
+    segment: int
+
+
+class Cleared:
+    """Nobody finds it any more."""
+
+
+@dataclass(frozen=True)
+class Take:
+    """Take the memory of a segment from byte ``begin`` up to ``end`` too, beside all else. ``Taken`` says when."""
+
+    segment: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GiveBack:
+    """Give the memory of a segment from byte ``begin`` on back: that of ``slots``, in which nothing is under way."""
+
+    segment: int
+    begin: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Release:
+    segment: int
+
+
+class Close:
+    """Finish what is staged, and leave."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """No other has its ``number``."""
+
+    number: int
+    question: Listen | Claim | Host | Allocate | Adopt | Describe | Cancel | AskUploads | Serve | Follow | KeepCopies
+
+
+@dataclass(frozen=True)
+class Ready:
+    pid: int
+
+
+@dataclass(frozen=True)
+class Listening:
+    """``trouble``: why there is no endpoint all the same; None: there is."""
+
+    trouble: str | None
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """``address``: where alone it can be reached; "": at any address of the host."""
+
+    port: int
+    address: str
+
+
+@dataclass(frozen=True)
+class Allocated:
+    segment: int
+
+
+@dataclass(frozen=True)
+class Adopted:
+    segment: int
+
+
+class Described:
+    """The layout of the segment is known."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    error: CheckpointError
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """``slot_free``: whether the slot is free already; else ``Written`` will say when."""
+
+    save_id: int
+    in_time: bool
+    slot_free: bool
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What was to be taken of a segment is; or, for ``error``, it is not."""
+
+    segment: int
+    error: CheckpointError | None
+
+
+@dataclass(frozen=True)
+class Written:
+    """``inode``: that of a single file, by which it is recognised at its final name. ``timings``: all so far."""
+
+    save_id: int
+    inode: int | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """``timings``: see ``timings.py``. ``direct``: whether the page cache was bypassed. ``nbytes``: of the image.
+    ``unchanged``: for each data file, which spans have not changed, if that is of use (see ``durable_files.py``).
+    """
+
+    save_id: int
+    path: str
+    timings: dict[str, float]
+    direct: bool
+    nbytes: int
+    unchanged: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failed:
+    save_id: int
+    error: CheckpointError
+
+
+@dataclass(frozen=True)
+class Logged:
+    """``level``: of ``logging``."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To the question of that ``number``, for which nobody may be waiting any more."""
+
+    number: int
+    answer: (
+        Listening
+        | Claimed
+        | Hosting
+        | Allocated
+        | Adopted
+        | Described
+        | Cancelled
+        | UploadsUnderWay
+        | Served
+        | Followed
+        | CopiesKept
+        | Cleared
+        | Refused
+    )
+
+
+FromTrainer = Question | Join | Begin | Staged | Take | GiveBack | Release | Close
+FromWorker = Ready | Answer | Taken | Written | Replicated | Committed | Failed | Uploaded | Logged
+
+
+def send(connection: Connection, message: object) -> None:
+    """Send one message. Raises ``OSError`` when nobody is at the other end."""
+    # By the plain pickler: Connection.send makes one that knows closures, at 0.3 ms a message.
+    connection.send_bytes(pickle.dumps(message))
+
+
+def receive(connection: Connection) -> Any:
+    """Wait for the next message. Raises ``EOFError`` or ``OSError`` when the other end is gone."""
+    return pickle.loads(connection.recv_bytes())

@@ -1,0 +1,268 @@
+"""The worker as a process: how the trainer starts it, and how it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
+from typing import NamedTuple
+
+from asyncckpt.errors import WorkerDiedError
+from asyncckpt.link.endpoint import FOLDER_VARIABLE, runtime_folder
+from asyncckpt.link.messages import Ready, receive
+from asyncckpt.link.socket_connection import SocketConnection
+from asyncckpt.shm.descriptor import close
+from asyncckpt.threads import process_limit
+
+_LAST_WORDS_BYTES = 4096
+_END_S = 1.0  # what a process may take to end after its socket is closed
+# By this a worker's command line is known among all others.
+_MARK = {"program": "asyncckpt worker"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How the worker process runs; the fields mean what they mean in ``Config``."""
+
+    direct_io: bool = True
+    io_threads: int = 2
+    nice: int = 10
+    io_class: str = "best-effort"
+    start_timeout: float = 60.0
+    linger: float = 0.0
+    endpoint: str | None = None
+    """Where others find it, see ``endpoint.py``; None: nowhere, and it never lingers."""
+    job: str | None = None
+    """What it is for, as its trainer says it (see ``publication.py``); for those who list workers."""
+    rank: int = 0
+    """The rank of its trainer."""
+    metrics_folder: str | None = None
+
+
+class WorkerProcess:
+    """A worker process in a session of its own, with our end of its socket, ``connection``."""
+
+    _stderr = -1
+
+    def __init__(self, options: WorkerOptions) -> None:
+        """Start it. Raises ``WorkerDiedError``."""
+        detached_workers()
+        try:
+            occupy_standard_streams()
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs:
+                self.connection = SocketConnection(ours)
+                self._stderr = os.memfd_create("asyncckpt-stderr", os.MFD_CLOEXEC)
+                self._process = self._start(options, theirs.fileno())
+        except BaseException as error:
+            with contextlib.suppress(AttributeError):
+                self.close()
+            if isinstance(error, OSError):
+                raise not_started("the worker process did not start:", error) from error
+            raise
+        _started.add(self)
+
+    def _start(self, options: WorkerOptions, fd: int) -> subprocess.Popen[bytes]:
+        said = asdict(options) | _MARK | {"fd": fd, "trainer": os.getpid(), "runtime": runtime_folder()}
+        return subprocess.Popen(
+            [*command(), json.dumps(said)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+            pass_fds=[fd],
+            start_new_session=True,
+            cwd="/",
+            # torch warns, with a stack, of each connection that breaks; we say it in a sentence.
+            # And a relative folder is another one from "/".
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR"} | same_modules() | {FOLDER_VARIABLE: runtime_folder()},
+        )
+
+    def __del__(self) -> None:
+        if self._stderr >= 0:  # an exception came before somebody had this; without its socket it ends by itself
+            self.detach()
+            self.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until it is up. Raises ``WorkerDiedError``."""
+        ready: Sequence[object] = []
+        with contextlib.suppress(EOFError, OSError), watched(self.pid) as sentinel:
+            # Its socket alone would not tell: a fork of it may hold that open.
+            ready = wait([self.connection, *sentinel], timeout)
+            if self.connection in ready and isinstance(receive(self.connection), Ready):
+                return
+        # An end of file may come a little before the end of the process.
+        code = self.wait(_END_S) if ready else None
+        self.kill()
+        self.wait()
+        how = f"did not get ready within {timeout:g} s" if code is None else f"{how_it_ended(code)} while it started"
+        raise WorkerDiedError(f"the worker process {how}; {self.last_words()}")
+
+    def end(self) -> None:
+        """End it at once, and give back what it took."""
+        self.kill()
+        self.wait()
+        self.close()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait ``timeout`` seconds for its end, and return its exit code; None where it has not ended."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def detach(self) -> None:
+        """It goes on while this process lives on; Python is to take note of its end."""
+        if self._process not in _detached:
+            _detached.append(self._process)
+
+    def hang_up(self) -> None:
+        """End all talk with it, at once, in whatever thread."""
+        self.connection.hang_up()
+
+    def last_words(self) -> str:
+        """The end of what it wrote to stderr, in a sentence."""
+        if self._stderr < 0:
+            return "what it said is gone"
+        end = os.lseek(self._stderr, 0, os.SEEK_END)
+        text = os.pread(self._stderr, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace")
+        return f"its last words: {text.strip()}" if text.strip() else "it said nothing"
+
+    def close(self) -> None:
+        """Give our end of the socket and its stderr back. Safe to call twice."""
+        self.connection.close()
+        stderr, self._stderr = self._stderr, -1
+        if stderr >= 0:
+            close(stderr)
+
+
+def not_started(text: str, error: OSError) -> WorkerDiedError:
+    """Return what to raise for ``error``, with which a process could not be started; ``text`` says which process."""
+    limit = f"; {process_limit()}" if error.errno == errno.EAGAIN else ""
+    return WorkerDiedError(f"{text} {error}{limit}")
+
+
+@contextlib.contextmanager
+def watched(pid: int) -> Iterator[list[int]]:
+    """A descriptor that becomes readable when that child ends, whoever holds its socket; none on a kernel without."""
+    fds: list[int] = []
+    with contextlib.suppress(OSError, AttributeError):  # a Python without them
+        fds.append(os.pidfd_open(pid))
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            close(fd)
+
+
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words; None: it runs, and does not listen."""
+    if code is None:
+        return "closed its socket"
+    if code == 0 and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        return "has ended, and nobody knows how, because this process ignores SIGCHLD"
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def detached_workers() -> set[int]:
+    """The process ids of workers that this process has left, and that linger."""
+    _detached[:] = [process for process in _detached if process.poll() is None]
+    return {process.pid for process in _detached}
+
+
+def occupy_standard_streams() -> None:
+    """Open the null device for each standard stream that is closed, as in a daemon.
+
+    Otherwise a socket or memory of ours has the number of that stream: what somebody prints is written there, and a
+    child gets another file in its place.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def same_modules() -> dict[str, str]:
+    """The environment for a Python that finds the same modules as this one, whatever this process did to its path."""
+    path = [entry for entry in _module_folders() if os.pathsep not in entry]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+
+
+def run_module(name: str) -> list[str]:
+    """The command that runs a module, in the environment of ``same_modules``."""
+    path = _module_folders()
+    if not any(os.pathsep in entry for entry in path):
+        return [sys.executable, "-m", name]
+    # A folder with a colon in its name cannot be told by the environment.
+    run = f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"import runpy, sys; sys.path[:] = {path!r}; {run}"]
+
+
+def _module_folders() -> list[str]:
+    folders = []
+    for entry in sys.path:
+        with contextlib.suppress(FileNotFoundError):  # the current folder was removed, and no module is there any more
+            folders.append(os.path.abspath(entry))
+    return [folder for folder in folders if os.path.exists(folder)]
+
+
+class CommandLine(NamedTuple):
+    """What the command line of a worker says. ``trainer``: the process that started it. ``runtime``: the folder that
+    its endpoint is in.
+    """
+
+    options: WorkerOptions
+    trainer: int
+    runtime: str
+
+
+def parse(command_line: Sequence[str]) -> CommandLine | None:
+    """What is said by the command line of a process; None: it is no worker."""
+    try:
+        said = json.loads(command_line[-1])
+        if any(said.pop(name) != value for name, value in _MARK.items()):
+            return None
+        del said["fd"]
+        trainer, runtime = int(said.pop("trainer")), str(said.pop("runtime"))
+        return CommandLine(WorkerOptions(**said), trainer, runtime)
+    except (IndexError, ValueError, AttributeError, KeyError, TypeError):  # as of any other process, or another version
+        return None
+
+
+def command() -> list[str]:
+    """What is run as the worker; tests put a faulty one in its place."""
+    return run_module("asyncckpt.worker")
+
+
+_detached: list[subprocess.Popen[bytes]] = []
+_started: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A fork (a data loader's worker, say) must not hold the trainer's end of a socket open."""
+    for process in list(_started):
+        process.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

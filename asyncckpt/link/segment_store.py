@@ -1,0 +1,356 @@
+"""The worker's memory: its segments, and which whole images are in them.
+
+An image is held from the moment it is staged until its slot is taken again. When the trainer has died, a new one can
+take over the images, and the memory they are in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.format.held_image import HeldImage, ImageKey, ImageSummary
+from asyncckpt.format.manifest import checksum, digest_of
+from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, WeightsLayout
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link import endpoint_messages
+from asyncckpt.link.memory import GIVE_BACK_S, HINT, take_memory
+from asyncckpt.shm.descriptor import Descriptor
+from asyncckpt.shm.hosted_segment import HostedSegment
+from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slot_locks import Readers, lease, reopen
+from asyncckpt.shm.slots import State
+
+# Saves whose ends are remembered, for copies that come later.
+_ENDS = 64
+
+
+@dataclass
+class _ImageRecord:
+    request: WriteRequest
+    layout: CheckpointLayout
+    staged_at: float
+    checksums: array[int] | None = None
+    committed: bool | None = None
+    adopted: bool = False
+    is_copy: bool = False
+
+    @property
+    def key(self) -> ImageKey:
+        return ImageKey(self.request.attempt, self.request.rank)
+
+
+def _spans(
+    hosted: HostedSegment, layout: CheckpointLayout, slot: int, first: int = 0, last: int | None = None
+) -> Iterator[memoryview]:
+    """Those from ``first`` up to ``last`` (None: all) of the image in ``slot``."""
+    before = 0
+    for file in layout.data_files:
+        begin = min(max(first - before, 0), file.checksums)
+        end = file.checksums if last is None else min(max(last - before, 0), file.checksums)
+        bounds, data = hosted.region(file.spans).cast("Q")[begin : end + 1], hosted.region(layout.data(slot, file))
+        yield from (data[start:stop] for start, stop in pairwise(bounds))
+        before += file.checksums
+
+
+class LeasedImage:
+    """An image that somebody reads, in ``segment``: nobody writes in its slot until this is closed."""
+
+    def __init__(self, held: HeldImage, hosted: HostedSegment, lease: Descriptor) -> None:
+        """``held``: which; ``hosted``: where it is, in use until this is closed; ``lease``: the lock on its slot."""
+        self.held = held
+        self.used = hosted.used
+        """Keeps the memory, whatever becomes of the lease."""
+        self.segment = hosted.segment
+        self._hosted, self._lease = hosted, lease
+
+    def digests(self, first: int, last: int) -> bytes:
+        """Those of the spans from ``first`` up to ``last``, one after the other."""
+        spans = _spans(self._hosted, self.held.layout, self.held.request.slot, first, last)
+        return b"".join(map(digest_of, spans))
+
+    def close(self) -> None:
+        """End the lease. To be called once."""
+        self._lease.close()
+        self._hosted.close()
+
+
+class SegmentStore:
+    """The segments of one worker, by their numbers. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._hosted: dict[int, HostedSegment] = {}
+        self._next = 1
+        self._images: dict[tuple[int, int], _ImageRecord] = {}  # by segment and slot
+        self._released: list[HostedSegment] = []
+        self._trainer_is_gone = self._is_closed = False
+        self._ended: dict[int, bool] = {}  # of the last saves, whether they are committed
+        self._staged = 0  # how many images were, of the trainer's own
+        self._is_staged, self._is_ending = threading.Condition(self._lock), False
+
+    def allocate(self, nbytes: int, end: int | None = None) -> tuple[int, Segment]:
+        """Make a segment, touched up to ``end`` (None: all). Returns its number, and itself.
+
+        Raises ``OutOfMemoryError``.
+        """
+        try:
+            segment = Segment.create("asyncckpt", nbytes)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{error.message}; {HINT}") from error
+        try:
+            take_memory(segment, lambda: self._wait_released(GIVE_BACK_S), end)
+        except BaseException:
+            segment.close()
+            raise
+        return self._add(segment), segment
+
+    def adopt(self, segment: Segment, held: tuple[HeldImage, ...]) -> int:
+        """Take over a segment of another worker, with the images it held there. Returns its number here."""
+        number = self._add(segment)
+        with self._lock:
+            for each in held:
+                self._hosted[number].layout, self._hosted[number].constants = each.layout, each.constants
+                request, checksums = replace(each.request, segment=number), array("Q", each.checksums)
+                self._images[number, request.slot] = _ImageRecord(
+                    request, each.layout, each.staged_at, checksums, each.committed, True, each.is_copy
+                )
+        return number
+
+    def take(self, number: int, begin: int, end: int) -> None:
+        """Take more of the memory of a segment. Raises ``OutOfMemoryError``."""
+        hosted = self.hosted(number)
+        with hosted.used():
+            try:
+                take_memory(hosted.segment, lambda: self._wait_released(GIVE_BACK_S), end, begin)
+            except OutOfMemoryError:
+                with self._lock:
+                    # But not what was there already, as it was asked for twice; nor what another trainer may have now.
+                    if hosted.taken_end < end and not self._trainer_is_gone:
+                        hosted.segment.give_back(begin)
+                raise
+            with self._lock:
+                hosted.taken_end = max(hosted.taken_end, end)
+
+    def give_back(self, number: int, begin: int, slots: tuple[int, ...]) -> None:
+        """Give memory of a segment back, with the images in these ``slots``."""
+        with self._lock:
+            for slot in slots:
+                self._images.pop((number, slot), None)
+            hosted = self.hosted(number)
+            hosted.taken_end = begin
+            hosted.segment.give_back(begin)
+
+    def clear(self, number: int) -> None:
+        """What is in a segment is gone, and it has no layout until it gets another one."""
+        with self._lock:
+            self._forget_images(number)
+            self._hosted[number].layout = None
+
+    def hosted(self, number: int) -> HostedSegment:
+        """The segment of that number."""
+        return self._hosted[number]
+
+    def release(self, number: int) -> None:
+        """Give a segment back; again, where the trainer was interrupted as it said so."""
+        with self._lock:
+            self._forget_images(number)
+            if (hosted := self._hosted.pop(number, None)) is None:
+                return
+            hosted.close()
+            self._released = [each for each in self._released if not each.closed.is_set()] + [hosted]
+
+    def slot_taken(self, request: WriteRequest) -> None:
+        """A slot is being staged: what was in it is gone."""
+        with self._lock:
+            self._images.pop((request.segment, request.slot), None)
+
+    def image_staged(self, request: WriteRequest) -> None:
+        """An image is whole. Those of single files are not held: nobody looks for them here."""
+        layout = self._hosted[request.segment].layout
+        if isinstance(layout, CheckpointLayout):
+            with self._lock:
+                self._images[request.segment, request.slot] = _ImageRecord(request, layout, time.monotonic())
+                self._staged += 1
+                self._is_staged.notify_all()
+
+    def wait_staged(self, after: int, timeout: float) -> tuple[int, ImageKey] | None:
+        """Wait until the trainer has staged more than ``after`` images, ``timeout`` seconds at most.
+
+        Returns how many it has, and which is the newest of them that is here; None: no other.
+        """
+        with self._lock:
+            self._is_staged.wait_for(lambda: self._staged > after or self._is_ending, timeout)
+            own = [each for each in self._images.values() if not each.adopted and not each.is_copy]
+            if self._staged <= after or not own:
+                return None
+            return self._staged, max(own, key=lambda each: each.staged_at).key
+
+    def end_waits(self) -> None:
+        """Nobody waits any more for what is staged: this worker ends."""
+        with self._lock:
+            self._is_ending = True
+            self._is_staged.notify_all()
+
+    def copy_begun(self, number: int, slot: int) -> None:
+        """A slot for copies is being written to: what was in it is gone."""
+        with self._lock:
+            self._images.pop((number, slot), None)
+
+    def copy_made(self, request: WriteRequest, layout: CheckpointLayout, checksums: array[int]) -> None:
+        """The copy of an image of another host is whole, and checked."""
+        with self._lock:
+            committed = self._ended.get(request.save_id)
+            record = _ImageRecord(request, layout, time.monotonic(), checksums, committed, is_copy=True)
+            self._images[request.segment, request.slot] = record
+
+    def image_written(self, request: WriteRequest, checksums: array[int]) -> None:
+        """The checksums of an image are known."""
+        with self._lock:
+            if (image := self._images.get((request.segment, request.slot))) and image.request == request:
+                image.checksums = checksums
+
+    def save_ended(self, save_id: int, *, committed: bool) -> None:
+        """A save has come to its end."""
+        with self._lock:
+            self._ended[save_id] = committed
+            self._ended.pop(save_id - _ENDS, None)
+            for image in self._images.values():
+                if image.request.save_id == save_id and not image.adopted:
+                    image.committed = committed
+
+    def on_trainer_gone(self, *, keep: bool) -> None:
+        """The trainer is gone. Unless ``keep``, nothing is held for another."""
+        with self._lock:
+            self._trainer_is_gone = True
+            if not keep:
+                self._images.clear()
+
+    def has_trainer(self) -> bool:
+        """Whether the trainer is there, as far as is known."""
+        return not self._trainer_is_gone
+
+    def holds_anything(self) -> bool:
+        """Whether there is an image, or something published, that somebody may come for."""
+        with self._lock:
+            return bool(self._images or self.published())
+
+    def held_images(self) -> tuple[HeldImage, ...] | None:
+        """The images that are whole; None while the trainer lives."""
+        with self._lock:
+            if not self._trainer_is_gone:
+                return None
+            whole = [image for image in self._images.values() if self._is_whole(image)]
+        # Nothing is staged any more: what is whole stays so.
+        return tuple(map(self._held, whole))
+
+    def held(self, key: ImageKey) -> HeldImage | None:
+        """An image that is whole; None where it is not here."""
+        with self._lock:
+            image = next((each for each in self._images.values() if each.key == key and self._is_whole(each)), None)
+        return None if image is None else self._held(image)
+
+    def summaries(self) -> tuple[ImageSummary, ...]:
+        """The images that are whole, the oldest first; while the trainer lives, but those that are not its own."""
+        with self._lock:
+            whole = [each for each in self._images.values() if self._is_whole(each)]
+            whole = [each for each in whole if each.adopted or self._trainer_is_gone]
+            whole.sort(key=lambda image: image.staged_at)
+            return tuple(ImageSummary(replace(each.request, small_files=()), each.committed) for each in whole)
+
+    def lease(self, key: ImageKey, *, with_checksums: bool = True) -> LeasedImage | None:
+        """Let somebody read an image; None where it is not here, or is just being overwritten.
+
+        ``with_checksums``: make those that are not known yet, of all of it.
+        """
+        with contextlib.ExitStack() as undo:
+            with self._lock:
+                image = next((each for each in self._images.values() if each.key == key), None)
+                if image is None:
+                    return None
+                hosted = self._hosted[image.request.segment]
+                hosted.use()
+            undo.callback(hosted.close)
+            fd = lease(hosted.segment.fileno(), image.request.slot, Readers.OF_IMAGE)
+            if fd is None:
+                return None
+            undo.callback(fd.close)
+            if not self._is_whole(image):  # its slot was taken just before
+                return None
+            leased = LeasedImage(self._held(image, with_checksums=with_checksums), hosted, fd)
+            undo.pop_all()
+            return leased
+
+    def published(self) -> tuple[endpoint_messages.PublishedSegment, ...]:
+        """The segments in which something is published.
+
+        Raises ``OSError`` once all is given back: a reader that heard of none would let go of what it has mapped.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise ConnectionAbortedError("the worker is leaving")
+            return tuple(
+                endpoint_messages.PublishedSegment(number, hosted.layout)
+                for number, hosted in self._hosted.items()
+                if isinstance(hosted.layout, CheckpointLayout | FileSetLayout | WeightsLayout)
+                and hosted.slots.publications(len(hosted.layout.slots))
+            )
+
+    def open_read_only(self, number: int) -> int | None:
+        """A new descriptor of a segment, through which nobody can write; None where it was released."""
+        with self._lock:
+            hosted = self._hosted.get(number)
+            return None if hosted is None else reopen(hosted.segment.fileno(), os.O_RDONLY)
+
+    def close(self) -> None:
+        """Give all back."""
+        with self._lock:
+            self._is_closed = True
+            self._images.clear()
+            for hosted in self._hosted.values():
+                hosted.close()
+            self._hosted.clear()
+
+    def _forget_images(self, number: int) -> None:
+        for place in [place for place in self._images if place[0] == number]:
+            del self._images[place]
+
+    def _add(self, segment: Segment) -> int:
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            self._hosted[number] = HostedSegment(segment)
+        return number
+
+    def _wait_released(self, timeout: float) -> bool:
+        """Wait until released memory is free, ``timeout`` seconds at most; False where there is none."""
+        waiting = [hosted for hosted in self._released if not hosted.closed.is_set()]
+        return any([hosted.closed.wait(timeout) for hosted in waiting])
+
+    def _is_whole(self, image: _ImageRecord) -> bool:
+        """Unless the trainer died after it had taken the slot again, and before it could say so."""
+        request = image.request
+        slots = self._hosted[request.segment].slots
+        return slots.save_id(request.slot) == request.save_id and slots.state(request.slot) is not State.STAGING
+
+    def _held(self, image: _ImageRecord, *, with_checksums: bool = True) -> HeldImage:
+        hosted = self._hosted[image.request.segment]
+        checksums, layout = image.checksums, image.layout
+        if checksums is None and with_checksums:  # not written yet, or writing failed
+            checksums = array("Q", (checksum(span) for span in _spans(hosted, layout, image.request.slot)))
+            image.checksums = checksums  # whole: somebody else may ask meanwhile
+        return HeldImage(
+            image.request,
+            image.layout,
+            hosted.constants,
+            b"" if checksums is None else checksums.tobytes(),
+            image.committed,
+            image.staged_at,
+            image.is_copy,
+        )

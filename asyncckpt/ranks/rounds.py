@@ -1,0 +1,369 @@
+"""Rounds: how the ranks of a job come to one outcome, over a store that the first rank's worker hosts.
+
+In a round every rank reports a value, the first rank collects them all and concludes, and every rank learns the
+outcome. Any rank may fail a round instead; then all get the same error, with the rank it came from. Planning is a few
+rounds among the trainers; each commit is one among the workers.
+
+The store serves only those who know the job's secret. What goes over the network can be seen and changed all the same.
+So every value carries a seal: a keyed hash of it and of its key. A value without a good seal does not come from a rank
+of this job: whoever sits in the network can make saves fail, and no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, decode, encode
+from asyncckpt.link.messages import Rendezvous
+from asyncckpt.link.open_saves import grace
+from asyncckpt.ranks.store import ENDS
+from asyncckpt.ranks.store_connection import Patience, StoreClient, StoreConnection
+
+T = TypeVar("T")
+
+KEPT_ROUNDS = 64
+"""Rounds whose keys are kept in the store, for ranks that lag behind."""
+
+# How often the first rank looks whether one of those missing has said that it is gone.
+_CHECK_GONE_S = 0.5
+_SEAL_CHARACTERS = 32
+# What an outcome begins with.
+_FOR_ALL, _FOR_EACH, _FAILED = b"+", b"=", b"-"
+_FORGED = "a message to the ranks of this job comes from none of them"
+
+
+class Rounds:
+    """One rank's part in the rounds of its job.
+
+    Any thread may call. A wait for an outcome occupies the connection: whoever has to do something meanwhile needs
+    another one; what is said ``soon`` has its own. Every other method raises ``WorkerDiedError`` when the store is
+    gone, and ``SaveTimeoutError`` when it does not answer.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        timeout: float,
+        patience: Patience | None = None,
+        connection: StoreConnection | None = None,
+        silence: float | None = None,
+    ) -> None:
+        """No connection is made before it is needed.
+
+        Args:
+            rendezvous: Where the store is, and which rank this is.
+            timeout: Seconds that anything but a wait for other ranks may take.
+            patience: How long a store is waited for that does not listen yet; None: ``timeout``.
+            connection: To share that of another; None: one of its own.
+            silence: Seconds for which the store may say nothing at all, as it does when it is stopped; None: as long
+                as a call may take.
+        """
+        self.rendezvous = rendezvous
+        self.connection = connection or StoreConnection(rendezvous)
+        self.patience = patience or Patience(timeout)
+        self._behind = StoreConnection(rendezvous)
+        self._timeout, self._silence = timeout, silence
+
+    def report(self, name: str, value: bytes) -> None:
+        """Report this rank's ``value`` in the round ``name``."""
+        self._call(self._reporting(name, value))
+
+    def report_soon(self, name: str, value: bytes, timeout: float) -> Future[None]:
+        """As ``report``, as soon as the store can be reached. The future gets what ``report`` would raise.
+
+        Args:
+            name: The round.
+            value: What to report.
+            timeout: Seconds for which to try.
+        """
+        return self._behind.start(self._reporting(name, value), timeout)
+
+    def fail_soon(self, name: str, error: CheckpointError, timeout: float) -> Future[None]:
+        """Fail the round ``name`` for all ranks, unless it is concluded already, as soon as the store can be reached.
+
+        Args:
+            name: The round.
+            error: What it fails with.
+            timeout: Seconds for which to try.
+        """
+        keys = self._keys(name)
+        text = self._sealed(f"{keys}/failure", encode(error))
+
+        def send(store: StoreClient) -> None:
+            store.offer(f"{keys}/failure", 0, text)
+            store.put(f"{keys}/reports", ENDS, b"")
+
+        return self._behind.start(send, timeout)
+
+    def collect(
+        self,
+        name: str,
+        timeout: float,
+        also: str | None = None,
+        lost: Callable[[int], CheckpointError | None] = lambda _: None,
+    ) -> list[bytes]:
+        """First rank: wait for the reports of all ranks.
+
+        Args:
+            name: The round.
+            timeout: Seconds to wait.
+            also: Another round, whose failure ends this one too.
+            lost: Says of a rank that has not reported why it never will; None: it may.
+
+        Returns:
+            The reported values, in the order of the ranks.
+
+        Raises:
+            CheckpointError: That of a rank which failed the round, or is gone, or has not reported in time.
+        """
+        keys, every = self._keys(name), self.rendezvous.world_size
+        until = time.monotonic() + timeout
+        while True:
+            left = until - time.monotonic()
+            slice_s = max(0.0, min(left, _CHECK_GONE_S))
+            waiting = partial(StoreClient.wait, key=f"{keys}/reports", count=every, timeout=slice_s)
+            reports = self._call(waiting)
+            if reports is not None:
+                break
+            if also is not None and (failure := self._failure(self._keys(also))) is not None:
+                raise failure
+            self._check_missing(keys, timeout if left <= slice_s else None, lost)
+        if ENDS in reports and (failure := self._failure(keys)) is not None:
+            raise failure
+        return [self._opened(f"{keys}/value/{rank}", reports.get(rank, b"")) for rank in range(every)]
+
+    def who_reported(self, name: str) -> set[int]:
+        """The ranks that have reported in a round that nobody collects yet."""
+        return self._call(lambda store: store.fields(f"{self._keys(name)}/reports"))
+
+    def conclude(self, name: str, outcome: bytes) -> None:
+        """First rank: conclude the round ``name`` by an ``outcome`` for all."""
+        key = f"{self._keys(name)}/outcome"
+        self._call(lambda store: store.put(key, 0, self._sealed(key, _FOR_ALL + outcome)))
+
+    def conclude_each(self, name: str, outcomes: Mapping[int, bytes]) -> None:
+        """First rank: conclude the round ``name`` by one of the ``outcomes`` for each rank of these."""
+        if len(outcomes) > 1 == len(alike := {*outcomes.values()}):  # one message, and not one for each of thousands
+            self.conclude(name, alike.pop())
+            return
+        keys = self._keys(name)
+
+        def send(store: StoreClient) -> None:
+            for rank, outcome in outcomes.items():
+                store.put(f"{keys}/for/{rank}", 0, self._sealed(f"{keys}/for/{rank}", outcome))
+            store.put(f"{keys}/outcome", 0, self._sealed(f"{keys}/outcome", _FOR_EACH))
+
+        self._call(send)
+
+    def conclude_soon(self, name: str, outcome: bytes, timeout: float) -> Future[None]:
+        """As ``conclude``, unless it is concluded, as soon as the store can be reached; see ``report_soon``."""
+        key = f"{self._keys(name)}/outcome"
+        text = self._sealed(key, _FOR_ALL + outcome)
+        return self._behind.start(lambda store: store.offer(key, 0, text), timeout)
+
+    def conclude_failed(self, name: str, error: CheckpointError) -> None:
+        """First rank: tell all that the round has failed, unless it is concluded already."""
+        self._call(self._concluding_failed(name, error))
+
+    def conclude_failed_soon(self, name: str, error: CheckpointError, timeout: float) -> Future[None]:
+        """As ``conclude_failed``, as soon as the store can be reached; see ``report_soon``."""
+        return self._behind.start(self._concluding_failed(name, error), timeout)
+
+    def outcome(self, name: str, timeout: float) -> bytes | CheckpointError:
+        """Wait for the outcome of a round.
+
+        Args:
+            name: The round.
+            timeout: Seconds to wait; then there is a ``SaveTimeoutError``.
+
+        Returns:
+            What the first rank concluded for this rank, or the error that the round has failed with.
+        """
+        keys = self._keys(name)
+        limit = timeout + max(1.0, grace(timeout) / 2)  # for the store to say that the wait has run out
+        found = self._call(lambda store: store.wait(f"{keys}/outcome", 1, timeout), limit)
+        if found is None:
+            raise SaveTimeoutError(f"rank 0 came to no conclusion within {timeout:.1f} s", rank=0)
+        outcome = self._opened(f"{keys}/outcome", found.get(0, b""))
+        if outcome[:1] == _FAILED:
+            return decode(outcome[1:])
+        if outcome == _FOR_EACH:
+            return self._opened(key := f"{keys}/for/{self.rendezvous.rank}", self._take(key))
+        return outcome[1:]
+
+    def store_id(self, timeout: float) -> bytes:
+        """Which store this is: a worker that takes the place of a dead one hosts another, at the same address."""
+        return self._call(lambda store: store.id, timeout)
+
+    def impatient(self, silence: float) -> Rounds:
+        """The same, over the same connection, for what waits for no store that is gone, and ``silence`` seconds for one
+        that says nothing.
+        """
+        return Rounds(self.rendezvous, self._timeout, Patience(0.0), self.connection, silence)
+
+    def ping(self) -> None:
+        """See that the store answers."""
+        self._call(lambda store: store.fields(self._keys("gone")))
+
+    def clear(self, kind: str, number: int, keep: int = KEPT_ROUNDS) -> None:
+        """First rank: the round ``kind`` of save ``number`` is over. Its keys go when ``keep`` more are."""
+        keys = self._keys(round_name(kind, number))
+        old = self._keys(round_name(kind, number - keep))
+
+        gone = [f"{keys}/reports"]
+        if number > keep:
+            gone += [f"{old}/{part}" for part in ("failure", "outcome", "reports")]
+        self._call(lambda store: store.remove(*gone))
+
+    def put(self, name: str, value: bytes) -> None:
+        """Have all ranks find ``value`` under ``name`` and the number of this rank."""
+        key = f"{self._keys(name)}/{self.rendezvous.rank}"
+        self._call(lambda store: store.put(key, 0, self._sealed(key, value)))
+
+    def put_soon(self, name: str, value: bytes, timeout: float) -> Future[None]:
+        """As ``put``, as soon as the store can be reached; see ``report_soon``."""
+        key = f"{self._keys(name)}/{self.rendezvous.rank}"
+        sealed = self._sealed(key, value)
+        return self._behind.start(lambda store: store.put(key, 0, sealed), timeout)
+
+    def get(self, name: str, rank: int) -> bytes | None:
+        """What ``rank`` has put there; None: nothing yet."""
+        key = f"{self._keys(name)}/{rank}"
+        found = self._get(key)
+        return None if found is None else self._opened(key, found)
+
+    def set_flag(self, name: str) -> None:
+        """Set the flag ``name`` once and for all, for all ranks to see."""
+        key = self._keys(f"flag/{name}")
+        self._call(lambda store: store.put(key, 0, self._sealed(key, b"1")))
+
+    def is_flag_set(self, name: str) -> bool:
+        """Whether some rank has set that flag."""
+        key = self._keys(f"flag/{name}")
+        flag = self._get(key)
+        return flag is not None and self._opened(key, flag) == b"1"
+
+    def gone_soon(self, error: CheckpointError, timeout: float) -> Future[None]:
+        """Tell the first rank that this one takes part in no round any more, after all that it has said before.
+
+        Args:
+            error: Why.
+            timeout: Seconds for which to try.
+        """
+        key = self._keys("gone")
+        text = self._sealed(key, encode(error))
+        return self._behind.start(lambda store: store.put(key, self.rendezvous.rank, text), timeout)
+
+    def leave(self) -> None:
+        """Tell the first rank that this one needs the store no more."""
+        self._call(lambda store: store.put(self._keys("left"), self.rendezvous.rank, b""))
+
+    def wait_left(self, timeout: float, lost: int) -> None:
+        """First rank: wait until all others but the ``lost`` ones have left, or ``timeout`` seconds have passed."""
+        others = self.rendezvous.world_size - 1 - lost
+        self._call(lambda store: store.wait(self._keys("left"), others, timeout), timeout + 1.0)
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Drop the connections. ``timeout``: seconds that what was to be said soon may still take."""
+        self._behind.close(timeout)
+        self.connection.close()
+
+    def _keys(self, name: str) -> str:
+        return f"asyncckpt/{self.rendezvous.token}/{name}"
+
+    def _call(self, what: Callable[[StoreClient], T], limit: float | None = None) -> T:
+        limit = self._timeout if limit is None else limit
+        return self.connection.call(what, limit, self.patience, self._silence)
+
+    def _reporting(self, name: str, value: bytes) -> Callable[[StoreClient], None]:
+        rank, keys = self.rendezvous.rank, self._keys(name)
+        sealed = self._sealed(f"{keys}/value/{rank}", value)
+        return lambda store: store.put(f"{keys}/reports", rank, sealed)
+
+    def _concluding_failed(self, name: str, error: CheckpointError) -> Callable[[StoreClient], None]:
+        key = f"{self._keys(name)}/outcome"
+        text = self._sealed(key, _FAILED + encode(error))
+        return lambda store: store.offer(key, 0, text)
+
+    def _get(self, key: str) -> bytes | None:
+        return self._call(lambda store: store.get(key)).get(0)
+
+    def _take(self, key: str) -> bytes:
+        """The value of ``key``, which is removed."""
+        value = self._get(key)
+        self._call(lambda store: store.remove(key))
+        return value or b""
+
+    def _check_missing(self, keys: str, timed_out: float | None, lost: Callable[[int], CheckpointError | None]) -> None:
+        """Raise what is known of ranks that have not reported: one has said that it is gone, or the time is up."""
+        # In this order: a rank that is gone has reported before.
+        gone = self._call(lambda store: store.get(self._keys("gone")))
+        reported = self._call(lambda store: store.fields(f"{keys}/reports"))
+        for text in gone.values():
+            error = decode(self._opened(self._keys("gone"), text))
+            if error.rank not in reported:
+                raise error
+        missing = [rank for rank in range(self.rendezvous.world_size) if rank not in reported]
+        if losses := [*filter(None, map(lost, missing))]:  # of each, so that none is waited for when this one leaves
+            raise losses[0]
+        if timed_out is not None and missing:
+            raise SaveTimeoutError(f"{_ranks(missing)} did not get here within {timed_out:g} s", rank=missing[0])
+
+    def _failure(self, keys: str) -> CheckpointError | None:
+        text = self._get(f"{keys}/failure")
+        return decode(self._opened(f"{keys}/failure", text)) if text else None
+
+    def _seal(self, key: str, value: bytes) -> str:
+        seal = hashlib.blake2b(key.encode() + b"\n", key=self.rendezvous.secret, digest_size=_SEAL_CHARACTERS // 2)
+        seal.update(value)
+        return seal.hexdigest()
+
+    def _sealed(self, key: str, value: bytes) -> bytes:
+        return self._seal(key, value).encode() + value
+
+    def _opened(self, key: str, text: bytes) -> bytes:
+        """The value in a sealed one. Raises ``RankFailedError`` if no rank of this job has sealed it."""
+        seal, value = text[:_SEAL_CHARACTERS], text[_SEAL_CHARACTERS:]
+        if not hmac.compare_digest(seal, self._seal(key, value).encode()):
+            raise RankFailedError(_FORGED)
+        return value
+
+
+def round_name(kind: str, number: int) -> str:
+    """The name of the round of save ``number``; the number is the same on all ranks."""
+    return f"{kind}-{number}"
+
+
+class Call(NamedTuple):
+    """What a rank does, in ``words``, and ``key``: what has to be the same on all ranks."""
+
+    words: str
+    key: str
+
+    @classmethod
+    def of_save(cls, step: int | None, path: str) -> Call:
+        """Of a save. Its folder may stand elsewhere on other hosts, so only its name has to be the same."""
+        return cls(f"saves to {path}" if step is None else f"saves step {step}", f"{step} {os.path.basename(path)}")
+
+
+def check_same_call(calls: Sequence[Call]) -> None:
+    """Raise ``RankFailedError`` for the first rank that does something else than rank 0. ``calls``: in their order."""
+    for rank, call in enumerate(calls):
+        if call.key != calls[0].key:
+            raise RankFailedError(
+                f"rank 0 {calls[0].words}, and rank {rank} {call.words}: all ranks have to make the same calls in the"
+                " same order",
+                rank=rank,
+            )
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + more

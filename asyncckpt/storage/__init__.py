@@ -1,0 +1,211 @@
+"""Where checkpoints are kept: the kind of storage that a path is in, the steps of a root, and how a save has ended.
+
+``storage.py`` is the interface of all kinds. A root has a folder for each step, ``root/step-00000100``; ``history.py``
+has their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from asyncckpt.errors import SaveTimeoutError, StorageError
+from asyncckpt.format.manifest import MANIFEST_NAME
+from asyncckpt.format.write_request import Existing, WriteRequest
+from asyncckpt.storage.listing import PROBE
+from asyncckpt.storage.local import LocalStorage
+from asyncckpt.storage.object_store import ObjectStorage
+from asyncckpt.storage.objects import SCHEMES, objects_at
+from asyncckpt.storage.record import PARTS
+from asyncckpt.storage.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+_object_storage = functools.cache(ObjectStorage)  # one for each bucket
+_STEP = re.compile(r"step-(\d{8,})")
+# Control characters, and what stands for bytes that are no UTF-8.
+_NO_KEY = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def storage_for(path: str, *, direct_io: bool = True) -> Storage:
+    """The kind of storage that ``path`` is in. ``direct_io``: write past the page cache, where there is one.
+
+    Raises ``StorageError`` where the client for its kind is missing.
+    """
+    return _object_storage(objects_at(path)) if is_address(path) else LocalStorage(direct_io)
+
+
+def is_address(path: str) -> bool:
+    """Whether ``path`` is on an object store."""
+    return _URL.match(path) is not None
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """``path`` from the root of the file system on, where "~" is the user's home; or the address on an object store.
+
+    Raises ``StorageError`` for an address of another kind, and for a path that cannot be.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise StorageError("the path is empty: name a folder ('.' is the current one)")
+    if "\0" in text:
+        raise StorageError(f"the path {text!a} has a zero byte in it")
+    if is_address(text):
+        scheme, _, rest = text.partition("://")
+        parts = [part for part in rest.split("/") if part]
+        if scheme not in SCHEMES or not parts or any(part in (".", "..") or PARTS in part for part in parts):
+            known = ", ".join(f"{each}://bucket/folder" for each in SCHEMES)
+            raise StorageError(f"{text} is no address that checkpoints are saved to: these are {known}; or mount it")
+        return f"{scheme}://{'/'.join(parts)}"
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise StorageError(f"nobody knows the home of the user that the path {text!a} begins with; './~' is a folder")
+    try:
+        os.fsencode(expanded)
+    except UnicodeEncodeError as error:
+        raise StorageError(
+            f"this process cannot have a path like {text!a}: its locale says that names are {error.encoding};"
+            " set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+        ) from error
+    try:
+        return os.path.abspath(expanded)
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"the path {text!a} begins at the current folder, which was removed: change to another, or give a path from"
+            " '/' on"
+        ) from error
+
+
+def may_be_key(name: str) -> bool:
+    """Whether a file of a set can have that name on an object store: some are ours there, and some no store takes."""
+    parts = name.split("/")
+    is_ours = parts[-1] == MANIFEST_NAME or PARTS in name or any(part.startswith(PROBE) for part in parts)
+    return not is_ours and not _NO_KEY.search(name)
+
+
+def refuse_address(path: str) -> None:
+    """Raise ``StorageError`` where ``path`` is on an object store, and only a file system will do."""
+    if is_address(path):
+        raise StorageError(f"{path} is an address, and this saves to file systems only: mount it")
+
+
+def step_folder(root: str, step: int) -> str:
+    """Where the checkpoint of ``step`` stands."""
+    return os.path.join(root, f"step-{step:08d}")
+
+
+def step_of(path: str) -> int | None:
+    """The step that the folder ``path`` has its name from; None: it is no folder of a step."""
+    name = _STEP.fullmatch(os.path.basename(path))
+    return int(name[1]) if name else None
+
+
+def named_steps(root: str) -> list[int]:
+    """The steps that folders under ``root`` have their names from, ascending. Raises ``StorageError``."""
+    steps = map(step_of, storage_for(root).names_in(root))
+    return sorted(step for step in steps if step is not None)
+
+
+def complete_steps(*roots: str) -> list[int]:
+    """The steps with a committed checkpoint under any of ``roots``, ascending; none where there is no such folder.
+
+    Raises ``StorageError``.
+    """
+    return sorted({step for root in roots for step in _complete_steps(root)})
+
+
+def _complete_steps(root: str) -> list[int]:
+    storage = storage_for(root)
+    if (stamps := storage.stamps_in(root, MANIFEST_NAME)) is not None:
+        return [step for name, stamp in stamps.items() if stamp and (step := step_of(name)) is not None]
+    return [step for step in named_steps(root) if storage.exists(os.path.join(step_folder(root, step), MANIFEST_NAME))]
+
+
+def place_to_put(path: str | os.PathLike[str], existing: Existing) -> str:
+    """Where a checkpoint goes that is saved to ``path``: with "replace" and "join" to what a link there leads to.
+
+    Raises as ``absolute``.
+    """
+    place = absolute(path)
+    return os.path.realpath(place) if existing in ("replace", "join") and os.path.islink(place) else place
+
+
+def replace_or_set_aside(path: str) -> Existing:
+    """What becomes of what is at ``path`` where nothing of others is to be lost: a checkpoint goes, all else stays."""
+    with contextlib.suppress(StorageError):  # the save fails in the same way, and on all ranks
+        if not storage_for(path).may_put(path, "replace"):
+            return "set aside"
+    return "replace"
+
+
+def set_aside(root: str, step: int) -> None:
+    """Take the name from a damaged checkpoint, so that its step can be saved again. Nothing of it is removed."""
+    try:
+        storage_for(root).set_aside(step_folder(root, step), "damaged")
+    except StorageError as error:
+        logger.warning("a damaged checkpoint could not be set aside: %s", error)
+
+
+def remove_old_checkpoint(path: str) -> None:
+    """Remove a checkpoint that a newer one has taken the place of. It loses its name first. One that is being read, or
+    cannot be removed, stays, and the log says so. Raises nothing.
+    """
+    try:
+        if not storage_for(path).remove_checkpoint(path):
+            logger.info("%s is being read and stays for now", path)
+    except StorageError as error:
+        logger.warning("an old checkpoint could not be removed: %s", error)
+
+
+def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> bool:
+    """Whether a save is finalized; if it is not, it never will be.
+
+    For a rank that has written its part and cannot learn the outcome, or whose part nobody is writing any more, because
+    its worker is dead. The answer is the same for all ranks and does not change any more.
+
+    Args:
+        request: The save.
+        timeout: How many seconds storage may take.
+        inode: Of a single file, what it was written to (see ``OpenAttempt``).
+
+    Raises:
+        SaveTimeoutError: Storage fails, or does not answer in time. Then, and only then, nobody can say.
+    """
+    outcome: Future[bool] = Future()
+
+    def find_out() -> None:
+        try:
+            storage = storage_for(request.path)
+            is_finalized, leftover = storage.resolve(request.path, request.attempt, request.existing, inode)
+        except StorageError as error:
+            outcome.set_exception(error)
+            return
+        outcome.set_result(is_finalized)
+        storage.remove(leftover)
+
+    begun = time.monotonic()
+    thread = threading.Thread(target=find_out, name="asyncckpt-resolve", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        outcome.set_exception(StorageError(f"cannot be asked: {error}"))
+    try:
+        is_finalized = outcome.result(timeout)
+    except (FutureTimeoutError, StorageError) as error:
+        why = f"fails ({error})" if isinstance(error, StorageError) else f"has not answered for {timeout:g} s"
+        raise SaveTimeoutError(
+            f"storage {why}, and nobody can say whether this was saved",
+            path=request.path,
+            rank=request.rank,
+            step=request.step,
+        ) from error
+    thread.join(max(0.0, begun + timeout - time.monotonic()))  # so that what was revoked takes no more space
+    return is_finalized

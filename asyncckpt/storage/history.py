@@ -1,0 +1,274 @@
+"""The checkpoints of a root in the order in which they were created: which is the newest, and which may go.
+
+Numbers do not say that. A training that has gone back to an older step goes on from there; the later steps that it had
+reached before were created earlier than what it saves now, and are left behind.
+
+A run may have several roots, the nearest first: a local one that it saves to, and one that some steps are uploaded to.
+A copy was created when its original was.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError
+from asyncckpt.format.manifest import MANIFEST_NAME, Manifest
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.storage import is_address, named_steps, remove_old_checkpoint, step_folder, step_of, storage_for
+from asyncckpt.storage.storage import FileStamp
+
+logger = logging.getLogger(__name__)
+
+Stamps: TypeAlias = Mapping[str, FileStamp | None]
+
+# Manifests whose facts are kept, so that each is read once by a process.
+_KEPT = 4096
+# By the root, on an object store: the last time of creation, and when all there were looked at.
+_last_created: dict[str, tuple[float, float]] = {}
+_LOOK_EVERY_S = 300.0
+
+
+class StoredStep(NamedTuple):
+    """What stands in the folder of a step. ``created``, ``keep`` and ``began`` are as in its manifest; ``created`` is
+    None where that is missing, damaged, or that of another step.
+    """
+
+    step: int
+    created: float | None
+    keep: bool
+    modified: int
+    """When the newest of its files was changed, in nanoseconds by the clock of the storage; of a manifest, that."""
+    roots: tuple[str, ...]
+    """Under which this very checkpoint stands, the nearest first."""
+    began: float = 0.0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run goes on: at the ``step`` that it has loaded.
+
+    ``newest`` is the time of creation of the newest checkpoint that there was then: what the run saves is newer.
+    ``left`` are the later steps that it has left behind, if it saves steps of those numbers again. ``unfinished`` are
+    attempts at such steps that dead trainers had under way, with their paths: they may be committed until the run saves
+    for the first time. ``began`` is when the training began that had saved the step: the run goes on with that one.
+    """
+
+    step: int
+    newest: float
+    left: frozenset[int]
+    unfinished: tuple[tuple[str, str], ...] = ()
+    began: float = 0.0
+
+    def has_left(self, root: str, step: int) -> bool:
+        """Whether the run has left behind what stands at ``step``. An object store is not asked: no save waits for it.
+
+        Raises ``StorageError``.
+        """
+        if step not in self.left or is_address(root):
+            return step in self.left
+        found, path = _look(root, step), step_folder(root, step)
+        attempts = [attempt for place, attempt in self.unfinished if place == path]
+        if found is None:
+            return bool(attempts)  # it may come yet
+        if found.created is None or found.created <= self.newest:
+            return True
+        return any(storage_for(path).is_finalized(path, attempt) for attempt in attempts)
+
+
+def history(*roots: str, strict: bool = True) -> list[StoredStep]:
+    """All steps under ``roots`` with anything in their folders, in the order in which they were created.
+
+    One whose manifest says nothing counts as the newest if it may be that: by its number, or because its files are
+    newer; else as the oldest. Whoever takes the newest then learns what is wrong with it. Of a step that stands under
+    several roots the newest counts. Raises ``StorageError``, also where one step cannot be looked at, unless it is not
+    ``strict``: then that is left out, with a warning.
+    """
+    by_step: dict[int, StoredStep] = {}
+    for each in itertools.chain.from_iterable(_stored_steps(root, strict) for root in roots):
+        by_step[each.step] = _newer(by_step[each.step], each) if each.step in by_step else each
+    found = [by_step[step] for step in sorted(by_step)]
+    known = sorted((each for each in found if each.created is not None), key=lambda each: (each.created, each.step))
+    unknown = [each for each in found if each.created is None]
+    newest = known[-1] if known else None
+    late = [each for each in unknown if newest is None or each.step > newest.step or each.modified > newest.modified]
+    return [*(each for each in unknown if each not in late), *known, *late]
+
+
+def _stored_steps(root: str, strict: bool) -> list[StoredStep]:
+    stamps = storage_for(root).stamps_in(root, MANIFEST_NAME)
+    steps = (
+        named_steps(root) if stamps is None else sorted(step for each in stamps if (step := step_of(each)) is not None)
+    )
+    return [each for step in steps if (each := _look(root, step, strict, stamps)) is not None]
+
+
+def _newer(one: StoredStep, other: StoredStep) -> StoredStep:
+    """Of two that have the same number, ``one`` under a nearer root."""
+    if other.created is None or one.created == other.created:
+        return one if other.created is None else one._replace(roots=one.roots + other.roots)
+    return other if one.created is None or one.created < other.created else one
+
+
+def stored_step(step: int, *roots: str) -> StoredStep | None:
+    """What stands in the folder of ``step``, as of ``history``; None: nothing. Raises ``StorageError``."""
+    found = [each for root in roots if (each := _look(root, step)) is not None]
+    return functools.reduce(_newer, found) if found else None
+
+
+def newest_step(*roots: str) -> int | None:
+    """The step that was created last, complete or not. Raises ``StorageError``.
+
+    A folder has the name of a step only when its checkpoint is complete: what is missing there was lost later, and
+    whoever wants the newest has to be told.
+    """
+    found = history(*roots)
+    return found[-1].step if found else None
+
+
+def older_step(step: int, *roots: str) -> StoredStep | None:
+    """What was created last before ``step``, complete or not. Raises ``StorageError``."""
+    found = history(*roots)
+    place = next((at for at, each in enumerate(found) if each.step == step), 0)
+    return found[place - 1] if place else None
+
+
+def origin_of(
+    step: int,
+    *roots: str,
+    unfinished: Sequence[WriteRequest] = (),
+    goes_back: bool = True,
+    began: float | None = None,
+) -> Origin:
+    """Where a run goes on that has loaded ``step``; ``unfinished``: see ``Origin``. Raises ``StorageError``.
+
+    ``began``: as of ``Origin``, of a step that was loaded from memory; None: as its manifest says.
+
+    ``goes_back``: it may have been told to load an older one; else what is newer came while it loaded the newest, as
+    for a process that evaluates what a training saves.
+    """
+    found = history(*roots, strict=False)
+    newest = max((each.created for each in found if each.created is not None), default=0.0)
+    places = {each.step: at for at, each in enumerate(found)}
+    newer = sorted(each.step for each in found[places.get(step, len(found)) + 1 :] if each.step > step)
+    if newer:
+        logger.log(
+            logging.WARNING if goes_back else logging.INFO,
+            "step %d is loaded, and %s are newer: what is saved from here on is newer than they are, and retention"
+            " removes them first",
+            step,
+            ", ".join(map(str, newer)),
+        )
+    left = {each.step for each in found if each.step > step} | {each.step for each in unfinished if each.step}
+    if began is None:
+        began = found[places[step]].began if step in places else 0.0
+    return Origin(step, newest, frozenset(left), tuple((each.path, each.attempt) for each in unfinished), began)
+
+
+def time_of_creation(root: str, since: float = 0.0) -> float:
+    """Now, in seconds since the epoch, and later than ``since``, and than what any checkpoint under ``root`` says of
+    itself: the clocks of hosts differ. Raises ``StorageError``.
+
+    An object store is looked at once in a while: what comes there meanwhile, this process creates, as a rule.
+    """
+    now = time.monotonic()
+    created, looked = _last_created.get(root, (0.0, -math.inf))
+    known = [created]
+    if now - looked > _LOOK_EVERY_S:
+        known += [each.created for each in history(root, strict=False) if each.created is not None]
+        looked = now
+    created = max(time.time(), math.nextafter(max((since, *known)), math.inf))
+    if is_address(root):
+        _last_created[root] = created, looked
+    return created
+
+
+def was_removed(request: WriteRequest) -> bool:
+    """Whether a checkpoint that was committed was removed by hand: nothing stands at its place, and no later step, for
+    which retention could have removed it. Where nobody can say, it was not.
+    """
+    try:
+        if storage_for(request.path).exists(request.path):
+            return False
+        return request.step is None or max(named_steps(os.path.dirname(request.path)), default=-1) < request.step
+    except StorageError as error:
+        logger.warning("whether %s was removed cannot be seen: %s", request.path, error)
+        return False
+
+
+def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
+    """Remove old checkpoints of the training that has created the newest one. Those of earlier trainings stay.
+
+    A checkpoint also stays if its manifest says that it is to be kept, or cannot be read. One that cannot be removed,
+    or is being read, is left for the next time. Raises nothing.
+
+    Args:
+        root: The folder of the steps.
+        keep_last: How many of those created last stay.
+        is_recent: Whether a step was just committed; it stays in any case.
+    """
+    try:
+        found = history(root)
+    except StorageError as error:  # what was to be removed stays; nothing is lost
+        logger.warning("old checkpoints could not be looked through: %s", error)
+        return
+    known = [each for each in found if each.created is not None]
+    own = [each for each in known if each.created is not None and each.created >= known[-1].began]
+    for each in own[:-keep_last]:
+        if each.keep:
+            continue
+        # To remove takes long: the run may have saved that step again meanwhile. In this order: what is committed from
+        # here on is recent.
+        there = _look(root, each.step, strict=False)
+        if there is None or there.created != each.created or is_recent(each.step):
+            continue
+        path = step_folder(root, each.step)
+        if each.step > known[-1].step:
+            logger.warning("%s is removed: the training has gone back behind it", path)
+        remove_old_checkpoint(path)
+
+
+def _look(root: str, step: int, strict: bool = True, stamps: Stamps | None = None) -> StoredStep | None:
+    """What stands in the folder of ``step``; None: nothing. ``stamps``: those of the manifests, where they are known.
+
+    Raises ``StorageError``, if that is ``strict``.
+    """
+    try:
+        return _look_closely(root, step, stamps)
+    except StorageError as error:
+        if strict:
+            raise
+        logger.warning("a step that cannot be looked at is left out: %s", error)
+        return None
+
+
+def _look_closely(root: str, step: int, known: Stamps | None) -> StoredStep | None:
+    storage, folder = storage_for(root), step_folder(root, step)
+    path = os.path.join(folder, MANIFEST_NAME)
+    stamp = storage.stamp(path) if known is None else known.get(os.path.basename(folder))
+    if stamp is not None:
+        try:
+            return _read(path, step, stamp)._replace(roots=(root,))
+        except (DamagedCheckpointError, FormatError, StorageError) as error:
+            logger.info("its place among others is not known: %s", error)
+    elif is_address(root):
+        return None  # there the record makes a checkpoint of it
+    stamps = [storage.stamp(os.path.join(folder, name)) for name in storage.names_in(folder)]
+    modified = max((each.modified for each in stamps if each is not None), default=None)
+    return None if modified is None else StoredStep(step, None, True, modified, (root,))
+
+
+@functools.lru_cache(_KEPT)
+def _read(path: str, step: int, stamp: FileStamp) -> StoredStep:
+    """Read the manifest ``path``, as it is since ``stamp``."""
+    manifest = Manifest.parse(storage_for(path).read(path), path)
+    if manifest.step not in (None, step):
+        raise DamagedCheckpointError(f"this is the manifest of step {manifest.step}", path=path, step=step)
+    return StoredStep(step, manifest.created, manifest.keep, stamp.modified, (), manifest.began)

@@ -1,0 +1,355 @@
+"""Attempts of ``object_store.py``: objects below a name of their own, finalized by the record."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import posixpath
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from asyncckpt.errors import SaveTimeoutError, StorageError
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
+from asyncckpt.format.write_request import Existing
+from asyncckpt.storage.listing import Listing, list_below
+from asyncckpt.storage.objects import PART_BYTES, Objects, part_bytes_of
+from asyncckpt.storage.record import (
+    PARTS,
+    PlaceRecord,
+    change_record,
+    digest,
+    part_key,
+    read_record,
+    record_key,
+)
+from asyncckpt.storage.stock_names import hide, in_the_way, show, shown
+from asyncckpt.storage.storage import LinkSource, OpenAttempt, OutputFile, exists_error
+
+logger = logging.getLogger(__name__)
+
+
+class ObjectAttempt(OpenAttempt):
+    """A checkpoint being written to an object store."""
+
+    def __init__(self, objects: Objects, place: str, attempt: str, nbytes: int) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            objects: The bucket's.
+            place: The key of the checkpoint.
+            attempt: The name of the attempt.
+            nbytes: How many bytes this rank is going to write.
+        """
+        self._objects, self._place = objects, place
+        self._listing: Listing | None = None
+        self._digest = digest(attempt)
+        self._parts = f"{place}/{PARTS}{self._digest}"
+        self.path = f"{objects.base}/{self._parts}"
+        self._part_bytes = part_bytes_of(nbytes)
+        self._created: dict[str, ObjectFile] = {}
+        self._copied: dict[str, tuple[str, int]] = {}  # the e-tag and the size of each that was not created
+
+    def create(self, name: str, *, large: bool) -> ObjectFile:
+        """The manifest is not sent: ``finalize`` makes the record of it."""
+        if name in self._created:
+            raise StorageError("this file is being written already", path=f"{self.path}/{name}")
+        key = None if name == MANIFEST_NAME else part_key(self._parts, name)
+        is_kept = posixpath.basename(name) in (MANIFEST_NAME, METADATA_NAME)
+        self._created[name] = ObjectFile(self._objects, f"{self.path}/{name}", key, self._part_bytes, is_kept)
+        return self._created[name]
+
+    def copy(self, name: str, nbytes: int, parts: Callable[[], Iterator[memoryview]]) -> None:
+        key = part_key(self._parts, name)
+        if nbytes <= PART_BYTES:
+            e_tag = self._objects.put(key, b"".join(parts()))
+        else:
+            e_tag = send_parts(self._objects, key, lambda: nbytes, parts, part_bytes_of(nbytes))
+        self._copied[name] = e_tag, nbytes
+
+    def link_source(self, name: str) -> LinkSource | None:
+        created = self._created.get(name)
+        e_tag, nbytes = self._copied.get(name) or ((created.e_tag, created.nbytes) if created is not None else ("", 0))
+        return LinkSource(part_key(self._parts, name), (e_tag, nbytes)) if e_tag else None
+
+    def link(self, name: str, source: LinkSource) -> bool:
+        """By a copy that the store makes."""
+        key = part_key(self._parts, name)
+        try:
+            found = self._objects.head(source.place)
+            if found is None or (found.e_tag, found.nbytes) != source.facts:
+                return False
+            self._objects.copy(source.place, key, found.nbytes)
+            copied = self._objects.head(key)
+        except StorageError as error:
+            logger.warning("%s is written again, though it has not changed: %s", self.path, error)
+            return False
+        if copied is None or copied.nbytes != found.nbytes:
+            return False
+        self._copied[name] = copied.e_tag, copied.nbytes
+        return True
+
+    def names(self) -> set[str]:
+        self._listing = list_below(self._objects, self._place)
+        return self._listing.of_attempt(self._digest).keys() | ({MANIFEST_NAME} & self._created.keys())
+
+    def finalize(self, existing: Existing) -> None:
+        final = f"{self._objects.base}/{self._place}"
+        manifest = self._created[MANIFEST_NAME].kept
+        metadata = {name: file.kept for name, file in self._created.items() if name != MANIFEST_NAME and file.kept}
+        there, self._listing = self._listing or list_below(self._objects, self._place), None
+        is_strange = existing in ("refuse", "replace") and not may_replace(self._objects, self._place, there, existing)
+        aside: dict[str, str] = {}  # by where its files are, the record of what is set aside
+        before = PlaceRecord()  # what this takes the place of, also where the answer to that is lost
+
+        def decide(record: PlaceRecord) -> PlaceRecord | None:
+            nonlocal before
+            if record.is_of(self._digest):
+                return None  # it was done, and the answer lost
+            if self._digest in record.revoked:
+                raise StorageError("this attempt was revoked", path=self.path)
+            if is_strange or (existing == "refuse" and record.is_finalized):
+                raise exists_error(final, existing)
+            if existing == "set aside" and record.is_finalized and record.parts not in aside:
+                aside[record.parts] = keep_aside(self._objects, self._place, record, "abandoned")
+            before = record
+            return PlaceRecord(manifest, PARTS + self._digest, record.revoked)
+
+        try:
+            change_record(self._objects, self._place, decide, is_new=there.own_record is None)
+        except StorageError as error:
+            if not self._was_decided(error):
+                self._objects.delete([*aside.values()])
+                raise
+        # It is decided: what fails from here on, a later save makes good.
+        try:
+            files = shown(there.of_attempt(self._digest))
+            hide(self._objects, self._place, in_the_way(shown(there.parts.get(before.parts, {})), files))
+            show(self._objects, self._place, self._digest, files, metadata)
+            if existing in ("replace", "join"):
+                remove_parts(self._objects, self._place, before)
+        except StorageError as error:
+            logger.warning("%s is complete for asyncckpt, and not yet for stock readers: %s", final, error)
+
+    def discard(self, names: Sequence[str] | None = None) -> None:
+        for file in self._created.values():
+            file.close()
+        try:
+            # A request that decides for it may still be on its way: what is revoked is never finalized by that.
+            if revoke_attempt(self._objects, self._place, self._digest):
+                return
+            if names is None:
+                remove_attempt(self._objects, self._place, self._digest)
+            else:
+                self._objects.delete([part_key(self._parts, name) for name in names])
+        except StorageError as error:
+            logger.warning("what was written of %s stays for now: %s", self.path, error)
+
+    def release(self) -> None:
+        pass
+
+    def _was_decided(self, error: StorageError) -> bool:
+        """Whether it is finalized, though that failed; if not, it never will be."""
+        try:
+            return revoke_attempt(self._objects, self._place, self._digest)
+        except StorageError:
+            raise SaveTimeoutError(
+                f"storage fails ({error.message}), and nobody can say whether this was saved", path=error.path
+            ) from error
+
+
+class ObjectFile(OutputFile):
+    """A new object. Its bytes are sent from where they are: from the second piece on while they come, else by ``sync``.
+
+    One piece is always kept back, as ``truncate`` may cut it.
+    """
+
+    direct = False
+
+    def __init__(self, objects: Objects, path: str, key: str | None, part_bytes: int, is_kept: bool) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            objects: The bucket's.
+            path: For errors.
+            key: Where it goes; None: nowhere.
+            part_bytes: How much is sent by one request.
+            is_kept: Whether its bytes are ``kept`` when they are sent.
+        """
+        self.path = path
+        self.kept = b""
+        self.e_tag, self.nbytes = "", 0
+        """Of the object; empty: the store has not said it."""
+        self._is_kept = is_kept
+        self._objects, self._key, self.piece_bytes = objects, key, part_bytes
+        self._changed = threading.Condition()
+        self._pieces: dict[int, memoryview] = {}
+        self._is_whole = self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """The memory of ``data`` may not change until ``sync`` or ``close`` has returned."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            if data.nbytes:
+                self._pieces[offset] = data
+            self._changed.notify_all()
+            if self._thread is None and self._key is not None and offset >= self.piece_bytes:
+                self._thread = threading.Thread(
+                    target=self._send, args=(self._key,), name="asyncckpt-upload", daemon=True
+                )
+                self._thread.start()
+
+    def truncate(self, nbytes: int) -> None:
+        with self._changed:
+            for offset in [each for each in self._pieces if each + len(self._pieces[each]) > nbytes]:
+                self._pieces[offset] = self._pieces[offset][: max(0, nbytes - offset)]
+                if not self._pieces[offset]:
+                    del self._pieces[offset]
+
+    def sync(self) -> None:
+        with self._changed:
+            self._is_whole = True
+            self._changed.notify_all()
+        pieces = [self._pieces[offset] for offset in sorted(self._pieces)]
+        self.nbytes = sum(map(len, pieces))
+        if self._is_kept:
+            self.kept = b"".join(pieces)
+        if self._thread is not None:
+            self._thread.join()
+            if self._failure is not None:
+                raise self._failure
+        elif self._key is not None:
+            self.e_tag = self._objects.put(self._key, pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        self._pieces.clear()  # their memory may be needed elsewhere
+
+    def close(self) -> None:
+        """What is not whole is thrown away, also on the store."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._pieces.clear()
+
+    def _send(self, key: str) -> None:
+        try:
+            self.e_tag = send_parts(self._objects, key, self._length, self._in_order, self.piece_bytes)
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+
+    def _length(self) -> int | None:
+        """How many bytes it has; None: that is not known yet."""
+        ends = (at + len(piece) for at, piece in self._pieces.items())
+        return max(ends, default=0) if self._is_whole else None
+
+    def _in_order(self) -> Iterator[memoryview]:
+        """The pieces as they follow on each other, once none of it changes any more."""
+        at = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(partial(self._may_go_on, at))
+                if not self._is_whole and self._is_closed:
+                    raise StorageError("the rest of it is not coming", path=self.path)
+                piece = self._pieces.get(at)
+            if piece is None:
+                if at < max(self._pieces, default=0):
+                    raise StorageError(f"nothing was written at byte {at:,}", path=self.path)
+                return
+            yield piece
+            at += len(piece)
+
+    def _may_go_on(self, at: int) -> bool:
+        """Whether the piece that begins there is followed by another, or nothing is to come any more."""
+        piece = self._pieces.get(at)
+        return self._is_closed or self._is_whole or (piece is not None and at + len(piece) in self._pieces)
+
+
+def send_parts(
+    objects: Objects,
+    key: str,
+    length: Callable[[], int | None],
+    parts: Callable[[], Iterator[memoryview]],
+    part_bytes: int,
+) -> str:
+    """``Objects.put_parts``, but where only the answer is lost all is well: an object of parts is there when it is
+    whole. ``length``: says how many bytes it is to have, once that is known.
+    """
+    try:
+        return objects.put_parts(key, parts, part_bytes)
+    except StorageError:
+        with contextlib.suppress(StorageError):
+            if (nbytes := length()) is not None and (found := objects.head(key)) is not None and found.nbytes == nbytes:
+                return found.e_tag
+        raise
+
+
+def may_replace(objects: Objects, place: str, there: Listing, existing: Existing) -> bool:
+    """Whether a checkpoint may come where these objects are: "refuse": none; "replace": those of checkpoints.
+
+    Raises ``StorageError``.
+    """
+    strange = [name for name in there.seen if not is_checkpoint_file(name)]
+    if existing == "replace" and strange and there.own_record is not None:
+        record, _ = read_record(objects, place)
+        its = shown(there.parts.get(record.parts, {}))
+        strange = [name for name in strange if name not in its]
+    return not there.seen or (existing == "replace" and not strange)
+
+
+def revoke_attempt(objects: Objects, place: str, its: str) -> bool:
+    """See that the attempt with that digest never will be finalized. Returns whether it is. Raises ``StorageError``."""
+
+    def revoke(record: PlaceRecord) -> PlaceRecord | None:
+        if record.is_finalized and not record.parts:
+            raise StorageError(f"{MANIFEST_NAME} is damaged: remove it", path=f"{objects.base}/{place}")
+        return None if record.is_of(its) or its in record.revoked else record.revoking(its)
+
+    return change_record(objects, place, revoke).is_of(its)
+
+
+def keep_aside(objects: Objects, place: str, record: PlaceRecord, why: str) -> str:
+    """Have a checkpoint also stand at ``place.why-1``, or the next that is free; its files stay where they are.
+
+    Returns the key of its record. Raises ``StorageError``.
+    """
+    number = 1
+    parts = record.parts if record.parts.startswith("../") else f"../{place.rpartition('/')[2]}/{record.parts}"
+    aside = PlaceRecord(record.manifest, parts).encode()
+    while not objects.put_if(key := record_key(f"{place}.{why}-{number}"), aside, None):
+        if (found := objects.get(key)) is not None and found[0] == aside:
+            break  # it was done, and the answer lost
+        number += 1
+    logger.warning("%s/%s is now to be found as %s.%s-%d", objects.base, place, place, why, number)
+    return key
+
+
+def remove_parts(objects: Objects, place: str, record: PlaceRecord) -> None:
+    """Remove the files of the attempt that was finalized at ``place``, unless another place names them, too.
+
+    Raises ``StorageError``.
+    """
+    parts = posixpath.normpath(f"{place}/{record.parts}")
+    if record.parts and PARTS in parts and not is_named(objects, parts, but=place):
+        remove_attempt(objects, posixpath.dirname(parts), posixpath.basename(parts).removeprefix(PARTS))
+
+
+def is_named(objects: Objects, parts: str, but: str = "") -> bool:
+    """Whether a checkpoint, ``but`` the one at that place, consists of the files at ``parts``: it was set aside, or is
+    the one there. Raises ``StorageError``.
+    """
+    owner = posixpath.dirname(parts)
+    others = [each for each in objects.folders(posixpath.dirname(owner)) if each.startswith(f"{owner}.")]
+    for other in {owner, *others} - {but}:
+        its, _ = read_record(objects, other)
+        if its.is_finalized and posixpath.normpath(f"{other}/{its.parts}") == parts:
+            return True
+    return False
+
+
+def remove_attempt(objects: Objects, place: str, its: str) -> None:
+    """Remove all files of the attempt with that digest. Raises ``StorageError``."""
+    objects.delete([each.key for each in list_below(objects, place).of_attempt(its).values()])

@@ -1,0 +1,421 @@
+"""Attempts of ``local.py``: hidden beside the final place, locked, and finalized by one rename.
+
+A checkpoint is a folder, a single file is a file. Each rank's worker holds it locked until it is finalized or
+discarded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Collection, Sequence
+from pathlib import PurePath
+
+import xxhash
+
+from asyncckpt.errors import StorageError
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
+from asyncckpt.format.write_request import Existing
+from asyncckpt.storage.file_system import (
+    files_under,
+    is_replaceable,
+    lock_shared,
+    remove_folder,
+    sync_folder,
+    translated,
+)
+from asyncckpt.storage.links import link_file, recorded
+from asyncckpt.storage.local_file import LocalFile
+from asyncckpt.storage.renames import exchange, rename, rename_new, set_aside
+from asyncckpt.storage.storage import LinkSource, OpenAttempt, exists_error
+
+logger = logging.getLogger(__name__)
+
+# Suffixes of hidden names beside a checkpoint.
+PARTIAL_SUFFIX = ".partial"
+"""An attempt that is being written."""
+TRASH_SUFFIX = ".asyncckpt-trash"
+"""What is being removed."""
+OLD_SUFFIX = ".asyncckpt-old"
+"""A checkpoint that makes way for another of the same name."""
+
+SHORTENED = "asyncckpt-"
+"""How a name begins that stands for one that is too long for what is added to it."""
+# A name may have 255 bytes; added are two dots, and the longest suffix.
+_LONGEST_NAME = 255 - 2 - len(TRASH_SUFFIX)
+
+# Errors of file systems that cannot rename folders. EMFILE is that of gcsfuse.
+_NO_RENAME = (errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
+LATE_S = 10.0
+"""Maximum time for a file of another host to be seen, in seconds."""
+_LATE_POLL_S = 0.1
+
+CHECKPOINT_ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-old)")
+FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
+
+
+def attempt_path(final: str, attempt: str) -> str:
+    """Where ``final`` is written until the ``attempt`` is finalized."""
+    parent, name = os.path.split(final)
+    if len(os.fsencode(name)) + len(attempt) > _LONGEST_NAME:
+        name = SHORTENED + xxhash.xxh3_128_hexdigest(os.fsencode(name))
+    return os.path.join(parent, f".{name}.{attempt}{PARTIAL_SUFFIX}")
+
+
+class _Partial(OpenAttempt):
+    def __init__(self, path: str, final: str, direct: bool) -> None:
+        self.path = path
+        self._final = final
+        self._direct = direct
+        self._fd = -1
+
+    def release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _has_final_name(self) -> bool:
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._final))
+        return False
+
+    def _hold(self, flags: int = 0) -> None:
+        """Lock it. Raises ``OSError``."""
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+        lock_shared(self._fd)
+
+    def _is_in_place(self) -> bool:
+        """Whether what is held still has the name of the attempt, which nobody has revoked. Raises ``OSError``."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
+        except FileNotFoundError:
+            return False
+
+
+class PartialFolder(_Partial):
+    """A checkpoint being written. Files are made in the folder that was opened, whatever has its name by then."""
+
+    def __init__(self, path: str, final: str, direct: bool) -> None:
+        super().__init__(path, final, direct)
+        self._linked: dict[str, tuple[int | str, ...]] = {}  # the facts of those that are hard links
+
+    def make(self) -> None:
+        """Make the folder, unless another rank was here first, and lock it. Raises ``OSError``, ``StorageError``."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.path, 0o755)
+        try:
+            self._hold(os.O_DIRECTORY)
+            is_ours = self._is_ours()
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            is_ours = False
+        if not is_ours:
+            self.release()
+            raise StorageError(
+                "somebody else has made something here; nothing is written there: look who else may write to the"
+                " folder that it is in",
+                path=self.path,
+            )
+
+    def create(self, name: str, *, large: bool) -> LocalFile:
+        path = os.path.join(self.path, name)
+        self._make_folders(name)
+        file = LocalFile(path, large and self._direct, (self._fd, name))
+        try:
+            with translated("creating a file", path):
+                self._check_in_place(name)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def link_source(self, name: str) -> LinkSource:
+        with translated("looking at a file", os.path.join(self.path, name)):
+            # Of a link those by which it was found to be good: it may have been changed, or distrusted, since.
+            facts = self._linked.get(name) or recorded(name, self._fd)
+        return LinkSource(os.path.join(self._final, name), facts)
+
+    def link(self, name: str, source: LinkSource) -> bool:
+        self._make_folders(name)
+        with translated("linking a file", os.path.join(self.path, name)):
+            is_linked = link_file(source.place, source.facts, self._fd, name)
+            self._check_in_place(name if is_linked else None)
+            if is_linked:
+                its = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+                if (its.st_dev, its.st_ino) == source.facts[:2]:  # else it is a copy
+                    self._linked[name] = source.facts
+        return is_linked
+
+    def names(self) -> set[str]:
+        with translated("listing", self.path):
+            return set(files_under(self._fd))
+
+    def missing(self, names: Collection[str]) -> set[str]:
+        """Look each name up that is not listed, again and again for some seconds.
+
+        A client of a network file system may answer with an older list, in which files of other hosts are missing.
+        """
+        left, deadline = super().missing(names), time.monotonic() + LATE_S
+        with translated("looking at a file", self.path):
+            while left := {name for name in left if not self._has(name)}:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_LATE_POLL_S)
+        return left
+
+    def _has(self, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            return True
+        return False
+
+    def finalize(self, existing: Existing) -> None:
+        """An empty folder at the final place is replaced, whatever ``existing`` says."""
+        final = self._final
+        with translated("flushing a folder", self.path):
+            self._check_in_place(None)
+            for folder in {str(above) for name in files_under(self._fd) for above in PurePath(name).parents}:
+                sync_folder(os.path.join(self.path, folder))
+        is_taken = existing == "join" and os.path.isdir(final)
+        with translated("finalizing the checkpoint", final):
+            try:
+                if not is_taken:
+                    rename(self.path, final)
+            except OSError as error:
+                if error.errno in _NO_RENAME:
+                    raise StorageError(
+                        f"this file system cannot rename a folder ({error.strerror}), by which a checkpoint is"
+                        " committed: have it mounted so that it can (gcsfuse: --rename-dir-limit), or save to the"
+                        " address of the bucket",
+                        path=final,
+                    ) from error
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                is_taken = True
+            if is_taken and existing == "join" and os.path.isdir(final):
+                _join(self.path, final)
+            elif is_taken and existing == "set aside":
+                self._set_aside()
+            elif is_taken and existing == "replace" and is_replaceable(final):
+                self._replace()
+            elif is_taken:
+                raise exists_error(final, existing)
+        parent = os.path.dirname(final)
+        with translated("flushing a folder", parent):
+            try:
+                sync_folder(parent)
+            except OSError:
+                if not is_taken:
+                    rename(final, self.path)  # what has failed is not to be found there
+                raise
+
+    def discard(self, names: Sequence[str] | None = None) -> None:
+        """The folder goes with its last file."""
+        with contextlib.suppress(OSError):
+            if self._is_in_place() and names is None:
+                remove_folder(self.path)
+            elif self._is_in_place():
+                for name in names or ():
+                    with contextlib.suppress(OSError):
+                        os.unlink(os.path.join(self.path, name))
+                folders = {folder for name in names or () for folder in PurePath(self.path, name).parents}
+                below = [folder for folder in folders if folder.is_relative_to(self.path)]
+                for folder in [*sorted(below, key=lambda folder: -len(folder.parts)), PurePath(self.path)]:
+                    with contextlib.suppress(OSError):  # others have files there
+                        os.rmdir(folder)
+        self.release()
+
+    def _make_folders(self, name: str) -> None:
+        """Those that the file ``name`` is in."""
+        with translated("making a folder", os.path.join(self.path, name)):
+            for at, character in enumerate(name):
+                if character == "/":
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name[:at], 0o755, dir_fd=self._fd)
+
+    def _check_in_place(self, name: str | None) -> None:
+        """Where the attempt was revoked, remove the file ``name``, and raise ``OSError``."""
+        if not self._is_in_place():
+            if name is not None:
+                os.unlink(name, dir_fd=self._fd)
+            raise FileNotFoundError(errno.ENOENT, "this attempt was revoked, or its folder moved away")
+
+    def _is_ours(self) -> bool:
+        """Whether what is held has the owner that files of this process get here. Raises ``OSError``."""
+        owner = os.fstat(self._fd).st_uid
+        if owner == os.geteuid():
+            return True
+        # A server may give our files to another user, as NFS does with those of root.
+        name = f".{secrets.token_hex(6)}"
+        probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        try:
+            return os.fstat(probe).st_uid == owner
+        finally:
+            os.close(probe)
+            os.unlink(name, dir_fd=self._fd)
+
+    def _set_aside(self) -> None:
+        """Take the place of what has the final name, which gets another; but a link goes. Raises ``OSError``."""
+        final, aside = self._final, None
+        with contextlib.suppress(FileNotFoundError):  # retention has just removed it
+            aside = set_aside(final, "abandoned")
+        try:
+            rename(self.path, final)
+            try:
+                sync_folder(os.path.dirname(final))
+            except OSError:
+                rename(final, self.path)
+                raise
+        except OSError:
+            if aside is not None:
+                rename(aside, final)
+            raise
+        if aside is not None and os.path.islink(aside):
+            with contextlib.suppress(OSError):
+                os.unlink(aside)
+        elif aside is not None:
+            logger.warning("%s was saved again; the one before is in %s", final, aside)
+
+    def _replace(self) -> None:
+        """Take the place of the checkpoint that has the final name, durably, and remove that. Raises ``OSError``."""
+        old, final = self.path, self._final
+        try:
+            is_exchanged = exchange(self.path, final)
+        except OSError:
+            if not self._has_final_name():
+                raise
+            is_exchanged = True
+        if not is_exchanged:
+            # No exchange on this file system: for a moment neither has the name, the old one is whole beside it.
+            old = self.path.removesuffix(PARTIAL_SUFFIX) + OLD_SUFFIX
+            rename(final, old)
+            try:
+                rename(self.path, final)
+            except OSError:
+                rename(old, final)
+                raise
+        try:
+            sync_folder(os.path.dirname(final))
+        except OSError:
+            if is_exchanged:
+                exchange(self.path, final)
+            else:
+                rename(final, self.path)
+                rename(old, final)
+            raise
+        with contextlib.suppress(OSError):
+            remove_folder(old)
+
+
+class PartialFile(_Partial):
+    """A single file being written."""
+
+    _is_created = False
+
+    def create(self, name: str, *, large: bool) -> LocalFile:
+        file = LocalFile(self.path, direct=large and self._direct)
+        self._is_created = True
+        try:
+            with translated("locking a file", self.path):
+                self._hold()
+                self.inode = os.fstat(self._fd).st_ino
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def names(self) -> set[str]:
+        return {os.path.basename(self.path)} if self._is_created else set()
+
+    def finalize(self, existing: Existing) -> None:
+        """The file that is there before gives it its permissions. A link is replaced.
+
+        Where the file system cannot exchange names, a file that replaces another stays when the folder is not flushed.
+        """
+        final, before = self._final, None
+        with translated("finalizing the file", final):
+            with contextlib.suppress(FileNotFoundError):
+                before = os.lstat(final).st_mode
+            if before is not None and stat.S_ISREG(before):
+                with contextlib.suppress(OSError):  # a file system that has no permissions refuses
+                    os.chmod(self.path, stat.S_IMODE(before))
+            is_exchanged = before is not None and not stat.S_ISDIR(before) and exchange(self.path, final)
+            if not is_exchanged:
+                rename(self.path, final)
+        parent = os.path.dirname(final)
+        with translated("flushing a folder", parent):
+            try:
+                sync_folder(parent)
+            except OSError:  # what has failed is not to be found there
+                if is_exchanged:
+                    exchange(self.path, final)
+                elif before is None and self._has_final_name():
+                    rename(final, self.path)
+                raise
+        if is_exchanged:
+            with contextlib.suppress(OSError):  # what stays is a leftover like others
+                os.unlink(self.path)
+
+    def discard(self, names: Sequence[str] | None = None) -> None:
+        if self._is_created:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+        self.release()
+
+
+class NewFile(PartialFile):
+    """A single file being written that replaces nothing."""
+
+    def finalize(self, existing: Existing) -> None:
+        """Raises ``CheckpointExistsError`` where something has the name, whatever ``existing`` says."""
+        with translated("finalizing the file", self._final):
+            try:
+                rename_new(self.path, self._final)
+            except FileExistsError as error:
+                raise exists_error(self._final, "refuse") from error
+        parent = os.path.dirname(self._final)
+        with translated("flushing a folder", parent):
+            try:
+                sync_folder(parent)
+            except OSError:
+                if self._has_final_name():
+                    rename(self._final, self.path)  # what has failed is not to be found there
+                raise
+
+
+def undo_join(leftover: str, final: str) -> None:
+    """An attempt that is in ``leftover`` now may have been revoked while it was being joined to ``final``: see that DCP
+    finds no checkpoint there, whose ``.metadata`` goes there just before our manifest. Raises ``OSError``.
+    """
+    if METADATA_NAME not in (names := os.listdir(leftover)) and MANIFEST_NAME in names:
+        os.unlink(os.path.join(final, METADATA_NAME))
+
+
+def _join(folder: str, final: str) -> None:
+    """Move the files in ``folder`` into ``final``, durably, what says that they are complete after all others.
+
+    A checkpoint that stands there is none from the first moment on: its files have the names of these.
+    """
+    if os.stat(folder).st_dev != os.stat(final).st_dev:
+        raise OSError(errno.EXDEV, "it is on another file system than the folder it is in; save into a folder of it")
+    last = [METADATA_NAME, MANIFEST_NAME]
+    for name in reversed(last):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(final, name))
+    sync_folder(final)
+    present = os.listdir(folder)
+    for names in ([name for name in present if name not in last], [name for name in last if name in present]):
+        for name in names:
+            rename(os.path.join(folder, name), os.path.join(final, name))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, name))  # a link to the file that is there stays, says rename(2)
+        sync_folder(final)
+    with contextlib.suppress(OSError):  # it is finalized all the same
+        os.rmdir(folder)

@@ -1,0 +1,175 @@
+"""Copies: the memory in which a worker keeps images of other hosts' ranks, two for each rank and structure.
+
+One holds the last step that all ranks have copies of, or is being read; the next image goes to the other, and takes
+from the first what has not changed. Segments are laid out as those they are copies of, but for their slots.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from asyncckpt.errors import CheckpointError
+from asyncckpt.format.held_image import COPY_SLOTS, CopiedRank, HeldImage
+from asyncckpt.format.manifest import checksum
+from asyncckpt.format.segment_layout import CheckpointLayout
+from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.shm.slot_locks import Claims, Readers
+from asyncckpt.shm.slots import State
+
+
+@dataclass
+class _CopySegment:
+    number: int
+    nbytes: int
+    claims: Claims
+    saves: list[int]
+    """What is in each slot: the number of a save; 0: nothing; of what was taken over, -1 is the newest."""
+    digests: list[bytes] = field(default_factory=lambda: [b""] * COPY_SLOTS)
+    """Of the spans in each slot, one after the other; empty: nobody knows."""
+
+
+class Incoming:
+    """A slot that an image is being copied to, in the segment of that ``number``, laid out as ``layout``."""
+
+    def __init__(self, owner: Copies, segment: _CopySegment, slot: int, held: HeldImage) -> None:
+        self._owner, self._segment = owner, segment
+        first = held.layout.slots[0]
+        slots = tuple(first + number * held.layout.data_bytes for number in range(COPY_SLOTS))
+        self.layout: CheckpointLayout = replace(held.layout, slots=slots)
+        self.memory = owner.memory_of(segment.number)
+        self.source, self.slot = held, slot
+
+    def has_constants(self) -> bool:
+        """Whether all that is constant is there already, of an image before this one."""
+        regions = self.source.layout.constants()
+        found = (self.memory[region.offset : region.offset + region.nbytes] for region in regions)
+        return tuple(map(checksum, found)) == self.source.constants
+
+    @property
+    def last(self) -> tuple[int, bytes]:
+        """The slot of the image that was copied before, and the digests of its spans; empty: nobody knows them."""
+        slot = 1 - self.slot
+        return slot, self._segment.digests[slot]
+
+    def finish(self, digests: bytes, checksums: array[int]) -> None:
+        """All of it is here, and its spans have these ``digests`` and ``checksums``: it is held from now on."""
+        held = replace(self.source, checksums=checksums.tobytes())
+        self._owner.add(self._segment, self.slot, self.layout, held)
+        self._segment.digests[self.slot] = digests
+
+
+class Copies:
+    """Those of one worker. Any thread may call, but one at a time copies from one rank."""
+
+    def __init__(self, segment_store: SegmentStore) -> None:
+        self._store = segment_store
+        self._lock = threading.Lock()
+        self._segments: dict[tuple[int, int], _CopySegment] = {}  # by rank and plan
+        self._inherited: dict[int, tuple[int, list[int]]] = {}  # by segment: whose, and what is in its slots
+        self._replicated: dict[int, int] = {}  # by plan: the newest save that all ranks have copies of
+
+    def inherit(self, number: int, held: Sequence[HeldImage]) -> None:
+        """A segment of copies was taken over from another worker, with what is ``held`` there: the newest of it stays
+        until all ranks have copies of something newer.
+        """
+        saves = [0] * COPY_SLOTS
+        newest_first = sorted(held, key=lambda image: image.staged_at, reverse=True)
+        for age, image in enumerate(newest_first, 1):
+            saves[image.request.slot] = -age
+        self._inherited[number] = held[0].request.rank, saves
+
+    def keep(self, plan: int, ranks: Collection[CopiedRank], plans: Collection[int]) -> None:
+        """Have memory for the images of some ranks.
+
+        Args:
+            plan: Of what structure.
+            ranks: Whose, and how large a segment is.
+            plans: The structures that are kept: copies of others go.
+
+        Raises:
+            OutOfMemoryError: There is too little.
+        """
+        with self._lock:
+            for place in [place for place in self._segments if place[1] not in plans]:
+                self._release(self._segments.pop(place))
+            for each in ranks:
+                if (each.rank, plan) in self._segments:
+                    continue
+                number, saves = self._inherited_of(each) or self._taken(each.nbytes)
+                segment = self._store.hosted(number).segment
+                self._segments[each.rank, plan] = _CopySegment(number, each.nbytes, Claims(segment), saves)
+
+    def begin(self, held: HeldImage) -> Incoming:
+        """Where to copy an image to. Raises ``CheckpointError`` where there is no memory for it."""
+        request = held.request
+        with self._lock:
+            segment = self._segments.get((request.rank, request.plan))
+            need = held.layout.slots[0] + COPY_SLOTS * held.layout.data_bytes
+            if segment is None or segment.nbytes < need:
+                raise CheckpointError(f"no memory was taken for copies of plan {request.plan}", rank=request.rank)
+            # Never over the last one that all have, and rather over the oldest.
+            last = self._replicated.get(request.plan, -1)
+            slots = sorted(range(COPY_SLOTS), key=segment.saves.__getitem__)
+            free = (slot for slot in slots if segment.saves[slot] != last)
+            slot = next((slot for slot in free if segment.claims.claim(slot)), None)
+            if slot is None:
+                raise CheckpointError("both copies of its last images are being read", rank=request.rank)
+            segment.saves[slot] = 0
+        incoming = Incoming(self, segment, slot, held)
+        # With other constants what is in the other slot could not be read any more.
+        for gone in [slot] if incoming.has_constants() else range(COPY_SLOTS):
+            segment.digests[gone] = b""
+            self._store.copy_begun(segment.number, gone)
+        self._store.hosted(segment.number).slots.take(slot, request.save_id)
+        return incoming
+
+    def add(self, segment: _CopySegment, slot: int, layout: CheckpointLayout, held: HeldImage) -> None:
+        """An image is whole; ``Incoming.finish`` says so."""
+        hosted = self._store.hosted(segment.number)
+        hosted.describe(layout)
+        if hosted.constants != held.constants:
+            raise CheckpointError("what is constant in its images did not arrive as it was", rank=held.request.rank)
+        hosted.slots.set(slot, State.STAGED)
+        request = replace(held.request, segment=segment.number, slot=slot, small_files=())
+        self._store.copy_made(request, layout, array("Q", held.checksums))
+        segment.saves[slot] = held.request.save_id
+        segment.claims.offer(slot, Readers.OF_IMAGE)
+
+    def memory_of(self, number: int) -> memoryview:
+        """A segment's."""
+        return self._store.hosted(number).segment.view
+
+    def on_replicated(self, plan: int, save_id: int) -> None:
+        """All ranks have copies of that save: none is overwritten before all have those of a later one."""
+        with self._lock:
+            self._replicated[plan] = save_id
+            # What the job before had is older than that.
+            for number in self._inherited:
+                self._store.release(number)
+            self._inherited.clear()
+
+    def close(self) -> None:
+        """Nothing is copied to any more; the images stay."""
+        with self._lock:
+            for segment in self._segments.values():
+                segment.claims.close()
+            self._segments.clear()
+
+    def _inherited_of(self, wanted: CopiedRank) -> tuple[int, list[int]] | None:
+        """Of what was taken over, a segment of that rank and size, and what is in its slots."""
+        for number, (rank, saves) in self._inherited.items():
+            if rank == wanted.rank and self._store.hosted(number).segment.nbytes == wanted.nbytes:
+                del self._inherited[number]
+                return number, saves
+        return None
+
+    def _taken(self, nbytes: int) -> tuple[int, list[int]]:
+        number, _ = self._store.allocate(nbytes)
+        return number, [0] * COPY_SLOTS
+
+    def _release(self, segment: _CopySegment) -> None:
+        segment.claims.close()
+        self._store.release(segment.number)

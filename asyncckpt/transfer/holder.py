@@ -1,0 +1,237 @@
+"""A worker on whatever host, as one that reads the images it holds, or what it has published."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from types import TracebackType
+
+from asyncckpt.format.held_image import HeldImage, ImageKey
+from asyncckpt.format.manifest import DIGEST_BYTES
+from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.threads import start
+from asyncckpt.transfer import requests
+from asyncckpt.transfer.kinds import transport_named
+from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.server import SILENCE_S
+from asyncckpt.transfer.sockets import connect
+from asyncckpt.transfer.transport import Reading
+
+# How often the other end is asked whether it is there, and how long it may take to say so.
+_PING_S = SILENCE_S / 3
+_ANSWER_S = 10.0
+# How long it may take to make the checksums of an image, some GB/s, beside others that do.
+_CHECKSUMS_S = 300.0
+
+
+class Holder:
+    """A connection to one worker. Any thread may call.
+
+    Every method raises ``OSError`` where it is gone or does not answer; then nothing more can be had from it.
+    """
+
+    def __init__(self, address: TransferAddress, key: bytes, transport: str, answer_s: float = _ANSWER_S) -> None:
+        """Connect.
+
+        Args:
+            address: Where it serves.
+            key: That of the job.
+            transport: The kind by which bytes are moved.
+            answer_s: Seconds that each answer may take, and for which it may be silent while something is read.
+
+        Raises:
+            OSError: It cannot be reached, or does not know the key.
+        """
+        self.address = address
+        self._key, self._answer_s = key, answer_s
+        self._transport, self._kind = transport, transport_named(transport)
+        self._asking = threading.Lock()
+        self._open: list[_Remote] = []
+        self._connection = connect(address, key, answer_s)
+        self._ended = threading.Event()
+        self._pinger = threading.Thread(target=self._ping, name="asyncckpt-ping", daemon=True)
+        start(self._pinger)
+
+    def next_image(self, after: int, seconds: float) -> tuple[int, ImageKey] | None:
+        """Wait for the holder's trainer to stage another image.
+
+        Args:
+            after: How many it had staged when this was asked before; 0: whatever there is.
+            seconds: How long to wait at most, less than an answer may take.
+
+        Returns:
+            How many it has staged, and which is the newest; None: no other.
+        """
+        answer = self._ask(requests.NextImage(after, seconds))
+        if not isinstance(answer, requests.NewestStaged) or answer.key is None:
+            return None
+        return answer.count, answer.key
+
+    def next_version(
+        self,
+        after: PublishedVersion | None,
+        seconds: float,
+        own: requests.TransferAddress,
+        refused: tuple[requests.TransferAddress, ...] = (),
+    ) -> requests.NewestVersion:
+        """Wait for another version than ``after``, ``seconds`` at most. See ``requests.NextVersion``."""
+        answer = self._ask(requests.NextVersion(after, seconds, own, refused))
+        return answer if isinstance(answer, requests.NewestVersion) else requests.NewestVersion(None, None)
+
+    def open_version(self, epoch: int, version: int) -> RemoteVersion:
+        """Read a version. Raises ``FileNotFoundError``: it is not there."""
+        answer = self._ask(requests.OpenVersion(epoch, version, self._transport), self._kind.offer_s)
+        if not isinstance(answer, requests.OpenedVersion):
+            why = answer.why if isinstance(answer, requests.NotHeld) else "it gave no answer to that"
+            raise FileNotFoundError(f"version {version} cannot be read at {self._connection.peer}: {why}")
+        opened = RemoteVersion(self, answer, self._read(answer))
+        self._add(opened)
+        return opened
+
+    def ping(self) -> None:
+        """See that it is there."""
+        self._ask(requests.Ping())
+
+    def open(self, key: ImageKey, with_checksums: bool = True) -> RemoteImage:
+        """Read an image, which stays as it is until it is closed.
+
+        Args:
+            key: Which one.
+            with_checksums: Have them all, which may take as long as to make them of all of it; else ask for those of
+                each span (``RemoteImage.checksums``).
+
+        Raises:
+            FileNotFoundError: It is not held.
+        """
+        question = requests.OpenImage(key, self._transport, with_checksums)
+        within = _CHECKSUMS_S if with_checksums else self._answer_s
+        answer = self._ask(question, within + self._kind.offer_s)
+        if not isinstance(answer, requests.Opened):
+            why = answer.why if isinstance(answer, requests.NotHeld) else "it gave no answer to that"
+            raise FileNotFoundError(f"the image of rank {key.rank} cannot be read at {self._connection.peer}: {why}")
+        image = RemoteImage(self, answer, self._read(answer))
+        self._add(image)
+        return image
+
+    def close(self) -> None:
+        """Leave. What is being read raises. Safe to call twice."""
+        self._ended.set()
+        self._connection.close()
+        for image in list(self._open):
+            image.close()
+        if self._pinger is not threading.current_thread():
+            self._pinger.join()
+        self._kind.close()
+
+    def digests(self, question: requests.AskImageDigests | requests.AskVersionDigests) -> bytes | None:
+        """The answer to that."""
+        answer = self._ask(question)
+        return answer.digests if isinstance(answer, requests.Digests) else None
+
+    def release(self, remote: _Remote, lease: str) -> None:
+        """What was open is closed here."""
+        with contextlib.suppress(ValueError):
+            self._open.remove(remote)
+        with contextlib.suppress(OSError), self._asking:
+            self._connection.send(requests.CloseImage(lease))
+
+    def _read(self, opened: requests.Opened | requests.OpenedVersion) -> Reading:
+        try:
+            return self._kind.read_from(self.address, self._key, opened)
+        except OSError:
+            with self._asking:
+                self._connection.send(requests.CloseImage(opened.lease))
+            raise
+
+    def _add(self, remote: _Remote) -> None:
+        self._open.append(remote)
+        if self._ended.is_set():
+            remote.close()
+
+    def _ask(self, question: object, within: float = 0.0) -> object:
+        """``within``: seconds that the answer may take, as long as the other end says again and again that it is at
+        it; else it has to come as soon as any.
+        """
+        with self._asking:
+            try:
+                self._connection.limit(self._answer_s)
+                self._connection.send(question)
+                until = time.monotonic() + within
+                answer: object = self._connection.receive()
+                while isinstance(answer, requests.Pong) and not isinstance(question, requests.Ping):
+                    if time.monotonic() > until:
+                        raise TimeoutError(f"{self._connection.peer} has not answered within {within:g} s")
+                    answer = self._connection.receive()
+                return answer
+            except OSError:
+                self._connection.close()  # an answer may still be on its way
+                raise
+
+    def _ping(self) -> None:
+        """See that it lives, and show that this one does: a kind of transport may not notice."""
+        while not self._ended.wait(min(_PING_S, self._answer_s)):
+            try:
+                self.ping()
+            except OSError:
+                for image in list(self._open):
+                    image.close()
+                return
+
+    def __enter__(self) -> Holder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class _Remote:
+    """What is open at another worker, leased: its bytes."""
+
+    def __init__(self, holder: Holder, lease: str, reading: Reading) -> None:
+        self._holder, self._lease, self._reading = holder, lease, reading
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of the segment from ``offset`` on. Any thread may call.
+
+        Raises ``OSError``; nothing is checked.
+        """
+        self._reading.read(offset, into)
+
+    def close(self) -> None:
+        """End the lease. What is being read raises. Safe to call twice."""
+        self._reading.close()
+        self._holder.release(self, self._lease)
+
+
+class RemoteImage(_Remote):
+    """An image that another worker holds: what it is (``held``), and its bytes."""
+
+    def __init__(self, holder: Holder, opened: requests.Opened, reading: Reading) -> None:
+        super().__init__(holder, opened.lease, reading)
+        self.held: HeldImage = opened.held
+
+    def digests(self, first: int, last: int) -> bytes:
+        """Those of the spans from ``first`` up to ``last``. Raises ``OSError``."""
+        digests = self._holder.digests(requests.AskImageDigests(self._lease, first, last))
+        if digests is None or len(digests) != (last - first) * DIGEST_BYTES:
+            raise ConnectionAbortedError("who holds this image gave no digests of it")
+        return digests
+
+
+class RemoteVersion(_Remote):
+    """A version that another worker has published, or is just getting: its files, of these ``sizes``, in its bytes."""
+
+    def __init__(self, holder: Holder, opened: requests.OpenedVersion, reading: Reading) -> None:
+        super().__init__(holder, opened.lease, reading)
+        self.sizes = opened.sizes
+
+    def digests(self, first: int, seconds: float) -> bytes:
+        """Those of some of its spans from ``first`` on, which can be read; none after ``seconds``.
+
+        Raises ``OSError``, also where it will never be whole there.
+        """
+        digests = self._holder.digests(requests.AskVersionDigests(self._lease, first, seconds))
+        if digests is None:
+            raise ConnectionAbortedError("who was to pass this version on has given it up")
+        return digests

@@ -1,0 +1,17 @@
+"""The kinds of transport, by their names in ``Config.transport``."""
+
+from __future__ import annotations
+
+from asyncckpt.transfer.sockets import SocketTransport
+from asyncckpt.transfer.transport import TransportKind
+
+
+def transport_named(name: str) -> TransportKind:
+    """The kind of that name. Raises ``ValueError`` where there is none."""
+    if name == "sockets":
+        return SocketTransport()
+    if name == "nixl":
+        from asyncckpt.transfer.nixl import NixlTransport  # loaded where it is needed
+
+        return NixlTransport()
+    raise ValueError(f"there is no transport {name!r}")

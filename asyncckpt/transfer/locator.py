@@ -1,0 +1,83 @@
+"""Locators: what a publisher gives to other hosts, by which their workers find what it publishes.
+
+A locator is a text such as ``asyncckpt://KEY@10.0.0.1:4001,10.0.0.2:4002?transport=sockets``: the key of those who may
+read, in hexadecimal digits, and where the workers of the publishing ranks serve. Or it is the path of a file that has
+such a text, which a publisher that is started anew writes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from urllib.parse import parse_qs, urlsplit
+
+from asyncckpt.transfer.requests import TransferAddress
+
+_SCHEME = "asyncckpt"
+
+
+@dataclass(frozen=True)
+class Locator:
+    """``addresses``: of the workers of all ranks, in their order. ``transport``: the kind by which bytes are moved."""
+
+    key: bytes
+    addresses: tuple[TransferAddress, ...]
+    transport: str
+
+    def __str__(self) -> str:
+        places = ",".join(
+            f"[{each.host}]:{each.port}" if ":" in each.host else f"{each.host}:{each.port}" for each in self.addresses
+        )
+        return f"{_SCHEME}://{self.key.hex()}@{places}?transport={self.transport}"
+
+    @classmethod
+    def parse(cls, text: str) -> Locator:
+        """Raises ``ValueError``, which does not repeat the key."""
+        try:
+            parts = urlsplit(text.strip())
+            key, _, places = parts.netloc.partition("@")
+            if parts.scheme != _SCHEME or not key:
+                raise ValueError
+            split = [place.rpartition(":") for place in places.split(",")]
+            addresses = tuple(TransferAddress(host.strip("[]"), int(port)) for host, _, port in split if host)
+            (transport,) = parse_qs(parts.query)["transport"]
+            if len(addresses) != len(split):
+                raise ValueError
+            return cls(bytes.fromhex(key), addresses, transport)
+        except (ValueError, KeyError):
+            raise ValueError(
+                f"this is no locator: it begins with {_SCHEME}://, and a publisher's serve() gives it"
+            ) from None
+
+    @classmethod
+    def read(cls, text: str) -> Locator:
+        """A locator, or that in the file of that path. Raises ``ValueError``, ``OSError``."""
+        if text.strip().startswith(f"{_SCHEME}://"):
+            return cls.parse(text)
+        with open(text, encoding="utf-8") as file:
+            return cls.parse(file.read())
+
+    @classmethod
+    def read_own(cls, path: str) -> Locator:
+        """That in a file of this user, which no other can have read or written. Raises ``ValueError``, ``OSError``."""
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+                raise ValueError("others may know the key in that file")
+            return cls.parse(file.read())
+
+    def write(self, path: str) -> None:
+        """Write it to a file that only this user may read, in one step. Raises ``OSError``."""
+        partial = f"{path}.{secrets.token_hex(8)}.partial"  # nobody can have made it, and keep it open
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "w", encoding="utf-8") as file:
+                file.write(f"{self}\n")
+            os.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise

@@ -1,0 +1,297 @@
+"""Transport by NIXL: one-sided reads by whatever UCX finds between two hosts (RDMA, EFA, TCP).
+
+It is not authenticated: who reaches its ports may read, and over RDMA write, what is offered. It is for a trusted
+fabric alone; ``UCX_NET_DEVICES`` says which interfaces it uses.
+
+NIXL is in a process of its own on both sides (``nixl_process.py`` has the reasons). Bytes arrive in a buffer that it
+shares with the one that reads, and are copied from there: NIXL never has the caller's memory, so that nothing can be
+written there any more once a reading is closed. And the buffer is registered once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TimeoutOfFuture
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.shm.memcpy import address_of, memcpy
+from asyncckpt.shm.segment import Segment
+from asyncckpt.transfer.nixl_client import ANSWER_S, NixlProcess
+from asyncckpt.transfer.requests import Opened, OpenedVersion, TransferAddress
+from asyncckpt.transfer.transport import Offering, Reading, TransportKind
+
+# What is read at once, how many such pieces all readings of a process have, and how many one read has under way.
+PIECE_BYTES = 4 << 20
+_PIECES = 8
+_AHEAD = 2
+# How long a piece may be under way.
+_SILENCE_S = 20.0
+# What was abandoned longer ago is stuck.
+_LATE_S = 0.5
+
+
+class _Reader:
+    """The process with which this one reads, and the pieces of the buffer that they share."""
+
+    def __init__(self) -> None:
+        """Start it. Raises ``OSError``."""
+        self.users = 0
+        self.owner = os.getpid()
+        self.process = NixlProcess()
+        nbytes = _PIECES * PIECE_BYTES
+        fd = os.memfd_create("nixl-buffer", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            self._memory = mmap.mmap(fd, nbytes)
+            self.process.ask("buffer", nbytes, fds=[fd])
+        except BaseException:
+            self.process.close()
+            raise
+        finally:
+            os.close(fd)
+        self._address = address_of(memoryview(self._memory))
+        self._changed = threading.Condition()
+        self._free = list(range(_PIECES))
+
+    def close(self) -> None:
+        """End the process, and let go of the buffer: all readings are closed."""
+        self.process.close()
+        self._memory.close()
+
+    def take(self, reading: _NixlReading, *, wait: bool) -> int | None:
+        """A piece of the buffer; None: there is none free, or the reading is closed. Raises ``TimeoutError``."""
+        begun = time.monotonic()
+        with self._changed:
+            while not self._free and wait and not reading.is_closed and not self.process.has_ended:
+                self._changed.wait(_LATE_S)
+                if time.monotonic() > begun + (_SILENCE_S if self.process.is_usable() else 2 * _LATE_S):
+                    raise TimeoutError("other transfers, which are stuck, have all of the buffer")
+            return self._free.pop() if self._free and not reading.is_closed else None
+
+    def give_back(self, piece: int) -> None:
+        """It may be read into again."""
+        with self._changed:
+            self._free.append(piece)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Those that wait for a piece look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def copy(self, piece: int, into: memoryview) -> None:
+        """Copy what was read."""
+        memcpy(address_of(into), self._address + piece * PIECE_BYTES, len(into))
+
+
+_lock = threading.Lock()
+_reader: _Reader | None = None
+
+
+def _used_reader() -> _Reader:
+    """The process's own, until ``_let_go``. One that something is stuck in stays for those who have it, no longer."""
+    global _reader
+    with _lock:
+        if _reader is None or _reader.owner != os.getpid() or not _reader.process.is_usable(_LATE_S):
+            _reader = _Reader()
+        _reader.users += 1
+        return _reader
+
+
+def _let_go(reader: _Reader) -> None:
+    global _reader
+    with _lock:
+        reader.users -= 1
+        if reader.users:
+            return
+        if _reader is reader:
+            _reader = None
+    reader.close()
+
+
+@dataclass
+class _Flying:
+    """A piece on its way."""
+
+    number: int
+    answer: Future[Any]
+    piece: int
+    into: memoryview
+
+
+class _NixlReading(Reading):
+    def __init__(self, reader: _Reader, metadata: str, address: int) -> None:
+        self._reader, self._address = reader, address
+        self._name: str = reader.process.ask("meet", metadata)
+        self._changed = threading.Condition()
+        self._flying: dict[int, _Flying] = {}
+        self._copying = 0
+        self.is_closed = False
+
+    def read(self, offset: int, into: memoryview) -> None:
+        mine: deque[_Flying] = deque()
+        try:
+            for at in range(0, len(into), PIECE_BYTES):
+                part = into[at : at + PIECE_BYTES]
+                piece = self._reader.take(self, wait=not mine)
+                while piece is None and mine:
+                    self._finish(mine.popleft())
+                    piece = self._reader.take(self, wait=not mine)
+                if piece is None:
+                    raise ConnectionAbortedError("the reading of this image was ended")
+                mine.append(self._begin(offset + at, part, piece))
+                if len(mine) == _AHEAD:
+                    self._finish(mine.popleft())
+            while mine:
+                self._finish(mine.popleft())
+        finally:
+            for flying in mine:
+                self._abandon(flying)
+
+    def close(self) -> None:
+        with self._changed:
+            was_closed, self.is_closed = self.is_closed, True
+            left = list(self._flying.values())
+        for flying in left:
+            self._abandon(flying)
+        self._reader.wake()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._copying)
+        if not was_closed and self._reader.process.is_usable():
+            try:
+                self._reader.process.ask("part", self._name)
+            except OSError:
+                pass  # it has ended
+
+    def _begin(self, offset: int, into: memoryview, piece: int) -> _Flying:
+        with self._changed:
+            if self.is_closed:
+                self._reader.give_back(piece)
+                raise ConnectionAbortedError("the reading of this image was ended")
+            where = self._address + offset, piece * PIECE_BYTES, len(into)
+            try:
+                number, answer = self._reader.process.begin("read", self._name, *where)
+            except OSError:
+                self._reader.give_back(piece)
+                raise
+            flying = self._flying[number] = _Flying(number, answer, piece, into)
+            return flying
+
+    def _finish(self, flying: _Flying) -> None:
+        """Wait until it is here, and copy it to where it belongs."""
+        try:
+            try:
+                flying.answer.result(_SILENCE_S)
+            except (TimeoutError, TimeoutOfFuture) as error:
+                raise TimeoutError("the holder sends nothing") from error
+            with self._changed:
+                if self.is_closed:
+                    raise ConnectionAbortedError("the reading of this image was ended")
+                del self._flying[flying.number]
+                self._copying += 1
+            try:
+                self._reader.copy(flying.piece, flying.into)
+            finally:
+                self._reader.give_back(flying.piece)
+                with self._changed:
+                    self._copying -= 1
+                    self._changed.notify_all()
+        finally:
+            self._abandon(flying)
+
+    def _abandon(self, flying: _Flying) -> None:
+        """Its piece of the buffer is free once nothing is written there any more: at once, where it is here."""
+        with self._changed:
+            known = self._flying.pop(flying.number, None)
+        if known is not None:
+            self._reader.process.abandon(flying.number, lambda: self._reader.give_back(flying.piece))
+
+
+class _NixlOffering(Offering):
+    def __init__(self, kind: NixlTransport, offered: _Offered) -> None:
+        self._kind, self._offered = kind, offered
+        self.description = offered.description
+
+    def close(self) -> None:
+        self._kind.end_lease(self._offered)
+
+
+@dataclass
+class _Offered:
+    """A segment that is offered."""
+
+    process: NixlProcess
+    key: int
+    description: bytes
+    leases: int = 0
+
+
+class NixlTransport(TransportKind):
+    """The kind called ``nixl``."""
+
+    offer_s = ANSWER_S
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keys = itertools.count()
+        self._readers: list[_Reader] = []
+        self._closed = False
+        self._holder: NixlProcess | None = None
+        self._offered: dict[int, _Offered] = {}
+
+    def offer(self, segment: Segment) -> Offering:
+        with self._lock:
+            if self._holder is None or not self._holder.is_usable():
+                self._end_holder()
+                self._holder = NixlProcess()
+            offered = self._offered.get(id(segment))
+            if offered is None:
+                key = next(self._keys)
+                said = self._holder.ask("offer", key, segment.nbytes, fds=[segment.fileno()])
+                offered = self._offered[id(segment)] = _Offered(self._holder, key, json.dumps(said).encode())
+            offered.leases += 1
+            return _NixlOffering(self, offered)
+
+    def end_lease(self, offered: _Offered) -> None:
+        """One of those on a segment has ended."""
+        with self._lock:
+            offered.leases -= 1
+            if offered.leases or offered.process is not self._holder:
+                return
+            self._offered = {key: each for key, each in self._offered.items() if each is not offered}
+            try:
+                offered.process.ask("withdraw", offered.key)
+            except OSError:
+                self._end_holder()
+
+    def read_from(self, address: TransferAddress, key: bytes, opened: Opened | OpenedVersion) -> Reading:
+        metadata, base = json.loads(opened.offer)
+        with self._lock:
+            if self._closed:
+                raise ConnectionAbortedError("the reading of images was ended")
+            if not self._readers or not self._readers[-1].process.is_usable(_LATE_S):
+                self._readers.append(_used_reader())
+            reader = self._readers[-1]
+        return _NixlReading(reader, metadata, base)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._end_holder()
+            while self._readers:
+                _let_go(self._readers.pop())
+
+    def _end_holder(self) -> None:
+        """What it offers can be read no more."""
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
+            self._offered.clear()

@@ -1,0 +1,264 @@
+"""The transfer server: a worker lets processes of its job read the images it holds, and what it has published, from any
+host.
+
+Who connects has to prove that it knows the key of a job, or is not listened to. Each connection has a thread. What one
+opens it holds a lease on, which ends with the connection: nobody writes there meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from asyncckpt.format.held_image import ImageKey
+from asyncckpt.link.segment_store import LeasedImage, SegmentStore
+from asyncckpt.ranks.store import listen
+from asyncckpt.transfer import requests
+from asyncckpt.transfer.distribution import Distribution
+from asyncckpt.transfer.kinds import transport_named
+from asyncckpt.transfer.sealed_connection import SealedConnection
+from asyncckpt.transfer.transport import Offering, TransportKind
+from asyncckpt.transfer.versions import LeasedVersion, ServedVersions
+
+logger = logging.getLogger(__name__)
+
+# How long who connects may take to prove that it knows the key, and how many may be about to.
+_STRANGER_S = 5.0
+_STRANGERS = 512
+# How long one may say nothing: who holds a lease pings. One that is stopped must not hold it for ever.
+SILENCE_S = 30.0
+# How often one is told that what it has asked for takes time.
+BUSY_S = 0.5
+_PAUSE_S = 0.1
+_NOT_HELD = requests.NotHeld("it is not held any more, or not yet")
+
+
+@dataclass
+class _Lease:
+    image: LeasedImage | LeasedVersion
+    offering: Offering
+    connection: SealedConnection
+
+    def close(self) -> None:
+        self.offering.close()
+        self.image.close()
+
+
+class TransferServer:
+    """Serves what a segment store holds to those who know one of ``keys``, until it is closed.
+
+    ``address``: a numeric one of this host, where alone it can be reached; "": at all. ``port``: where.
+    """
+
+    def __init__(self, segment_store: SegmentStore, keys: Sequence[bytes], address: str = "") -> None:
+        """Listen. Raises ``OSError``."""
+        self._segment_store = segment_store
+        self.versions = ServedVersions(segment_store)
+        """What of it is published."""
+        self._distribution = Distribution()
+        self.keys = keys
+        """Who knows one of them is let in."""
+        self._listener, self.address = listen(address, 0)
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
+        self._known: set[SealedConnection] = set()
+        self._leases: dict[str, _Lease] = {}
+        self._kinds: dict[str, TransportKind] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="asyncckpt-transfer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Drop all connections, end all leases, and give the port back."""
+        with self._lock:
+            self._closed = True
+            for stranger in self._strangers:
+                _shut(stranger)
+            for peer in self._known:
+                peer.close()
+        self._segment_store.end_waits()
+        self.versions.end_waits()
+        _shut(self._listener)  # wakes the thread
+        self._thread.join()
+        self._listener.close()
+        for thread in list(self._threads):
+            thread.join()
+        for kind in self._kinds.values():
+            kind.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                time.sleep(0.0 if self._closed else _PAUSE_S)  # too many open files, perhaps
+                continue
+            with self._lock:
+                self._strangers[connection] = None
+                if self._closed or len(self._strangers) > _STRANGERS:
+                    _shut(next(iter(self._strangers)))
+            thread = threading.Thread(target=self._serve, args=[connection], name="asyncckpt-transfer", daemon=True)
+            self._threads.add(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many
+                self._threads.discard(thread)
+                self._strangers.pop(connection)
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        peer = None
+        try:
+            peer = SealedConnection(connection, self.keys, asks=False, silence=_STRANGER_S)
+            with self._lock:
+                self._strangers.pop(connection)
+                self._known.add(peer)
+                if self._closed:
+                    peer.close()
+            # Until it has a lease: nobody waits for what it does.
+            peer.limit(SILENCE_S, before=0)
+            self._attend(peer)
+        except OSError as error:
+            logger.debug("a connection to the images held here has ended: %s", error)
+        except Exception:
+            logger.exception("a connection to the images held here is dropped: please report this")
+        finally:
+            self._distribution.leave(peer)
+            with self._lock:
+                self._strangers.pop(connection, None)
+                if peer is not None:
+                    self._known.discard(peer)
+                    peer.close()
+                ended = [name for name, lease in self._leases.items() if lease.connection is peer]
+                leases = [self._leases.pop(name) for name in ended]
+            for lease in leases:
+                lease.close()
+            self._threads.discard(threading.current_thread())
+
+    def _attend(self, peer: SealedConnection) -> None:
+        """Answer one that is known until it leaves, which raises ``OSError``."""
+        while True:
+            match message := peer.receive():
+                case requests.OpenImage(key, transport, with_checksums):
+                    with _heard(peer):
+                        answer = self._open(peer, key, transport, with_checksums)
+                    peer.send(answer)
+                case requests.AskImageDigests(name, first, last):
+                    with self._used(name) as leased:
+                        found = leased.digests(first, last) if isinstance(leased, LeasedImage) else None
+                        peer.send(requests.Digests(found))
+                case requests.OpenVersion(epoch, version, transport):
+                    peer.send(self._open_version(peer, epoch, version, transport))
+                case requests.AskVersionDigests(name, first, seconds):
+                    with self._used(name) as leased:
+                        digests = leased.image.digests(first, seconds) if isinstance(leased, LeasedVersion) else None
+                        peer.send(requests.Digests(digests))
+                case requests.NextVersion():
+                    peer.send(self._next_version(peer, message))
+                case requests.CloseImage(name):
+                    with self._lock:
+                        lease = self._leases.pop(name, None)
+                    if lease is not None:
+                        lease.close()
+                case requests.ReadBytes(name, offset, nbytes):
+                    self._send_bytes(peer, name, offset, nbytes)
+                case requests.NextImage(after, seconds):
+                    count, newest = self._segment_store.wait_staged(after, seconds) or (after, None)
+                    peer.send(requests.NewestStaged(count, newest))
+                case requests.Ping():
+                    peer.send(requests.Pong())
+
+    def _open(
+        self, peer: SealedConnection, key: ImageKey, transport: str, with_checksums: bool
+    ) -> requests.Opened | requests.NotHeld:
+        if (image := self._segment_store.lease(key, with_checksums=with_checksums)) is None:
+            return _NOT_HELD
+        offered = self._offer(peer, image, transport)
+        return offered if isinstance(offered, requests.NotHeld) else requests.Opened(offered[0], image.held, offered[1])
+
+    def _open_version(
+        self, peer: SealedConnection, epoch: int, version: int, transport: str
+    ) -> requests.OpenedVersion | requests.NotHeld:
+        if (leased := self.versions.lease(epoch, version)) is None:
+            return _NOT_HELD
+        offered, sizes = self._offer(peer, leased, transport), leased.image.sizes
+        return (
+            offered if isinstance(offered, requests.NotHeld) else requests.OpenedVersion(offered[0], sizes, offered[1])
+        )
+
+    def _offer(
+        self, peer: SealedConnection, leased: LeasedImage | LeasedVersion, transport: str
+    ) -> tuple[str, bytes] | requests.NotHeld:
+        """Let the other end read it. Returns the name of the lease, and what the kind of transport has to know."""
+        try:
+            offering = self._kind(transport).offer(leased.segment)
+        except (OSError, ValueError) as error:
+            leased.close()
+            return requests.NotHeld(f"it cannot be read by way of {transport}: {error}")
+        name = secrets.token_hex(8)
+        with self._lock:
+            self._leases[name] = _Lease(leased, offering, peer)
+        peer.limit(SILENCE_S)
+        return name, offering.description
+
+    def _next_version(self, peer: SealedConnection, asked: requests.NextVersion) -> requests.NewestVersion:
+        host, own = peer.peer.rpartition(":")[0].removeprefix("::ffff:"), asked.own  # of one that speaks IPv4
+        own = own if own.host else requests.TransferAddress(host, own.port)
+        self._distribution.has(peer, own, asked.after and asked.after[:2])
+        newest = self.versions.wait_newer(asked.after, asked.seconds)
+        if newest is None:
+            return requests.NewestVersion(None, None)
+        return requests.NewestVersion(newest, self._distribution.assign(peer, own, newest[:2], asked.refused))
+
+    def _kind(self, name: str) -> TransportKind:
+        with self._lock:
+            if name not in self._kinds:
+                self._kinds[name] = transport_named(name)
+            return self._kinds[name]
+
+    def _send_bytes(self, peer: SealedConnection, name: str, offset: int, nbytes: int) -> None:
+        with self._used(name) as leased:
+            peer.send_bytes(leased.segment.view[offset : offset + nbytes])
+
+    @contextlib.contextmanager
+    def _used(self, name: str) -> Iterator[LeasedImage | LeasedVersion]:
+        """What is leased under that name; its memory stays, also should the lease end meanwhile."""
+        with contextlib.ExitStack() as held:
+            with self._lock:
+                lease = self._leases.get(name)
+                if lease is None or lease.connection not in self._known:
+                    raise ConnectionAbortedError("something was asked for without a lease")
+                held.enter_context(lease.image.used())
+            yield lease.image
+
+
+@contextlib.contextmanager
+def _heard(peer: SealedConnection) -> Iterator[None]:
+    """Say again and again that this is at it: it may take minutes to make checksums of an image."""
+    is_done = threading.Event()
+
+    def say() -> None:
+        with contextlib.suppress(OSError):
+            while not is_done.wait(BUSY_S):
+                peer.send(requests.Pong())
+
+    thread = threading.Thread(target=say, name="asyncckpt-transfer", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,191 @@
+"""Whose worker it is that is found at an endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from multiprocess.connection import Connection
+from support.attempts import checkpoint_attempt
+
+from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.format.held_image import ImageKey
+from asyncckpt.link import endpoint as endpoint_module
+from asyncckpt.link import messages, takeover
+from asyncckpt.link.endpoint import Endpoint, connect, endpoint_name
+from asyncckpt.link.endpoint_messages import (
+    AskStatus,
+    FoundImage,
+    Inspect,
+    Inventory,
+    Retire,
+    TrainerAlive,
+    WorkerStatus,
+)
+from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.link.takeover import ReaderClient, Takeover, retire_idle_workers
+from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.transfer.serving import Serving
+from asyncckpt.worker.endpoint_service import EndpointService
+
+
+@contextlib.contextmanager
+def answering(trainer: int, answer: Callable[[Connection], None]) -> Iterator[str]:
+    """The name of an endpoint where that is answered."""
+    endpoint = Endpoint(name := endpoint_name("job", 0), trainer)
+    endpoint.listen(answer)
+    try:
+        yield name
+    finally:
+        endpoint.close()
+
+
+def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trainer is dead: it is nobody else's, however long it takes to say so."""
+    monkeypatch.setattr(takeover, "_NOTICE_S", 0.0)
+    with subprocess.Popen(["true"]) as trainer:
+        pass
+    answers = iter([TrainerAlive(os.getpid(), trainer.pid)] * 3)
+
+    def answer(connection: Connection) -> None:
+        messages.receive(connection)
+        messages.send(connection, next(answers, None) or Inventory(os.getpid(), False, (), (), ()))
+        messages.receive(connection)
+
+    with answering(trainer.pid, answer) as name:
+        found = Takeover.find(name, 30)
+        assert found is not None and next(answers, None) is None
+        found.close()
+
+
+@pytest.mark.parametrize("has_trainer", [False, True])
+def test_nor_does_it_keep_memory_that_another_needs(monkeypatch: pytest.MonkeyPatch, has_trainer: bool) -> None:
+    """It is asked again until it knows that its trainer is dead; and no more than once where that lives."""
+    monkeypatch.setattr(takeover, "_NOTICE_S", 60.0)
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    trainer = os.getpid() if has_trainer else dead.pid
+    answers = iter([TrainerAlive(os.getpid(), trainer)] * 3)
+    asked: list[object] = []
+
+    def answer(connection: Connection) -> None:
+        while isinstance(message := messages.receive(connection), Inspect):
+            asked.append(message)
+            messages.send(connection, next(answers, None) or Inventory(os.getpid(), False, (), (), ()))
+        asked.append(message)
+
+    with answering(trainer, answer):
+        assert retire_idle_workers(30) is not has_trainer
+    kinds = [type(each) for each in asked]
+    assert kinds == [Inspect] * (1 if has_trainer else 4) + [Retire] * (not has_trainer)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["it takes its time", "it is stopped"])
+def test_checksums_are_waited_for_as_long_as_it_answers(is_stopped: bool) -> None:
+    """To make those of an image may take minutes."""
+    may_end = threading.Event()
+
+    def answer(connection: Connection) -> None:
+        if is_stopped:
+            may_end.wait(30)
+        elif isinstance(messages.receive(connection), AskStatus):
+            messages.send(connection, WorkerStatus(os.getpid(), False, (), None, False))
+        else:
+            may_end.wait(1)
+            messages.send(connection, FoundImage(None))
+
+    with answering(os.getpid(), answer) as name:
+        client = ReaderClient.connect(name)
+        assert client is not None
+        client.timeout = 0.3
+        begun = time.monotonic()
+        with pytest.raises(SaveTimeoutError) if is_stopped else contextlib.nullcontext():
+            assert client.image(ImageKey("attempt", 0)) is None
+        assert time.monotonic() - begun < 10
+        may_end.set()
+        client.close()
+
+
+def test_nobody_is_killed_by_a_process_id_of_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a worker in another container the kernel says 0, by which a process kills its own group."""
+    killed: list[int] = []
+    may_end = threading.Event()
+
+    def answer(connection: Connection) -> None:
+        messages.receive(connection)
+        messages.send(connection, Inventory(os.getpid(), False, (), (), ()))
+        may_end.wait(60)
+
+    monkeypatch.setattr(takeover, "_END_S", 0.1)
+    with answering(os.getpid(), answer) as name:
+        found = Takeover.find(name, 30)
+        assert found is not None
+        with found, monkeypatch.context() as patch:
+            patch.setattr(takeover, "peer_pid", lambda _: 0)
+            patch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+            with pytest.raises(SaveTimeoutError, match="cannot be killed"):
+                found.retire(0.1)
+        may_end.set()
+    assert not killed
+
+
+@pytest.mark.parametrize("is_closed_in_order", [False, True])
+def test_what_other_ranks_save_too_is_waited_for_where_all_have_closed(
+    tmp_path: Path, is_closed_in_order: bool
+) -> None:
+    """Else one of them may be lost."""
+    with Segment.create("test", 4 * PAGE) as segment:
+        request = replace(checkpoint_attempt(tmp_path, segment).request, world_size=2)
+    store = SegmentStore()
+    service = EndpointService(name := endpoint_name("job", 0), os.getpid(), store, Serving(store))
+    service.unended_saves, service.is_closed_in_order = lambda: (request,), is_closed_in_order
+    store.on_trainer_gone(keep=False)
+    with contextlib.closing(store), contextlib.closing(service):
+        service.open()
+        found = Takeover.find(name, 30)
+        assert found is not None
+        with found:
+            assert found._not_held == ({request.path} if is_closed_in_order else set())
+
+
+def test_one_that_could_start_no_thread_can_be_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the container has all the processes that it may have, for a moment."""
+    start, refused = threading.Thread.start, threading.Event()
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name == "asyncckpt-answer" and not refused.is_set():
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def answer(connection: Connection) -> None:
+        messages.receive(connection)
+        messages.send(connection, Inventory(os.getpid(), False, (), (), ()))
+        messages.receive(connection)
+
+    with answering(os.getpid(), answer) as name:
+        monkeypatch.setattr(threading.Thread, "start", refuses)
+        found = Takeover.find(name, 10)
+        assert found is not None and refused.is_set()
+        found.close()
+
+
+def test_one_that_is_stopped_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where more have asked it something, and left, than can wait: it may have what is newest."""
+    monkeypatch.setattr(endpoint_module, "_BACKLOG", 1)
+    monkeypatch.setattr(endpoint_module, "_CONNECT_S", 0.2)
+    endpoint = Endpoint(name := endpoint_name("job", 0), os.getpid())
+    try:
+        while (connection := connect(name)) is not None:
+            connection.close()
+        with pytest.raises(SaveTimeoutError, match="it may be stopped"):
+            Takeover.find(name, 1)
+    finally:
+        endpoint.close()

@@ -1,0 +1,326 @@
+"""The uploader by itself: what it copies, checks, holds and passes over; the root may be slow, or refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    StorageError,
+)
+from asyncckpt.format.manifest import MANIFEST_NAME
+from asyncckpt.format.write_request import Upload
+from asyncckpt.loading.source import read_manifest, verify
+from asyncckpt.storage import complete_steps, storage_for
+from asyncckpt.storage import uploader as uploader_module
+from asyncckpt.storage.history import prune
+from asyncckpt.storage.local import LocalStorage
+from asyncckpt.storage.partial import PartialFolder
+from asyncckpt.storage.storage import Storage
+from asyncckpt.storage.upload_notes import UploadNotes
+from asyncckpt.storage.uploader import Uploader, copy_checkpoint
+from asyncckpt.storage.uploads import wait_for_uploads
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """A folder with the checkpoints 1 to 4, whose files have several spans."""
+    folder = tmp_path / "local"
+    with Checkpointer(folder) as checkpointer:
+        for step in range(1, 5):
+            state = {"large": torch.full((5 << 20,), float(step)), "small": torch.ones(3), "step": step}
+            checkpointer.save(step, state).result(60)
+    return folder
+
+
+def upload_of(
+    local: Path, root: Path, step: int, *, keep: bool = False, must: bool = False, keep_last: int | None = None
+) -> Upload:
+    name = f"step-{step:08d}"
+    return Upload(str(local / name), str(root / name), step, False, must, keep_last, keep, 600.0)
+
+
+class SlowStorage(LocalStorage):
+    """Storage where no attempt begins until that is allowed."""
+
+    def __init__(self, allowed: threading.Event) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self._allowed = allowed
+
+    def begin_checkpoint(
+        self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None, **options: int
+    ) -> PartialFolder:
+        self.begun.set()
+        assert self._allowed.wait(60)
+        return super().begin_checkpoint(final, attempt, nbytes, orphan_s)
+
+
+def test_a_copy_is_the_checkpoint(local: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploader_module, "_READ_BYTES", 1 << 20)  # spans of 8 MiB end in the middle of what is read
+    copy_checkpoint(upload_of(local, root, 2, keep=True), storage_for)
+    one, other = (read_manifest(str(folder / "step-00000002")) for folder in (local, root))
+    assert (one.files, one.created, one.step) == (other.files, other.created, other.step) and other.keep
+    assert one.attempt != other.attempt
+    assert not verify(str(root / "step-00000002")).damages
+    copy_checkpoint(upload_of(local, root, 2), storage_for)  # it is there already: that is no error
+    assert [each.name for each in root.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__0_0.index.json", ".metadata", "asyncckpt.json"])
+@pytest.mark.parametrize("where", [0.1, 0.5, 0.99])
+def test_damage_is_not_copied(local: Path, root: Path, name: str, where: float) -> None:
+    file = local / "step-00000001" / name
+    data = bytearray(file.read_bytes())
+    data[int(len(data) * where)] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError) as caught:
+        copy_checkpoint(upload_of(local, root, 1), storage_for)
+    assert name in str(caught.value)
+    if name == "__0_0.distcp":
+        assert "large" in str(caught.value) or where > 0.9
+        data[int(len(data) * where)] ^= 1
+        file.write_bytes(data[:-5000])
+        with pytest.raises(DamagedCheckpointError, match="shorter"):
+            copy_checkpoint(upload_of(local, root, 1), storage_for)
+    assert not root.exists() or not list(root.iterdir())
+
+
+@pytest.fixture
+def uploader_of(local: Path) -> Iterator[Callable[..., Uploader]]:
+    """Makes an uploader, which is closed in the end."""
+    with contextlib.ExitStack() as held:
+
+        def make(storage: Callable[[str], Storage] = storage_for) -> Uploader:
+            return held.enter_context(closing(Uploader(str(local), storage)))
+
+        yield make
+
+
+def upload(uploader: Uploader, *uploads: Upload) -> None:
+    for each in uploads:
+        uploader.note(each)
+        uploader.conclude(each, is_committed=True)
+        uploader.begin()
+
+
+def outcome(uploader: Uploader) -> CheckpointError | None:
+    """Of all that was noted; None: it is there."""
+    try:
+        wait_for_uploads(uploader.under_way, 60)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("call", ["create", "names", "finalize"])
+def test_what_fails_leaves_nothing_and_is_tried_again(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise StorageError("no space left", path=str(root))
+
+    monkeypatch.setattr(uploader_module, "_RETRY_S", 0.1)
+    uploader = uploader_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialFolder, call, refuse)
+        upload(uploader, upload_of(local, root, 1))
+        for _ in range(2):
+            error = outcome(uploader)
+            assert isinstance(error, StorageError) and error.step == 1
+    while outcome(uploader) is not None:
+        pass
+    assert os.listdir(root) == ["step-00000001"] and not uploader.needs(1)
+
+
+def test_what_waits_makes_way_and_stays_until_then(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
+) -> None:
+    allowed = threading.Event()
+    slow = SlowStorage(allowed)
+    uploader = uploader_of(lambda path: slow if path.startswith(str(root)) else LocalStorage())
+    upload(uploader, upload_of(local, root, 1, keep_last=2))
+    assert slow.begun.wait(60)
+    upload(uploader, upload_of(local, root, 2, must=True, keep_last=2), upload_of(local, root, 3, keep_last=2))
+    upload(uploader, upload_of(local, root, 4, keep_last=2))
+    prune(str(local), 1, uploader.needs)
+    assert complete_steps(str(local)) == [1, 2, 3, 4]
+    allowed.set()
+    assert outcome(uploader) is None and complete_steps(str(root)) == [2, 4]
+    assert "00000003 is not uploaded, as uploads take too long" in caplog.text
+    prune(str(local), 1, uploader.needs)
+    assert complete_steps(str(local)) == [4]
+    upload(uploader, upload_of(local, root, 3))
+    assert isinstance(outcome(uploader), CheckpointNotFoundError) and outcome(uploader) is None
+
+
+def test_a_step_that_is_saved_again_meanwhile(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The note is that of the new one, whatever becomes of the one before."""
+    allowed = threading.Event()
+    slow = SlowStorage(allowed)
+    uploader = uploader_of(lambda path: slow if path.startswith(str(root)) else LocalStorage())
+    upload(uploader, replace(upload_of(local, root, 4), attempt=read_manifest(str(local / "step-00000004")).attempt))
+    assert slow.begun.wait(60)
+    with Checkpointer(local) as checkpointer:
+        checkpointer.load({"small": torch.zeros(3)}, step=1)
+        checkpointer.save(4, {"small": torch.full((3,), 8.0)}).result(60)
+    upload(uploader, replace(upload_of(local, root, 4), attempt=read_manifest(str(local / "step-00000004")).attempt))
+    allowed.set()
+    while complete_steps(str(root)) != [4]:
+        outcome(uploader)
+    assert outcome(uploader) is None and not verify(str(root / "step-00000004")).damages
+    assert read_manifest(str(root / "step-00000004")).created == read_manifest(str(local / "step-00000004")).created
+
+
+def test_one_worker_at_a_time_uploads(local: Path, root: Path, uploader_of: Callable[..., Uploader]) -> None:
+    """Another goes on where it has ended, and removes nothing of what others have saved since."""
+    allowed = threading.Event()
+    slow = SlowStorage(allowed)
+    one = uploader_of(lambda path: slow if path.startswith(str(root)) else LocalStorage())
+    upload(one, upload_of(local, root, 1, keep_last=1))
+    assert slow.begun.wait(60)
+    one.trainer_gone()
+    other = uploader_of()
+    upload(other, upload_of(local, root, 2))
+    assert len(other.under_way().to) == 2 and not root.exists()
+    allowed.set()
+    assert outcome(other) is None and complete_steps(str(root)) == [1, 2]
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_worker_that_dies_as_it_commits(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], is_committed: bool
+) -> None:
+    manifest = read_manifest(str(local / "step-00000004"))
+    note = replace(upload_of(local, root, 4), attempt=manifest.attempt if is_committed else "of another save")
+    UploadNotes(str(local)).add(note)
+    (local / "asyncckpt.uploads" / "step-00000003.json").write_text("{")  # no power, just then
+    uploader = uploader_of()
+    assert outcome(uploader) is None and complete_steps(str(root)) == ([4] if is_committed else [])
+    assert UploadNotes(str(local)).steps() == []
+
+
+def test_of_two_workers_that_end_one_uploads_the_last(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has looked for more, and not let go of the lock: the other, which finds it taken, leaves its own to that."""
+    has_looked, may_go_on, find_next = threading.Event(), threading.Event(), Uploader._next
+
+    def next_of(uploader: Uploader) -> Upload | None:
+        found = find_next(uploader)
+        if uploader is older and found is None:
+            has_looked.set()
+            assert may_go_on.wait(60)
+        return found
+
+    monkeypatch.setattr(Uploader, "_next", next_of)
+    older = uploader_of()
+    upload(older, upload_of(local, root, 1))
+    ending = threading.Thread(target=older.close)
+    ending.start()
+    assert has_looked.wait(60)
+    newer = uploader_of()
+    upload(newer, upload_of(local, root, 2))
+    newer.close()
+    may_go_on.set()
+    ending.join(60)
+    assert complete_steps(str(root)) == [1, 2] and not UploadNotes(str(local)).all()
+
+
+def test_a_note_that_is_made_while_the_one_before_is_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = UploadNotes(str(tmp_path))
+    one = replace(upload_of(tmp_path, tmp_path / "root", 1, must=True), attempt="a-1")
+    another = replace(one, attempt="a-2", sets_aside=True)
+    notes.add(one)
+    notes.show(1)
+    read = UploadNotes._read
+
+    def commit_again() -> None:
+        notes.add(another)
+        notes.show(1)
+
+    committer = threading.Thread(target=commit_again)
+
+    def read_and_wait(self: UploadNotes, path: str) -> tuple[int, Upload] | None:
+        found = read(self, path)
+        monkeypatch.setattr(UploadNotes, "_read", read)
+        committer.start()
+        committer.join(0.5)
+        return found
+
+    monkeypatch.setattr(UploadNotes, "_read", read_and_wait)
+    notes.remove(one)
+    committer.join(10)
+    assert [each.attempt for each in notes.all()] == ["a-2"]
+
+
+def test_a_damaged_checkpoint_of_a_worker_that_died_keeps_no_other(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
+) -> None:
+    UploadNotes(str(local)).add(upload_of(local, root, 4))
+    (local / "step-00000004" / MANIFEST_NAME).write_text("{")
+    uploader = uploader_of()
+    assert "step-00000004 is not uploaded" in caplog.text
+    upload(uploader, upload_of(local, root, 3))
+    assert outcome(uploader) is None and complete_steps(str(root)) == [3]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_note_that_cannot_be_shown_at_once(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """The disk is full of the checkpoint that was just committed: its upload is not forgotten."""
+    replace_file, refused = os.replace, iter(range(times))
+
+    def full(*names: str) -> None:
+        if next(refused, None) is not None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace_file(*names)
+
+    uploader = uploader_of()
+    note = upload_of(local, root, 4)
+    uploader.note(note)
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(StorageError, match="No space left"):
+        uploader.conclude(note, is_committed=True)
+    assert uploader.under_way().to == (note.to,)
+    uploader.begin()
+    if times > 1:
+        assert isinstance(outcome(uploader), StorageError)
+        uploader.begin()
+    assert outcome(uploader) is None and complete_steps(str(root)) == [4]
+    assert UploadNotes(str(local)).steps() == []
+
+
+def test_a_clock_that_was_set_back_makes_no_newer_one_make_way(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader]
+) -> None:
+    allowed = threading.Event()
+    slow = SlowStorage(allowed)
+    uploader = uploader_of(lambda path: slow if path.startswith(str(root)) else storage_for(path))
+    upload(uploader, upload_of(local, root, 1))
+    assert slow.begun.wait(60)
+    upload(uploader, upload_of(local, root, 2))
+    hour_later = time.time() + 3600
+    os.utime(local / "asyncckpt.uploads" / "step-00000002.json", (hour_later, hour_later))
+    upload(uploader, upload_of(local, root, 3))
+    allowed.set()
+    assert outcome(uploader) is None and complete_steps(str(root)) == [1, 3]

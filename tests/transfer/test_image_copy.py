@@ -1,0 +1,150 @@
+"""What of an image is fetched: what the copy before has not, and whatever has been damaged there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
+
+import pytest
+from support.image_holder import KEY, SPAN_BYTES, copy_bytes, lay_out, stage
+
+from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.format.held_image import CopiedRank, ImageKey
+from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.shm.memcpy import memcpy
+from asyncckpt.transfer import image_copy
+from asyncckpt.transfer.copies import Copies
+from asyncckpt.transfer.holder import Holder, RemoteImage
+from asyncckpt.transfer.image_copy import ImageCopy, RateLimit
+from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.server import TransferServer
+
+NBYTES = 8 * SPAN_BYTES
+
+
+class Pair:
+    """Who holds images, and who copies them; ``read`` are the bytes that have come."""
+
+    def __init__(self, source: SegmentStore, kept: SegmentStore, holder: Holder, monkeypatch: pytest.MonkeyPatch):
+        self.kept, self._source, self._holder = kept, source, holder
+        self._number = lay_out(source, NBYTES, slots=2)
+        self._state = bytearray(self.slot(source, self._number, 0))
+        self._copies = Copies(kept)
+        self._copies.keep(0, [CopiedRank(0, copy_bytes(NBYTES))], [0])
+        self.read = 0
+        read = RemoteImage.read
+
+        def counted(image: RemoteImage, offset: int, into: memoryview) -> None:
+            self.read += len(into)
+            read(image, offset, into)
+
+        monkeypatch.setattr(RemoteImage, "read", counted)
+
+    def slot(self, store: SegmentStore, number: int, slot: int) -> memoryview:
+        layout = store.hosted(number).layout
+        begin = layout.slots[slot]  # type: ignore[union-attr]
+        return store.hosted(number).segment.view[begin : begin + NBYTES]
+
+    def save(self, save_id: int, *changed: int, pool: ThreadPoolExecutor | None = None) -> memoryview:
+        """Stage an image in which these spans are others than they were, and copy it. Returns the copy."""
+        for span in changed:
+            self._state[span * SPAN_BYTES] = save_id
+        own = self.slot(self._source, self._number, save_id % 2)
+        own[:] = self._state
+        key = ImageKey(f"attempt {save_id}", 0)
+        stage(self._source, self._number, save_id % 2, save_id, key)
+        self.read = 0
+        image = self._holder.open(key, with_checksums=False)
+        try:
+            incoming = self._copies.begin(image.held)
+            with ThreadPoolExecutor(2) if pool is None else nullcontext(pool) as pool:
+                incoming.finish(*ImageCopy(image, incoming, RateLimit(None)).run(pool))
+        finally:
+            image.close()
+        copy = self.slot(self.kept, 1, incoming.slot)
+        assert copy == own
+        return copy
+
+    def close(self) -> None:
+        self._copies.close()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    with (
+        closing(SegmentStore()) as source,
+        closing(SegmentStore()) as kept,
+        closing(TransferServer(source, (KEY,), "127.0.0.1")) as server,
+        Holder(TransferAddress("127.0.0.1", server.port), KEY, "sockets") as holder,
+        closing(Pair(source, kept, holder, monkeypatch)) as pair,
+    ):
+        yield pair
+
+
+def test_what_has_not_changed_does_not_travel(pair: Pair) -> None:
+    pair.save(1)
+    assert pair.read > NBYTES  # with what is constant
+    pair.save(2)
+    assert pair.read == 0
+    pair.save(3, 0, 3, 4)
+    assert pair.read == 3 * SPAN_BYTES
+    pair.save(4, *range(8))
+    assert pair.read == NBYTES
+
+
+def test_what_is_damaged_in_the_copy_before_comes_again(pair: Pair) -> None:
+    copy = pair.save(1)
+    copy[5 * SPAN_BYTES + 100] ^= 1
+    pair.save(2)
+    assert pair.read == SPAN_BYTES
+
+
+def test_nothing_is_taken_from_a_copy_that_came_to_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.save(1)
+    pair.save(2)
+    read = RemoteImage.read
+
+    def damaged(image: RemoteImage, offset: int, into: memoryview) -> None:
+        read(image, offset, into)
+        into[7] ^= 1
+
+    with monkeypatch.context() as patched, pytest.raises(DamagedCheckpointError, match="did not arrive"):
+        patched.setattr(RemoteImage, "read", damaged)
+        pair.save(3, 6)
+    pair.save(4, 1)
+    assert pair.read == 2 * SPAN_BYTES  # span 6 too
+
+
+def test_what_came_to_nothing_writes_nothing_later(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads are the next copy's, too: one that still takes a span from the copy before may be slow."""
+    monkeypatch.setattr(image_copy, "_CHUNK_BYTES", SPAN_BYTES)
+    pair.save(1)
+    pair.save(2)
+    read, copy = RemoteImage.read, memcpy
+    is_copying, may_copy, is_copied = threading.Event(), threading.Event(), threading.Event()
+
+    def damaged(image: RemoteImage, offset: int, into: memoryview) -> None:
+        is_copying.wait(10)
+        read(image, offset, into)
+        into[7] ^= 1
+
+    def slow(to: int, source: int, nbytes: int) -> None:
+        monkeypatch.setattr(image_copy, "memcpy", copy)
+        is_copying.set()
+        may_copy.wait(1.0)
+        copy(to, source, nbytes)
+        is_copied.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr(RemoteImage, "read", damaged)
+            monkeypatch.setattr(image_copy, "memcpy", slow)
+            with pytest.raises(DamagedCheckpointError, match="did not arrive"):
+                pair.save(3, 0, pool=pool)
+        kept = pair.save(4, 1, pool=pool)
+        before = bytes(kept)
+        may_copy.set()
+        assert is_copied.wait(10)
+        assert kept == before
