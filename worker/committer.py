@@ -14,9 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 
-from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
+from asyncckpt.errors import (
+    CheckpointError,
+    RankFailedError,
+    SaveTimeoutError,
+    StorageError,
+    WorkerDiedError,
+    located,
+)
 from asyncckpt.format.timings import note
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link.messages import Committed, Failed, Rendezvous
@@ -25,6 +33,7 @@ from asyncckpt.ranks.rounds import Rounds, round_name
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.ranks.survivors import Survivors
 from asyncckpt.storage import resolve
+from asyncckpt.storage.follow_up import follow_up, remove_rest
 from asyncckpt.storage.history import prune
 from asyncckpt.storage.uploader import Uploader
 from asyncckpt.threads import start
@@ -135,7 +144,7 @@ class Committer:
         # Storage may take its time to remove, and no commit waits for that.
         self._last_step: int | None = None
         self._next_step: int | None = None
-        self._prunable: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
+        self._prunable: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._pruner = threading.Thread(target=self._prune, name="asyncckpt-prune", daemon=True)
         start(self._pruner)
         self._thread = threading.Thread(target=self._run, name="asyncckpt-committer", daemon=True)
@@ -246,7 +255,7 @@ class Committer:
         """Remove what retention does not keep, until told to end."""
         while (task := self._prunable.get()) is not None:
             try:
-                prune(*task, self._is_recent)
+                task()
             except Exception:
                 logger.exception("removing old checkpoints failed")
 
@@ -257,10 +266,11 @@ class Committer:
     def _end(self, request: WriteRequest, deadline: float) -> None:
         name = round_name(_KIND, request.save_id)
         failure: CheckpointError | None = None
+        trouble: CheckpointError | None = None
         is_known = True
         try:
             if request.rank == 0:
-                self._commit(request, name, deadline)
+                trouble = self._commit(request, name, deadline)
             else:
                 failure = self._await_outcome(request, name, deadline)
             attempt = self._take(request)
@@ -286,12 +296,25 @@ class Committer:
             attempt.release()
             note(attempt.timings, "commit", attempt.written_at, request.called_at)
             about = attempt.timings, attempt.direct, attempt.layout.data_bytes, attempt.unchanged
-            self._tell(Committed(request.save_id, request.path, *about))
+            self._tell(Committed(request.save_id, request.path, *about, trouble))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:
-                self._prunable.put((os.path.dirname(request.path), request.keep_last))
+                self._prunable.put(partial(prune, os.path.dirname(request.path), request.keep_last, self._is_recent))
         if request.rank == 0:
             with _logged("clearing up"):
                 self._rounds.clear(_KIND, request.save_id)
+
+    def _follow_up(self, request: WriteRequest) -> CheckpointError | None:
+        """Advance the pointer, and take the names from older checkpoints, whose files go later.
+
+        Returns why the pointer is not advanced.
+        """
+        try:
+            if leftovers := follow_up(request):
+                self._prunable.put(partial(remove_rest, leftovers))
+        except StorageError as error:
+            logger.error("%s", error, extra={"is_told": True})
+            return error
+        return None
 
     def _conclude_upload(self, request: WriteRequest, *, is_committed: bool) -> None:
         """Before the trainer is told, who may ask for it, and before older checkpoints are removed."""
@@ -307,8 +330,11 @@ class Committer:
             request = self._unended.pop(outcome.save_id)
         self._send(request, outcome)
 
-    def _commit(self, request: WriteRequest, name: str, deadline: float) -> None:
-        """First rank: finalize what all have written, and tell them."""
+    def _commit(self, request: WriteRequest, name: str, deadline: float) -> CheckpointError | None:
+        """First rank: finalize what all have written, carry out what follows, and tell them.
+
+        Returns why a pointer does not name the checkpoint.
+        """
         limit = max(_LEAST_S, deadline - time.monotonic())
         reports = [json.loads(report) for report in self._rounds.collect(name, limit, lost=self._lost)]
         with self._lock:
@@ -321,8 +347,10 @@ class Committer:
             self.uploader.note(replace(request.upload, attempt=request.attempt))
         attempt.commit(reports)
         self._last_step = request.step
+        trouble = self._follow_up(request)  # first: nobody hears of a checkpoint that its pointer does not name yet
         with _logged("telling the other ranks of the commit"):  # they look at what is finalized
             self._rounds.conclude(name, b"")
+        return trouble
 
     def _await_outcome(self, request: WriteRequest, name: str, deadline: float) -> CheckpointError | None:
         """What the first rank says: None, the save is committed; or why it never will be.

@@ -28,7 +28,7 @@ from asyncckpt.engine.save_operation import Copier, SaveOperation
 from asyncckpt.engine.saves import Saves, check_writable
 from asyncckpt.engine.turn import Turn
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, interrupts_as_they_are, is_interrupt
-from asyncckpt.format.write_request import Existing
+from asyncckpt.format.write_request import Existing, Pointer, Rotation
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.root_claim import Claim
 from asyncckpt.link.takeover import Takeover
@@ -130,6 +130,8 @@ class Engine(AbstractContextManager["Engine"]):
         *,
         step: int | None = None,
         existing: Existing = "refuse",
+        pointer: Pointer | None = None,
+        rotation: Rotation | None = None,
         retention: Retention | None = None,
         planner: SavePlanner | None = None,
         separate: str = "",
@@ -142,7 +144,9 @@ class Engine(AbstractContextManager["Engine"]):
                 Of a set of files a rank may have none.
             step: The training step it is of.
             existing: What becomes of what is at ``path``, unless ``retention`` says that. A set cannot "join" it.
-            retention: What becomes of the steps beside it; None: nothing.
+            pointer: The first rank's worker advances this text file when the checkpoint is durable.
+            rotation: That worker then removes these older checkpoints, if the pointer was advanced.
+            retention: What becomes of the steps beside it, in the place of the three above; None: nothing.
             planner: DCP's or the caller's own; None: DCP's default.
             separate: Values whose names begin with it go to a file of their own, whose name begins with it, too.
 
@@ -160,7 +164,7 @@ class Engine(AbstractContextManager["Engine"]):
         Except for the last, no rank saves anything then. With ``Config.failure="warn"`` all but ``ClosedError`` comes
         from the handle.
         """
-        retention = retention or Retention(existing=existing)
+        retention = retention or Retention(existing=existing, pointer=pointer, rotation=rotation)
         if isinstance(state_dict, FileSet):
             check_file_set_place(state_dict, os.fspath(path), retention.existing)
 

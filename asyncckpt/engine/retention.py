@@ -10,7 +10,7 @@ from functools import partial
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
-from asyncckpt.format.write_request import Existing, Upload
+from asyncckpt.format.write_request import Existing, Pointer, Rotation, Upload
 from asyncckpt.storage import is_address, step_folder, storage_for
 from asyncckpt.storage.history import Origin
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 class Retention:
     """What is to become of what stands at the place of a save, and beside it.
 
-    ``keep_last``: how many of the newest steps stay, once it is committed; None: all. ``keep``: asked on the first rank
-    whether this one is kept for good. ``since``, ``began``: see ``WriteRequest``. ``upload``: what follows the commit;
-    asked there, too.
+    ``pointer``, ``rotation``: carried out once it is committed. ``keep_last``: how many of the newest steps stay then;
+    None: all. ``keep``: asked on the first rank whether this one is kept for good. ``since``, ``began``: see
+    ``WriteRequest``. ``upload``: what follows the commit; asked there, too.
     """
 
     existing: Existing = "refuse"
@@ -32,6 +32,8 @@ class Retention:
     since: float = 0.0
     began: float = 0.0
     upload: Callable[[], Upload | None] | None = None
+    pointer: Pointer | None = None
+    rotation: Rotation | None = None
 
 
 def retention_of(

@@ -21,7 +21,14 @@ from asyncckpt.devices.kinds import ReadyEvents, ready_events
 from asyncckpt.engine.plan_selection import Captured
 from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.save_events import EventsOfSave
-from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError, is_interrupt, unless_interrupt
+from asyncckpt.errors import (
+    CheckpointError,
+    SaveTimeoutError,
+    StorageError,
+    WorkerDiedError,
+    is_interrupt,
+    unless_interrupt,
+)
 from asyncckpt.events import Event
 from asyncckpt.flag import Flag
 from asyncckpt.format.manifest import own_version
@@ -39,6 +46,7 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
+from asyncckpt.storage.follow_up import dated, follow_up, remove_rest
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +196,8 @@ class SaveOperation(SaveState):
             version=own_version(),
             plan=self.buffer.plan.number,
             upload=retention.upload() if group.rank == 0 and retention.upload is not None else None,
+            pointer=dated(retention.pointer, self.called_at) if group.rank == 0 and retention.pointer else None,
+            rotation=retention.rotation if group.rank == 0 else None,
             called_at=self.called_at,
             most_links=self._config.rewrite_unchanged_every if self._config.link_unchanged else 0,
             refuses_differing=self._config.differing_replicas == "raise",
@@ -303,7 +313,7 @@ class SaveOperation(SaveState):
             self._events.end(error, self.timings, time.perf_counter() - self.begun)
 
     def _finish(self, outcome: Committed | CheckpointError, heard: bool) -> None:
-        failure = outcome if isinstance(outcome, CheckpointError) else None
+        failure = outcome if isinstance(outcome, CheckpointError) else outcome.trouble
         try:
             # What is raised here is for the log: whoever calls has other saves to end.
             if failure is not None and not heard and not self.is_given_up:
@@ -321,7 +331,10 @@ class SaveOperation(SaveState):
             tell()
         try:
             if self.group.is_committed(self.request, self._inode):
+                remove_rest(follow_up(self.request))  # the worker may have died just before
                 return None  # its part was done, and it could not say so any more
+        except StorageError as error:
+            return error
         except SaveTimeoutError as error:
             return error
         if self.group.rank == 0 and isinstance(failure, WorkerDiedError):

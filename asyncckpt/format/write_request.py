@@ -36,18 +36,48 @@ class Upload:
 
 
 @dataclass(frozen=True)
+class Pointer:
+    """A small text file that names the newest checkpoint, such as DeepSpeed's ``latest``.
+
+    Args:
+        path: The text file.
+        text: The text that names the checkpoint.
+        needs: Other paths that the text stands for. The pointer advances only when all of them exist.
+        at: Time of the save, in nanoseconds since the epoch. A pointer with a later time is left alone.
+    """
+
+    path: str
+    text: str
+    needs: tuple[str, ...] = ()
+    at: int = 0
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Older checkpoints to remove when a newer one is durable.
+
+    Args:
+        paths: Folders or files, the oldest first.
+        spares: Number of existing ones that stay, counted from the newest.
+    """
+
+    paths: tuple[str, ...]
+    spares: int = 0
+
+
+@dataclass(frozen=True)
 class WriteRequest:
     """What the worker is to write from one slot: this rank's part of the checkpoint at ``path`` (absolute), or a file.
 
     ``save_id`` and ``attempt`` are the same on all ranks. So is ``plan``, the number of the image's plan, or the parts
     do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of the pickle of each
     archive. ``small_files``: by their names, what is not staged. ``umask``: the trainer's. ``since``: it is newer than
-    all created up to then. ``began``: when the training began, for the manifest. ``upload``, on the first rank: what
-    follows when it is committed. ``called_at``: when ``save`` was called, in seconds since the epoch. ``is_copied``:
-    other hosts are to have copies.
+    all created up to then. ``began``: when the training began, for the manifest. ``upload``, ``pointer``, ``rotation``,
+    on the first rank: the worker carries them out after the commit, the last two by ``storage/follow_up.py``.
+    ``called_at``: when ``save`` was called, in seconds since the epoch. ``is_copied``: other hosts are to have copies.
     ``most_links``: how many saves in a row may take a file that has not changed from the one before.
-    ``refuses_differing``: it fails if ranks have different values
-    under one name. ``version``: of this package, for the manifest. The worker imports nothing more by then.
+    ``refuses_differing``: it fails if ranks have different values under one name. ``version``: of this package, for the
+    manifest. The worker imports nothing more by then.
     """
 
     save_id: int
@@ -69,6 +99,8 @@ class WriteRequest:
     began: float = 0.0
     plan: int = 0
     upload: Upload | None = None
+    pointer: Pointer | None = None
+    rotation: Rotation | None = None
     called_at: float = 0.0
     is_copied: bool = False
     most_links: int = 0

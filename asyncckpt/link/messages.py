@@ -271,6 +271,7 @@ class Written:
 class Committed:
     """``timings``: see ``timings.py``. ``direct``: whether the page cache was bypassed. ``nbytes``: of the image.
     ``unchanged``: for each data file, which spans have not changed, if that is of use (see ``durable_files.py``).
+    ``trouble``: why the pointer of the save was not advanced.
     """
 
     save_id: int
@@ -279,6 +280,7 @@ class Committed:
     direct: bool
     nbytes: int
     unchanged: tuple[bytes, ...] = ()
+    trouble: CheckpointError | None = None
 
 
 @dataclass(frozen=True)

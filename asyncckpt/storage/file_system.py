@@ -163,13 +163,18 @@ def _remove_tree(path: str) -> None:
             shutil.rmtree(path)
 
 
-def replace_text(path: str, text: str) -> None:
-    """Have a small file hold ``text``, in one step and durably. Raises ``OSError``."""
+def replace_text(path: str, text: str, at: int | None = None) -> None:
+    """Have a small file hold ``text``, in one step and durably.
+
+    ``at``: its time of modification, in nanoseconds since the epoch; None: now. Raises ``OSError``.
+    """
     folder, name = os.path.split(path)
     new = os.path.join(folder, f".{name}.new")  # whoever is killed leaves one that the next replaces
     with open(new, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
+        if at is not None:
+            os.utime(file.fileno(), ns=(at, at))
         os.fsync(file.fileno())
     os.replace(new, path)
     sync_folder(folder)

@@ -29,12 +29,14 @@ from asyncckpt.storage.file_system import (
     is_locked,
     is_replaceable,
     lock_alone,
+    lock_alone_soon,
     lock_shared,
     make_folder,
     open_regular,
     opened,
     read_all,
     remove_folder,
+    replace_text,
     sync_folder,
     translated,
 )
@@ -261,23 +263,31 @@ class LocalStorage(Storage):
                     raise
         return False  # or it is of another user, whose attempts are not waited for
 
-    def remove_checkpoint(self, path: str) -> bool:
-        with translated("removing a checkpoint", path), opened(path) as fd:
+    def take_name(self, path: str) -> str | None:
+        with translated("removing a checkpoint", path), opened(path, os.O_NONBLOCK) as fd:
             if lock_alone(fd) is False:
-                return False
+                return None
             parent, name = os.path.split(path)
             trash = os.path.join(parent, f".{name}.{secrets.token_hex(6)}{TRASH_SUFFIX}")
             rename(path, trash)
             if not _is_same(fd, trash):  # another has taken its place meanwhile
                 rename(trash, path)
-                return False
+                return None
             try:
                 # Or it could be back after a power cut, without the files that are removed now.
                 sync_folder(parent)
             except OSError:
                 rename(trash, path)
                 raise
-            remove_folder(trash)
+        return trash
+
+    def advance(self, path: str, text: str, at: int) -> bool:
+        folder = os.path.dirname(path)
+        with translated("naming the newest checkpoint", path), opened(folder) as fd:
+            lock_alone_soon(fd)  # several workers may do this, as those of an actor and a critic
+            if (its := self.stamp(path)) is not None and its.modified > at:
+                return False
+            replace_text(path, text, at)
         return True
 
     def set_aside(self, path: str, why: str) -> None:

@@ -172,14 +172,18 @@ class ObjectStorage(Storage):
         """None: who writes is not seen."""
         return []
 
-    def remove_checkpoint(self, path: str) -> bool:
+    def take_name(self, path: str) -> str | None:
         place = self._key(path)
         if is_under_way(self._objects, place):
-            return False  # else what is just being copied there would be left over
+            return None  # else what is just being copied there would be left over
         found = self._finalized(path)
         self._hide(place, found)
         self._unname(place, found)
         remove_parts(self._objects, place, found)
+        return ""
+
+    def advance(self, path: str, text: str, at: int) -> bool:
+        self._objects.put(self._key(path), text.encode())
         return True
 
     def set_aside(self, path: str, why: str) -> None:

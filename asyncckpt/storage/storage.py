@@ -340,8 +340,25 @@ class Storage(ABC):
         """The attempts in ``folder`` that some worker is still writing, as paths."""
 
     @abstractmethod
+    def take_name(self, path: str) -> str | None:
+        """Take the final name from a checkpoint that nobody reads, durably, or from a file.
+
+        Returns the rest of it, for ``remove`` ("": nothing is left), or None if somebody reads the checkpoint.
+        """
+
     def remove_checkpoint(self, path: str) -> bool:
         """Remove a checkpoint that nobody reads, its final name first; False where somebody reads it."""
+        leftover = self.take_name(path)
+        self.remove(leftover or None)
+        return leftover is not None
+
+    @abstractmethod
+    def advance(self, path: str, text: str, at: int) -> bool:
+        """Have the small file ``path`` hold ``text``, in one step and durably.
+
+        Return False, and change nothing, if the file is newer than ``at``, in nanoseconds since the epoch. The file
+        gets that time. An object store keeps no such time: there the last call wins.
+        """
 
     @abstractmethod
     def set_aside(self, path: str, why: str) -> None:

@@ -95,8 +95,11 @@ class FaultyStorage(Storage):
     def attempts_under_way(self, folder: str) -> list[str]:
         return self._inner.attempts_under_way(folder)
 
-    def remove_checkpoint(self, path: str) -> bool:
-        return self._inner.remove_checkpoint(path)
+    def take_name(self, path: str) -> str | None:
+        return self._inner.take_name(path)
+
+    def advance(self, path: str, text: str, at: int) -> bool:
+        return self._inner.advance(path, text, at)
 
     def set_aside(self, path: str, why: str) -> None:
         self._inner.set_aside(path, why)

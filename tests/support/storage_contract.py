@@ -186,6 +186,24 @@ class StorageContract(LinkContract):
         with pytest.raises(CheckpointNotFoundError), storage.reading(final):
             pass
 
+    def test_a_pointer_advances(self, storage: Storage, root: str, final: str) -> None:
+        self.save(storage, final, "a-1")
+        at = 10**18
+        for text, later in (("one", 0), ("another", 0), ("last", 1)):
+            assert storage.advance(f"{root}/latest", text, at + later)
+            assert storage.read(f"{root}/latest").decode() == text
+        if storage.has_locks:
+            assert not storage.advance(f"{root}/latest", "older", at)
+            assert storage.read(f"{root}/latest") == b"last"
+        assert sorted(storage.names_in(root)) == ["final", "latest"]
+
+    def test_one_loses_its_name_before_its_files(self, storage: Storage, root: str, final: str) -> None:
+        self.save(storage, final, "a-1")
+        leftover = storage.take_name(final)
+        assert leftover is not None and not storage.exists(final)
+        storage.remove(leftover or None)
+        assert storage.names_in(root) == []
+
     def test_a_damaged_one_is_set_aside(self, storage: Storage, root: str, final: str) -> None:
         for attempt in ("a-1", "a-2"):
             self.save(storage, final, attempt)
