@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError, UnsavableStateError
+from asyncckpt.format.write_request import Pointer, Rotation
 from asyncckpt.integrations.seen_tensors import SeenTensors
 from asyncckpt.link.root_claim import Claim
 from asyncckpt.loading.source import wait_for_attempts
@@ -188,7 +189,15 @@ def _locked(root: str) -> str:
     return f"file://{absolute(root)}"
 
 
-def begin_save(place: str, capture: Capture, step: int | None, config: Config | None) -> Save:
+def begin_save(
+    place: str,
+    capture: Capture,
+    step: int | None,
+    config: Config | None,
+    *,
+    pointer: Pointer | None = None,
+    rotation: Rotation | None = None,
+) -> Save:
     """Save what was captured, with all ranks, and return when the caller may change its tensors.
 
     Args:
@@ -197,12 +206,15 @@ def begin_save(place: str, capture: Capture, step: int | None, config: Config | 
         capture: What was captured.
         step: The training step it is of.
         config: For the engine of the job, if this is its first save.
+        pointer, rotation: As of ``Engine.save``.
 
     Raises:
         CheckpointError: As ``Engine.save`` raises.
     """
     engine, place = engines.shared.get(config=config), absolute(place)
-    save = engine.save(place, capture.files, step=step, existing=replace_or_set_aside(place))
+    save = engine.save(
+        place, capture.files, step=step, existing=replace_or_set_aside(place), pointer=pointer, rotation=rotation
+    )
     save.synchronize_staging(engine.config.timeout)
     return save
 

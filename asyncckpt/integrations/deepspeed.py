@@ -4,7 +4,7 @@
     attach(engine)  # then engine.save_checkpoint(folder) as ever
 
 All that the ranks save under one tag is one set of files. It is in the folder of the tag in one step, when all of it is
-durable, and then ``latest`` names that tag.
+durable, and then the first rank's worker has ``latest`` name that tag, also after the trainer was killed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,10 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
+from asyncckpt.format.write_request import Pointer
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.ranks.collectives import on_all
 from asyncckpt.storage import replace_or_set_aside
-from asyncckpt.storage.file_system import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,6 @@ class _Saves:
         self._stock_save, self._stock_load = engine.save_checkpoint, engine.load_checkpoint
         self._warned = False
         self._kind = f"DeepSpeed's engine {next(_attached)}"
-        self._naming: Future[None] | None = None  # first rank: the last tag, in ``latest``
         engine.save_checkpoint, engine.load_checkpoint = self.save_checkpoint, self.load_checkpoint
 
     def save_checkpoint(
@@ -86,32 +83,21 @@ class _Saves:
             done = self._stock_save(save_dir, tag, client_state, False, *args, **options)
         finally:
             engine.checkpoint_engine = collecting.stock
-        try:
-            self._check_naming()
-        except OSError as error:
-            collecting.files.fail(error)
         ours = engines.shared.get(config=self._config)
-        save = ours.save(place, collecting.files, step=engine.global_steps, existing=replace_or_set_aside(place))
+        save = ours.save(
+            place,
+            collecting.files,
+            step=engine.global_steps,
+            existing=replace_or_set_aside(place),
+            pointer=Pointer(os.path.join(os.path.abspath(save_dir), _LATEST), tag) if save_latest else None,
+        )
         save.synchronize_staging(ours.config.timeout)
-        if save_latest and engine.global_rank == 0:
-            name = partial(replace_text, os.path.join(os.path.abspath(save_dir), _LATEST), tag)
-            self._naming = save.when_durable(name, f"naming {tag} in {_LATEST!r}")
         return done
 
     def load_checkpoint(self, load_dir: Any, *args: Any, **options: Any) -> Any:
         """As the engine's, when all saves have ended."""
-        on_all(self._wait)  # only the first rank knows when ``latest`` is written
+        on_all(engines.shared.get(config=self._config).wait)  # only the first rank knows if ``latest`` is written
         return self._stock_load(load_dir, *args, **options)
-
-    def _wait(self) -> None:
-        engines.shared.get(config=self._config).wait()
-        self._check_naming()
-
-    def _check_naming(self) -> None:
-        """Raise, once, what the last tag that is durable could not be named for."""
-        if self._naming is not None and self._naming.done():
-            naming, self._naming = self._naming, None
-            naming.result()
 
 
 class _CollectingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no types

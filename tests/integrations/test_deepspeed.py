@@ -104,7 +104,7 @@ def killed_while_writing(folder: Path) -> None:
         assert training.run(4) == {step: losses[step] for step in (3, 4)}
         dist.barrier()
         gate.touch()
-        wait_for((folder / "global_step4").exists)  # what was copied is saved all the same
+        wait_for(lambda: (folder / "latest").read_text() == "global_step4")  # no trainer was there to write it
         assert training.engine.load_checkpoint(folder, "global_step4")[0] is not None
 
     on_ranks(2, begin, folder=folder, codes={-signal.SIGKILL})
@@ -139,7 +139,7 @@ def a_failure_leaves_the_older(training: Any, folder: Path) -> None:
     (folder / ".latest.new").mkdir()  # in the way of what is to name the next one
     for how in ("load", "save"):
         first.engine.save_checkpoint(folder, how)
-        with pytest.raises((CheckpointError, OSError), match="latest.new"):
+        with pytest.raises(CheckpointError, match="not named as the newest.*latest"):
             first.engine.load_checkpoint(folder) if how == "load" else save_again(first.engine, folder)
         assert (folder / "latest").read_text() == "global_step1"
     (folder / ".latest.new").rmdir()

@@ -17,16 +17,14 @@ from support import hf_training
 from support.hf_ranks import Died, dies_at
 from support.hf_states import checkpoints, same_files
 from support.ranks import alone
-from support.workers import FAULTY, Faulty, stop, wait_for
+from support.workers import FAULTY, Faulty, stop, wait_for, wait_reached
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError
-from asyncckpt.integrations.huggingface.rotation import rotate
 from asyncckpt.link import process as worker_process
-from asyncckpt.storage import local
 
 # What transformers itself has to say while it trains and resumes.
 pytestmark = [
@@ -96,21 +94,12 @@ def test_older_ones_are_removed_when_the_newer_is_durable(tmp_path: Path, gate: 
     assert checkpoints(run) == [6]
 
 
-def test_an_older_one_loses_its_name_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is killed while it is removed leaves no ``checkpoint-N`` with half of its files."""
-    monkeypatch.setattr(local, "remove_folder", lambda _: None)
-    hf_training.trainer(run := tmp_path / "run", save_total_limit=1).train()
-    assert checkpoints(run) == [6]
-    left = sorted(each.name.split(".")[1] for each in run.glob(".checkpoint-*.asyncckpt-trash"))
-    assert left == ["checkpoint-2", "checkpoint-4"]
-
-
 def test_what_was_set_aside_goes_first(tmp_path: Path) -> None:
-    for name in ("checkpoint-4", "checkpoint-6", "checkpoint-6.abandoned-1"):
+    for name in ("checkpoint-1", "checkpoint-3", "checkpoint-3.abandoned-1"):
         (tmp_path / name).mkdir()
-    for limit, left in ((2, ["checkpoint-4", "checkpoint-6"]), (1, ["checkpoint-6"])):
-        rotate(str(tmp_path), None, limit)
-        assert sorted(each.name for each in tmp_path.iterdir()) == left
+    hf_training.trainer(tmp_path, save_total_limit=3, max_steps=2).train()
+    left = ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    wait_for(lambda: sorted(each.name for each in tmp_path.iterdir()) == left)  # its files go later
 
 
 def test_a_failed_save_removes_nothing(tmp_path: Path, faulty_worker: Faulty) -> None:
@@ -217,7 +206,7 @@ def test_the_next_training_of_the_process_waits_for_what_the_one_before_saves(tm
     assert min(trainer.recorder.losses) == 3
 
 
-def _train_until_killed(run: Path, pid: Path) -> None:
+def _train_until_killed(run: Path, pid: Path, limit: int | None = None) -> None:
     """Train in a process of its own, whose worker writes nothing before the gate is there."""
     command = [worker_process.command()[0], FAULTY, "write:hold"]
     setattr(worker_process, "command", lambda: command)  # noqa: B010
@@ -229,7 +218,7 @@ def _train_until_killed(run: Path, pid: Path) -> None:
             pid.write_text(str(worker.pid))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    hf_training.trainer(run, at_step=at_step).train()
+    hf_training.trainer(run, at_step=at_step, save_total_limit=limit).train()
 
 
 @pytest.mark.usefixtures("forkserver")
@@ -257,6 +246,21 @@ def test_a_training_resumes_from_what_a_killed_one_had_staged(
     trainer.train(resume_from_checkpoint=True)
     assert min(trainer.recorder.losses) == 5
     assert sorted(each.name for each in run.iterdir()) == [f"checkpoint-{step}" for step in (2, 4, 6)]
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_the_worker_of_a_killed_training_removes_what_is_too_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the newer one is durable, and not before."""
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate := tmp_path / "gate"))
+    run, pid = tmp_path / "run", tmp_path / "pid"
+    hf_training.trainer(run, enable=False, max_steps=1, save_steps=1).train()
+    assert alone(_train_until_killed, run, pid, 1)[0] == -signal.SIGKILL
+    wait_reached(gate)
+    assert checkpoints(run) == [1]
+    gate.touch()
+    wait_for(lambda: checkpoints(run) == [4])
 
 
 @pytest.mark.usefixtures("forkserver")

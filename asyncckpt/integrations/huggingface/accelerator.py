@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from accelerate import Accelerator, DistributedType
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError
+from asyncckpt.format.write_request import Rotation
 from asyncckpt.integrations.capture import (
     begin_save,
     capturing,
@@ -23,7 +23,8 @@ from asyncckpt.integrations.capture import (
     told_to_all,
     wait_for_dead_trainer,
 )
-from asyncckpt.storage import remove_old_checkpoint, storage_for
+from asyncckpt.save_handle import Save
+from asyncckpt.storage import storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class _AcceleratorSaves:
         self._stock_save, self._stock_load = accelerator.save_state, accelerator.load_state
         self._stock_end = accelerator.end_training
         self._warned = False
+        self._under_way: list[Save] = []  # those with automatic names
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         accelerator.end_training = self.end_training
 
@@ -91,9 +93,15 @@ class _AcceleratorSaves:
         if not accelerator.is_main_process:
             for name in filter(_OF_ALL_RANKS.fullmatch, list(capture.files.contents)):
                 del capture.files.contents[name]
-        save = begin_save(place, capture, None, self._config)
-        if root is not None and project.total_limit is not None and accelerator.is_main_process:
-            save.when_durable(partial(_rotate, place, project.total_limit), "removing older checkpoints")
+        rotation = None
+        self._under_way = [each for each in self._under_way if not each.done()]
+        if root is not None and project.total_limit is not None:
+            # The newest stays, whatever its number: after a restart accelerate counts from the beginning.
+            others = {*_numbered(root), *(each.path for each in self._under_way)} - {place}
+            rotation = Rotation(tuple(sorted(others, key=_number)), max(project.total_limit, 1) - 1)
+        save = begin_save(place, capture, None, self._config, rotation=rotation)
+        if root is not None:
+            self._under_way.append(save)
         return Path(output_dir)
 
     def load_state(self, input_dir: Any = None, *args: Any, **options: Any) -> Any:
@@ -104,7 +112,7 @@ class _AcceleratorSaves:
             # accelerate would also look at what a save has left that was killed: its name has a number, too.
             root = os.path.join(accelerator.project_dir, "checkpoints")
             wait_for_dead_trainer(root, self._config)
-            input_dir = max(_numbered(root).items(), default=(0, None))[1]
+            input_dir = max(_numbered(root), key=_number, default=None)
         return self._stock_load(input_dir, *args, **options)
 
     def end_training(self) -> None:
@@ -116,13 +124,6 @@ class _AcceleratorSaves:
         engines.shared.get(config=self._config).wait()
 
 
-def _rotate(newest: str, limit: int) -> None:
-    """Remove the oldest checkpoints beside the ``newest``, whatever its number, now that it is durable."""
-    others = {number: path for number, path in _numbered(os.path.dirname(newest)).items() if path != newest}
-    for number in sorted(others)[: max(0, len(others) - max(limit, 1) + 1)]:
-        remove_old_checkpoint(others[number])
-
-
 def _is_ours_to_take(place: str) -> bool:
     """Whether nothing is there, or a checkpoint of ours alone, so that a folder can take its place in one step."""
     with contextlib.suppress(StorageError):  # the save fails in the same way, and on all ranks
@@ -130,8 +131,11 @@ def _is_ours_to_take(place: str) -> bool:
     return True
 
 
-def _numbered(root: str) -> dict[int, str]:
-    """The folders of states in ``root``, by their numbers."""
+def _numbered(root: str) -> list[str]:
+    """Return the folders of states in ``root``."""
     names = os.listdir(root) if os.path.isdir(root) else []
-    matches = [match for name in names if (match := re.fullmatch(r"checkpoint_(\d+)", name))]
-    return {int(match[1]): os.path.join(root, match[0]) for match in matches}
+    return [os.path.join(root, name) for name in names if re.fullmatch(r"checkpoint_\d+", name)]
+
+
+def _number(path: str) -> int:
+    return int(path.rpartition("_")[2])

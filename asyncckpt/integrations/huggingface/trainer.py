@@ -5,9 +5,8 @@ what it has written, under the name ``checkpoint-N`` when all of it is durable. 
 
     captured, staged (``_save_checkpoint`` returns) -> ended, on any thread -> settled, on the thread that trains
 
-As soon as it has ended well, older checkpoints are rotated, on a thread of its own. When it is settled, those are told
-of it who want to hear of a save: callbacks, the Hub. That is at the end of a step, before the next save, and before the
-training is finalized, which waits for all.
+The worker rotates older checkpoints as soon as a save is durable. A settled save is told to callbacks and to the Hub:
+at the end of a step, before the next save, and before the training is finalized, which waits for all saves.
 """
 
 from __future__ import annotations
@@ -24,10 +23,12 @@ from typing import Any
 
 import transformers.trainer
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import sort_checkpoints
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointError
+from asyncckpt.format.write_request import Rotation
 from asyncckpt.integrations.capture import (
     Capture,
     begin_save,
@@ -37,7 +38,6 @@ from asyncckpt.integrations.capture import (
     told_to_all,
     wait_for_dead_trainer,
 )
-from asyncckpt.integrations.huggingface.rotation import rotate
 from asyncckpt.save_handle import Save
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,6 @@ class _Unsettled:
     """The best checkpoint, as of this save."""
     calls: list[Callable[[], object]] = field(default_factory=list)
     """What is to be called when it is durable, by the thread that trains."""
-    later: _Unsettled | None = None
 
 
 class _TrainerSaves:
@@ -90,7 +89,7 @@ class _TrainerSaves:
     def __init__(self, trainer: Any, config: Config | None) -> None:
         self._trainer, self._config = trainer, config
         self._unsettled: list[_Unsettled] = []
-        self._last: _Unsettled | None = None
+        self._has_saved = False
         self._unannounced: _Unsettled | None = None
         self._warned = False
         self._handler = trainer.callback_handler
@@ -105,7 +104,7 @@ class _TrainerSaves:
         """As the trainer's, when all that was begun is saved: this may resume from what a training has left that ended
         by an exception.
         """
-        self._unsettled, self._last, self._unannounced = [], None, None
+        self._unsettled, self._has_saved, self._unannounced = [], False, None
         try:
             engines.shared.get(config=self._config).wait()
         except CheckpointError as error:
@@ -138,16 +137,13 @@ class _TrainerSaves:
             self._redirected(capture, run_dir, rotations, pushes),
         ):
             self._stock_save(model, trial)
-        save = begin_save(place, capture, *of_save)
+        rotation = self._rotation(run_dir, place, **rotations[-1]) if rotations else None
+        save = begin_save(place, capture, *of_save, rotation=rotation)
         state = copy.copy(trainer.state)
         state.log_history = list(state.log_history)  # the training goes on to append to its own
         new = _Unsettled(save, state, best_before, trainer.state.best_model_checkpoint)
         new.calls += [partial(self._push, new.state, place) for _ in pushes]
-        for options in rotations:
-            save.when_durable(partial(_rotate, new, os.path.abspath(run_dir), options), "removing older checkpoints")
-        if self._last is not None:
-            self._last.later = new
-        self._last = self._unannounced = new
+        self._has_saved, self._unannounced = True, new
         self._unsettled.append(new)
         if is_urgent:
             save.result()
@@ -155,9 +151,9 @@ class _TrainerSaves:
     def finalize_training(self, *args: Any, **options: Any) -> Any:
         """As the trainer's, when all saves have ended, and older checkpoints are removed: it may load the best one."""
         self._settle(wait=True)
-        if self._last is not None:
+        if self._has_saved:
             engines.shared.get(config=self._config).wait()  # raises what nobody was told of
-        self._last = self._unannounced = None
+        self._has_saved, self._unannounced = False, None
         return self._stock_finalize(*args, **options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
@@ -197,6 +193,25 @@ class _TrainerSaves:
             for name in ("best_before", "best", "best_model_checkpoint"):
                 if getattr(other, name, None) == failed.best:
                     setattr(other, name, failed.best_before)
+
+    def _rotation(
+        self, run_dir: str, place: str, save_total_limit: int | None = None, use_mtime: bool = False, **_: object
+    ) -> Rotation | None:
+        """Return the checkpoints that transformers' ``rotate_checkpoints`` would remove once ``place`` is there.
+
+        The best one stays. As long as its save may fail, the best one before it stays, too.
+        """
+        if save_total_limit is None or save_total_limit <= 0:
+            return None
+        under_way = [each for each in self._unsettled if not each.save.done()]
+        best = [self._trainer.state.best_model_checkpoint]
+        best += [name for each in under_way for name in (each.best_before, each.best)]
+        kept = {os.path.abspath(path) for path in (place, *filter(None, best))}
+        found = [*sort_checkpoints(run_dir, use_mtime=use_mtime), *(each.save.path for each in under_way)]
+        others = [path for path in dict.fromkeys(map(os.path.abspath, found)) if path not in kept]
+        # A checkpoint that was set aside has the number of another, and goes first.
+        others.sort(key=lambda path: ".abandoned-" not in os.path.basename(path))
+        return Rotation(tuple(others), max(0, save_total_limit - len(kept)))
 
     def _push(self, state: Any, folder: str) -> None:
         """Push a checkpoint to the Hub, as of its own step."""
@@ -244,18 +259,6 @@ def _is_urgent(place: str) -> bool:
     with contextlib.suppress(FileNotFoundError):  # another rank was faster
         os.remove(sentinel)
     return True
-
-
-def _rotate(ended: _Unsettled, run_dir: str, options: dict[str, Any]) -> None:
-    """Remove older checkpoints, as transformers does, now that a newer one is durable."""
-    later = ended.later
-    while later is not None and not (later.save.done() and later.save.failure is None):
-        later = later.later
-    # With a later one durable, that one's rotation knows better what the best is. A best one that is not there may have
-    # failed, and then the one before is still wanted.
-    best = None if ended.best is None else os.path.abspath(ended.best)
-    if later is None and (best is None or os.path.isdir(best)):
-        rotate(run_dir, best, options["save_total_limit"], options.get("use_mtime", False))
 
 
 def _why_stock(trainer: Any) -> str | None:

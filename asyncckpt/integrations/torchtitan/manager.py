@@ -22,8 +22,9 @@ from asyncckpt.config import Config as EngineConfig
 from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, StorageError
+from asyncckpt.format.write_request import Rotation
 from asyncckpt.integrations.torchtitan.held import newest_held
-from asyncckpt.integrations.torchtitan.steps import complete_steps, remove_older
+from asyncckpt.integrations.torchtitan.steps import complete_steps, older_checkpoints
 from asyncckpt.link.root_claim import Claim
 from asyncckpt.link.root_lock import check_job
 from asyncckpt.loading.load import load
@@ -127,11 +128,14 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             logger.warning("torchtitan itself writes %s for Hugging Face; it is not made in one step", checkpoint_id)
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         step = int(os.path.basename(checkpoint_id).removeprefix("step-"))
-        save = self._engine.save(checkpoint_id, state_dict, step=step, existing=replace_or_set_aside(checkpoint_id))
-        self._saves = [*(each for each in self._saves if not each.done()), save]
+        self._saves = [each for each in self._saves if not each.done()]
+        rotation = None
         if self.keep_latest_k > 0 and self._is_first and not self._is_model_alone:
-            remove = partial(remove_older, self.folder, step, self.keep_latest_k)
-            save.when_durable(remove, "removing older checkpoints")
+            older = older_checkpoints(self.folder, step, [save.path for save in self._saves])
+            rotation = Rotation(older, self.keep_latest_k - 1)
+        existing = replace_or_set_aside(checkpoint_id)
+        save = self._engine.save(checkpoint_id, state_dict, step=step, existing=existing, rotation=rotation)
+        self._saves.append(save)
         if async_mode is not AsyncMode.DISABLED:
             self.save_future = save.future
             return save.future

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Sequence
 
 from asyncckpt.errors import StorageError
 from asyncckpt.format.manifest import METADATA_NAME
-from asyncckpt.storage import remove_old_checkpoint, storage_for
+from asyncckpt.storage import storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +28,25 @@ def complete_steps(folder: str) -> list[int]:
     ]
 
 
-def remove_older(folder: str, step: int, keep: int) -> None:
-    """Leave the newest checkpoints up to ``step``, which is durable. Raises nothing.
+def older_checkpoints(folder: str, step: int, under_way: Sequence[str]) -> tuple[str, ...]:
+    """Return the checkpoints before ``step`` in the order in which they go. Folders that hold no whole one go first.
 
     Later ones, of before the training went back, stay: torchtitan resumes from the highest step.
 
     Args:
-        folder: Where they are.
-        step: The newest that is durable.
-        keep: How many stay.
+        folder: The folder with the checkpoints.
+        step: The one that is about to be saved.
+        under_way: Paths of saves that have not ended.
     """
     try:
-        kept = [each for each in complete_steps(folder) if each <= step][-keep:]
-        old = [path for each, path in _named_steps(folder) if kept and each < kept[0]]
+        complete, found = complete_steps(folder), dict(_named_steps(folder))
     except StorageError as error:
         logger.warning("old checkpoints could not be looked through: %s", error)
-        return
-    for path in old:
-        remove_old_checkpoint(path)
+        return ()
+    found |= {int(path.rpartition("-")[2]): path for path in under_way}
+    incomplete = found.keys() - set(complete) - {number for number, path in found.items() if path in under_way}
+    order = sorted(found, key=lambda number: (number not in incomplete, number))
+    return tuple(found[number] for number in order if number < step)
 
 
 def _named_steps(folder: str) -> list[tuple[int, str]]:
