@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from support.peers import VERL, python
 from support.ranks import fsdp2_on_cpu
-from support.workers import wait_reached
+from support.workers import wait_for, wait_reached
 
 pytestmark = [pytest.mark.usefixtures("forkserver"), fsdp2_on_cpu]
 
@@ -40,6 +41,7 @@ def main() -> None:
         other_numbers_of_ranks,
         named_when_durable,
         killed_while_writing,
+        killed_and_not_started_again,
         what_killed_workers_left,
         a_failing_one_keeps_the_older,
         stock_checkpoints,
@@ -126,7 +128,7 @@ def named_when_durable(verl: Any, folder: Path) -> None:
         verl.save(trainer, 2)  # and returns, though the critic's is held
         wait_reached(gate)
         actor.call("wait")
-        assert files_in(folder / "global_step_2") == {"actor", "data.pt", "asyncckpt_parts.json"}
+        assert files_in(folder / "global_step_2") == {"actor", "data.pt"}
         assert files_in(folder / "global_step_1") == {"actor", "critic", "data.pt"}
         assert latest(folder) == 1
         gate.touch()
@@ -161,7 +163,6 @@ def killed_while_writing(verl: Any, folder: Path) -> None:
             verl.settle(trainer)
     wait_reached(gate)
     actor.kill()
-    trainer._asyncckpt_tracker._expected.clear()  # its driver is killed, too
     assert latest(folder) == 1
     with verl.group(2, folder, seed=9) as actor:
         actor.load_checkpoint(str(folder / "global_step_1" / "actor"))
@@ -172,6 +173,36 @@ def killed_while_writing(verl: Any, folder: Path) -> None:
         assert trainer.global_steps == latest(folder) == 2
         verl.check_same(actor.call("state"), states[1])
     assert files_in(folder / "global_step_2") == {"actor", "data.pt"}
+
+
+def killed_and_not_started_again(verl: Any, folder: Path) -> None:
+    """The workers of a killed job advance the tracker by themselves, the last of actor and critic."""
+    gate = folder / "gate"
+    slow = {"fault": "finalize:hold:2", "environment": {"ASYNCCKPT_TEST_GATE": str(gate)}}
+    with contextlib.ExitStack() as killed:
+        actor, critic = verl.Group(1, folder), verl.Group(1, folder, seed=5, **slow)
+        killed.callback(critic.kill)
+        killed.callback(actor.kill)
+        trainer = verl.driver(verl.trainers[0], folder, actor, critic, keep=1)
+        for step in (1, 2):
+            verl.save(trainer, step)
+            if step == 1:
+                verl.settle(trainer)
+        wait_reached(gate)
+        actor.call("wait")
+        assert latest(folder) == 1
+    assert latest(folder) == 1 and (folder / "global_step_2" / "actor").exists()
+    gate.touch()
+    wait_for(lambda: latest(folder) == 2)
+    assert (folder / "global_step_2" / "critic" / "asyncckpt.json").exists()
+    # A driver that was killed before it had written its own: nobody names that step.
+    (folder / "global_step_2" / ".asyncckpt_parts.json").unlink()
+    os.utime(folder / TRACKER)
+    (folder / TRACKER).write_text("1")
+    with verl.group(1, folder, seed=9) as actor, verl.group(1, folder, seed=9) as critic:
+        trainer = verl.driver(verl.trainers[0], folder, actor, critic)
+        trainer._load_checkpoint()
+        assert trainer.global_steps == latest(folder) == 1
 
 
 def what_killed_workers_left(verl: Any, folder: Path) -> None:

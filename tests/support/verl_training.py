@@ -324,7 +324,8 @@ def save(trainer: Any, step: int) -> None:
 
 def settle(trainer: Any) -> None:
     """Wait until the tracker is where it will be."""
-    trainer._asyncckpt_tracker.wait()
+    for group in (trainer.actor_rollout_wg, *([trainer.critic_wg] if trainer.use_critic else [])):
+        group.call("wait")
 
 
 def check_same(one: Any, other: Any) -> None:

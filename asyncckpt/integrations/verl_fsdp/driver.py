@@ -1,8 +1,9 @@
-"""The driver of a job of verl's: its trainers save in the background, and name a step when all of it is durable.
+"""The driver of a job of verl's: its trainers save in the background, and a step is named when all of it is durable.
 
 A trainer has the workers save the actor and the critic, writes the state of its data loader, and then names the step in
-the tracker, unless ``async_save`` says that somebody else does. So that is what it is told meanwhile, and the workers
-are told by the type of the step that they need not wait (``deferred.py``). ``StepTracker`` then names the step.
+the tracker, unless ``async_save`` says that somebody else does. So ``async_save`` is set meanwhile, and the type of the
+step tells the workers that they need not wait (``deferred.py``). The tracker is advanced by the last that completes the
+step (``tracker.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from asyncckpt.integrations.verl_fsdp.tracker import StepTracker
 
 _FSDP = ("fsdp", "fsdp2")
 _TRACKER = "_asyncckpt_tracker"
+_PARTS = ("actor", "critic")  # as verl's trainers call their folders
 
 
 def wrap(trainer_class: Any) -> None:
@@ -49,35 +51,32 @@ def _save(trainer: Any, stock: Callable[[], None]) -> None:
         return
     # A step that is saved again is replaced while its tracker may name it, so all wait until that is done.
     is_there = os.path.lexists(tracker.step_folder(step))
-    parts: list[str] = []
+    parts = _PARTS[: len(groups)]
     with contextlib.ExitStack() as replacements:
-        for group in () if is_there else groups:
-            deferred = functools.partial(_save_deferred, group.save_checkpoint, parts)
+        for group, part in () if is_there else zip(groups, parts, strict=True):
+            deferred = functools.partial(_save_deferred, group.save_checkpoint, part, parts)
             replacements.enter_context(replaced(group, "save_checkpoint", deferred))
         replacements.enter_context(_not_naming_it(trainer.config.actor_rollout_ref.actor))
         stock()
-    if is_there:
-        tracker.reach(step)
-    else:
-        tracker.expect(step, parts)
+    tracker.complete(step, parts)
     if step >= trainer.total_training_steps:  # the job ends, and with it all who could name this step
-        for group in groups:
-            group.save_checkpoint(None)  # waits, and raises what has failed
-        tracker.wait()
-        for group in groups:
-            group.save_checkpoint(None)  # removes what is too old now
+        for _ in range(2):  # waits for the saves, and raises what has failed; then removes what is too old now
+            for group in groups:
+                group.save_checkpoint(None)
 
 
 def _save_deferred(
     save: Callable[..., Any],
-    parts: list[str],
+    part: str,
+    parts: tuple[str, ...],
     local_path: str,
     hdfs_path: str | None = None,
     global_step: int = 0,
     max_ckpt_to_keep: int | None = None,
 ) -> Any:
-    parts.append(os.path.basename(local_path))
-    return save(local_path, hdfs_path, DeferredStep(global_step), max_ckpt_to_keep=max_ckpt_to_keep)
+    if os.path.basename(local_path) != part:
+        raise ValueError(f"this verl saves to {local_path}, where asyncckpt knows {part!r}: please report this")
+    return save(local_path, hdfs_path, DeferredStep(global_step, parts), max_ckpt_to_keep=max_ckpt_to_keep)
 
 
 @contextlib.contextmanager

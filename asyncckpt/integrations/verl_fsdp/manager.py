@@ -30,7 +30,7 @@ from asyncckpt.integrations.verl_fsdp.contents import (
     stored_names,
 )
 from asyncckpt.integrations.verl_fsdp.deferred import DeferredStep
-from asyncckpt.integrations.verl_fsdp.tracker import folder_of_tracker, latest_step
+from asyncckpt.integrations.verl_fsdp.tracker import folder_of_tracker, latest_step, pointer_to
 from asyncckpt.publication import job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, on_all
 from asyncckpt.save_handle import Save
@@ -113,11 +113,14 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
             if self.should_save_extra:
                 data = extra_file(self.lr_scheduler, self.get_rng_state())
                 capture.files.add_bytes(extra_name(self.rank, self.world_size), data)
-        save = begin_save(place, capture, step, None)
+        is_deferred = isinstance(global_step, DeferredStep)
+        parts = getattr(global_step, "parts", ())
+        pointer = pointer_to(os.path.dirname(place), parts) if is_deferred else None
+        save = begin_save(place, capture, step, None, pointer=pointer)
         self._begun.append(_Begun(save, max_ckpt_to_keep))
         if publishes:
             _publish(save, step)
-        if not isinstance(global_step, DeferredStep):
+        if not is_deferred:
             save.result()  # whoever asked names the step as the latest when this returns
             self._remove_older()
 

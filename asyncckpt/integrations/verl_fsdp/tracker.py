@@ -1,39 +1,38 @@
 """verl's file with the latest step, advanced when all of a step is durable.
 
-A step that is being saved has a note in its folder of which parts it waits for, from when its caller has written all
-of its own, to when the tracker has passed it. So a job that is started again in the place of one that was killed sees
-what became durable since.
+A step has several parts: the checkpoints of actor and critic, which are saves of different workers, and the files that
+the driver of the job writes itself. The driver ends with a note, in the folder of the step, that names the parts. Each
+worker advances the tracker when its part is durable, and the driver when it has written its note; each of them does so
+only if the note and all parts are there. The last of them therefore advances it, whichever it is, and whether or not
+the trainers live.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from asyncckpt.errors import SaveTimeoutError, StorageError
+from asyncckpt.errors import StorageError
+from asyncckpt.format.write_request import Pointer
 from asyncckpt.loading.source import wait_for_attempts
 from asyncckpt.storage import storage_for
 from asyncckpt.storage.file_system import replace_text, sync_folder
+from asyncckpt.storage.follow_up import advance, dated
 
 logger = logging.getLogger(__name__)
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _STEP = re.compile(r"global_step_(\d+)")
-_NOTE = "asyncckpt_parts.json"
-_NEW_NOTE = f".{_NOTE}.new"  # left by a driver that was killed while it wrote its note
-_POLL_S = 0.05
+_NOTE = ".asyncckpt_parts.json"
 
 
 def folder_of_tracker(path: str) -> str | None:
-    """The folder with the tracker for a checkpoint of verl's; None: it has none.
+    """Return the folder with the tracker for a checkpoint of verl's; None: it has none.
 
     Args:
         path: Of the checkpoint: ``folder/global_step_10``, or ``folder/global_step_10/actor``.
@@ -45,7 +44,7 @@ def folder_of_tracker(path: str) -> str | None:
 
 
 def latest_step(folder: str) -> int | None:
-    """The step that the tracker in ``folder`` names; None where it names none. Raises ``OSError``."""
+    """Return the step that the tracker in ``folder`` names; None where it names none. Raises ``OSError``."""
     try:
         with open(os.path.join(folder, _TRACKER), encoding="utf-8") as file:
             return int(file.read())
@@ -53,162 +52,68 @@ def latest_step(folder: str) -> int | None:
         return None
 
 
-def advance(folder: str, step: int) -> None:
-    """Have the tracker in ``folder`` name ``step``, in one step and durably. Raises ``OSError``."""
-    replace_text(os.path.join(folder, _TRACKER), str(step))
-
-
-@dataclass(frozen=True)
-class _Step:
-    number: int
-    folder: str
-    parts: tuple[str, ...]
-    deadline: float
-
-    def is_durable(self) -> bool:
-        return all(os.path.isdir(os.path.join(self.folder, part)) for part in self.parts)
-
-    def forget(self) -> None:
-        """Remove its note: nobody waits for it any more."""
-        for name in (_NOTE, _NEW_NOTE):
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(self.folder, name))
+def pointer_to(step_folder: str, parts: Sequence[str]) -> Pointer:
+    """Return the tracker as a pointer that advances to a step when its note and all its ``parts`` are there."""
+    folder, name = os.path.split(step_folder)
+    needs = tuple(os.path.join(step_folder, each) for each in (*parts, _NOTE))
+    return Pointer(os.path.join(folder, _TRACKER), name.removeprefix("global_step_"), needs)
 
 
 class StepTracker:
-    """Advances the tracker of one folder, on a thread of its own, for the steps of a job."""
+    """The tracker of one folder, as the driver of a job advances it."""
 
     def __init__(self, folder: str, timeout: float) -> None:
-        """Start nothing yet.
+        """Start nothing.
 
         Args:
             folder: With the tracker, and a folder for each step.
-            timeout: Seconds after which a step that is not durable is given up: its save has failed.
+            timeout: Seconds to wait for the workers of a job that was killed.
         """
         self._folder, self._timeout = folder, timeout
-        self._expected: list[_Step] = []
-        self._passed: list[_Step] = []
-        """Steps that nobody waits for any more, and whose notes are still to go."""
         self._littered: list[str] = []
         """Folders of steps in which killed workers have left something."""
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
 
     def step_folder(self, step: int) -> str:
-        """Where verl has the checkpoints of ``step``."""
+        """Return the folder in which verl has the checkpoints of ``step``."""
         return os.path.join(self._folder, f"global_step_{step}")
 
-    def expect(self, step: int, parts: Sequence[str]) -> None:
-        """Advance to ``step`` as soon as its parts are there.
-
-        All else in its folder has been written, and is made durable here.
+    def complete(self, step: int, parts: Sequence[str]) -> None:
+        """Advance to ``step``, now or as soon as its parts are there. The driver has written all the rest of it.
 
         Args:
-            step: The later ones of a job come later; they take the place of earlier ones that are still expected.
+            step: The step.
             parts: The folders in that of the step which get their names when they are durable.
 
         Raises:
-            OSError: What is there cannot be made durable.
+            OSError: The driver's own files cannot be made durable.
+            StorageError: The tracker cannot be written.
         """
         folder = self.step_folder(step)
         _sync_files(folder, parts)
         replace_text(os.path.join(folder, _NOTE), json.dumps(list(parts)))
         sync_folder(self._folder)
-        with self._changed:
-            self._expected.append(_Step(step, folder, tuple(parts), time.monotonic() + self._timeout))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="asyncckpt-tracker", daemon=True)
-                self._thread.start()
-
-    def reach(self, step: int) -> None:
-        """Advance to ``step``, all of which is there; steps that are still expected are overtaken.
-
-        Raises ``OSError``.
-        """
-        reached = _Step(step, self.step_folder(step), (), 0.0)
-        _sync_files(reached.folder, ())
-        with self._changed:
-            for each in [*self._expected, reached]:
-                each.forget()
-            self._expected.clear()
-            self._changed.notify_all()
-            self._reach(reached)
+        if advance(dated(pointer_to(folder, parts), time.time())):
+            logger.info("step %d is durable, and the latest", step)
         self._clean_up()
 
-    def wait(self) -> None:
-        """Return when no step is expected any more; a step that failed has been given up by then.
-
-        Raises:
-            SaveTimeoutError: The steps take longer than the timeout of the last one.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._expected, self._timeout + 10):
-                raise SaveTimeoutError(f"a step is not durable after {self._timeout:g} s", path=self._folder)
-
     def catch_up(self) -> None:
-        """Advance to what became durable after the job before this one was killed.
+        """Advance to the step that became complete last, if the job before this one was killed just then.
 
         Waits for what its workers are still writing. Raises ``StorageError`` when that takes too long.
         """
-        try:
-            steps = sorted(
-                (int(found[1]), found[0]) for found in map(_STEP.fullmatch, os.listdir(self._folder)) if found
-            )
-        except FileNotFoundError:
-            return
-        for number, name in steps:
+        noted: list[tuple[int, str]] = []
+        for name in filter(_STEP.fullmatch, storage_for(self._folder).names_in(self._folder)):
             folder = os.path.join(self._folder, name)
             if _is_littered(folder):
                 self._littered.append(folder)
-            try:
-                with open(os.path.join(folder, _NOTE), encoding="utf-8") as file:
-                    parts = tuple(json.load(file))
-            except (FileNotFoundError, NotADirectoryError, ValueError):
-                continue  # nothing of it is expected any more, or its caller was killed before it had written its own
+            if (stamp := storage_for(folder).stamp(os.path.join(folder, _NOTE))) is not None:
+                noted.append((stamp.modified, folder))
+        for at, folder in sorted(noted):
             wait_for_attempts(folder, self._timeout)
-            if (step := _Step(number, folder, parts, 0.0)).is_durable():
-                self._reach(step)
-            step.forget()
+            parts = json.loads(storage_for(folder).read(os.path.join(folder, _NOTE)))
+            its = pointer_to(folder, parts)
+            advance(Pointer(its.path, its.text, its.needs, at))
         self._clean_up()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                expected = list(self._expected)
-                if not expected:
-                    self._thread = None
-                    return
-            ended = [step for step in expected if self._has_ended(step)]
-            with self._changed:
-                ended = [step for step in ended if step in self._expected]
-                if ended:  # and with it those before it, which failed, or were overtaken
-                    passed = self._expected[: self._expected.index(ended[-1]) + 1]
-                    self._expected = self._expected[len(passed) :]
-                    self._passed = [step for step in self._passed + passed if not _is_forgotten(step)]
-                    self._changed.notify_all()
-                    continue
-            time.sleep(_POLL_S)
-
-    def _has_ended(self, step: _Step) -> bool:
-        try:
-            if step.is_durable():
-                with self._changed:
-                    if step in self._expected:
-                        self._reach(step)
-                self._clean_up()
-                return True
-        except OSError as error:
-            logger.error("the tracker is not advanced to step %d: %s", step.number, error)
-            return True
-        if time.monotonic() < step.deadline:
-            return False
-        logger.error("step %d is not durable after %g s, and is not named as the latest", step.number, self._timeout)
-        return True
-
-    def _reach(self, step: _Step) -> None:
-        sync_folder(step.folder)  # a name can be seen a moment before it is durable
-        advance(self._folder, step.number)
-        logger.info("step %d is durable, and the latest", step.number)
 
     def _clean_up(self) -> None:
         """Remove what killed workers left, once it is so old that nobody can be writing it.
@@ -230,18 +135,8 @@ class StepTracker:
         self._littered = left
 
 
-def _is_forgotten(step: _Step) -> bool:
-    """Whether the note of a step is gone now. What is wrong with that is no fault of later steps."""
-    try:
-        step.forget()
-    except OSError as error:
-        logger.warning("the note of step %d stays for now: %s", step.number, error)
-        return False
-    return True
-
-
 def _is_littered(folder: str) -> bool:
-    return any(name.startswith(".") for name in storage_for(folder).names_in(folder))
+    return any(name.startswith(".") and _NOTE not in name for name in storage_for(folder).names_in(folder))
 
 
 def _sync_files(folder: str, but: Sequence[str]) -> None:
