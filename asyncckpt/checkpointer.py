@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from asyncckpt.config import Config
-from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.loads import Loaded, Loads
 from asyncckpt.engine.recent_saves import RecentSaves
 from asyncckpt.engine.retention import retention_of
 from asyncckpt.engine.save_input import check_file_set_place
+from asyncckpt.engine.saves import synchronize_staging
 from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
 from asyncckpt.interval import Advice, parse_duration
@@ -288,10 +288,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def synchronize_staging(self, *_: object) -> None:
         """What ``guard`` has an optimizer do: what is queued from here on waits until all saves have their copies."""
-        copying = list(filter(_is_copying, self._staging))
-        check_guarded_capture(copies_are_under_way=bool(copying))
-        for save in copying:  # not the newest alone: that may have been skipped, or refused
-            save.synchronize_staging(self.config.timeout)
+        synchronize_staging(self._staging, self.config.timeout)
 
     def close(self) -> None:
         """Wait for all saves, end the worker, give the memory back; safe to call twice.

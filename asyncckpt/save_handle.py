@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
+from typing import Any, TypeVar
 
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.flag import Flag
@@ -233,6 +234,9 @@ class SaveState:
             outcome.set_exception(error)
 
 
+_AnySave = TypeVar("_AnySave", bound="Save")
+
+
 class Save:
     """A save under way: first its tensors are staged, then, in the worker, it is written and committed."""
 
@@ -254,6 +258,31 @@ class Save:
         state.is_reported = True
         state.release_tensors()
         state.end(error)
+        return cls(state)
+
+    @classmethod
+    def of_another(
+        cls: type[_AnySave], path: str | os.PathLike[str], upload: Future[Any], staging: Future[Any] | None = None
+    ) -> _AnySave:
+        """Return the handle of a save that somebody else makes.
+
+        Args:
+            path: The folder or the file.
+            upload: Ends with the save.
+            staging: Ends when the tensors are copied; None: they are.
+        """
+        state = SaveState(path, None)
+        state.is_reported = True
+
+        def on_end(done: Future[Any]) -> None:
+            state.release_tensors()
+            state.end(done.exception())
+
+        if staging is None:
+            state.release_tensors()
+        else:
+            staging.add_done_callback(lambda _: state.release_tensors())
+        upload.add_done_callback(on_end)
         return cls(state)
 
     @property

@@ -8,8 +8,10 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterable
 
 from asyncckpt.config import Config
+from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.engine.save_operation import SaveOperation
 from asyncckpt.errors import (
     CheckpointExistsError,
@@ -22,6 +24,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.write_request import Existing
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.open_saves import TrackedSave, longest
+from asyncckpt.save_handle import Save
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import exists_error
@@ -188,6 +191,23 @@ class Saves:
                     step=other.request.step,
                 )
             buffer.client.cancel(other, _replaced(other, save), timeout)
+
+
+def synchronize_staging(saves: Iterable[Save], timeout: float) -> None:
+    """Have whatever is queued from here on wait until the tensors of ``saves`` are copied, as before an optimizer step.
+
+    Args:
+        saves: Those whose tensors are about to change.
+        timeout: Seconds that the copies may take.
+
+    Raises:
+        SaveTimeoutError: The copies take longer.
+        CheckpointError: The step is captured in a graph, which would wait for events from outside of it.
+    """
+    copying = [save for save in saves if not save.staged()]
+    check_guarded_capture(copies_are_under_way=bool(copying))
+    for save in copying:  # not the newest alone: that may have been skipped, or refused
+        save.synchronize_staging(timeout)
 
 
 def check_writable(path: str, step: int | None = None) -> None:

@@ -25,16 +25,20 @@ import torch.distributed.checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from asyncckpt.config import Config
-from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError, UnsavableStateError
-from asyncckpt.format.write_request import Pointer, Rotation
+from asyncckpt.extension import (
+    Claim,
+    FileSet,
+    Pointer,
+    Rotation,
+    Save,
+    absolute_path,
+    engines,
+    from_first,
+    replace_or_set_aside,
+    wait_for_attempts,
+)
 from asyncckpt.integrations.seen_tensors import SeenTensors
-from asyncckpt.link.root_claim import Claim
-from asyncckpt.loading.source import wait_for_attempts
-from asyncckpt.planning.file_set import FileSet
-from asyncckpt.ranks.collectives import from_first
-from asyncckpt.save_handle import Save
-from asyncckpt.storage import absolute, replace_or_set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -174,19 +178,19 @@ def wait_for_dead_trainer(root: str, config: Config | None) -> None:
     the log says that an older checkpoint may be the newest.
     """
     try:
-        from_first(partial(wait_for_attempts, absolute(root), Config.given(config).timeout, _locked(root)))
+        from_first(partial(wait_for_attempts, absolute_path(root), Config.given(config).timeout, _locked(root)))
     except StorageError as error:
         logger.warning("training may resume from a checkpoint that is not the newest: %s", error)
 
 
 def lock_for_worker(root: str, config: Config | None) -> None:
     """Have the first rank's worker, once it starts, hold a lock by which ``wait_for_dead_trainer`` finds it."""
-    engines.shared.get(config=config).claim(Claim(_locked(root), None))
+    engines.get(config=config).claim(Claim(_locked(root), None))
 
 
 def _locked(root: str) -> str:
     """The name of the lock. As an address, it is a file of the runtime folder: no framework uploads it."""
-    return f"file://{absolute(root)}"
+    return f"file://{absolute_path(root)}"
 
 
 def begin_save(
@@ -211,7 +215,7 @@ def begin_save(
     Raises:
         CheckpointError: As ``Engine.save`` raises.
     """
-    engine, place = engines.shared.get(config=config), absolute(place)
+    engine, place = engines.get(config=config), absolute_path(place)
     save = engine.save(
         place, capture.files, step=step, existing=replace_or_set_aside(place), pointer=pointer, rotation=rotation
     )
@@ -232,7 +236,7 @@ def told_to_all(place: str, step: int | None, config: Config | None) -> Iterator
             files = FileSet()
             files.fail(error)
             with contextlib.suppress(Exception):
-                engines.shared.get(config=config).save(absolute(place), files, step=step, existing="set aside")
+                engines.get(config=config).save(absolute_path(place), files, step=step, existing="set aside")
         raise
 
 

@@ -13,9 +13,9 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,20 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from asyncckpt.config import Config
-from asyncckpt.engine import shared as engines
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointExistsError, StorageError, UntrustedValueError
-from asyncckpt.format.manifest import METADATA_NAME
-from asyncckpt.format.write_request import Existing
-from asyncckpt.loading import dcp_reader
-from asyncckpt.loading import load as reader
-from asyncckpt.planning.plan import StateDict
-from asyncckpt.ranks.collectives import on_all
-from asyncckpt.save_handle import Save
-from asyncckpt.storage import refuse_address, storage_for
+from asyncckpt.extension import (
+    METADATA_NAME,
+    CheckpointReader,
+    Engine,
+    Filled,
+    Save,
+    absolute_path,
+    engines,
+    load_by_dcp,
+    on_all,
+    storage_for,
+)
+from asyncckpt.extension import load as load_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ CheckpointId = str | os.PathLike[str]
 
 
 def async_save(
-    state_dict: StateDict,
+    state_dict: Mapping[str, Any],
     *,
     checkpoint_id: CheckpointId | None = None,
     storage_writer: StorageWriter | None = None,
@@ -98,7 +101,7 @@ def async_save(
 
 
 def save(
-    state_dict: StateDict,
+    state_dict: Mapping[str, Any],
     storage_writer: StorageWriter | None = None,
     *,
     checkpoint_id: CheckpointId | None = None,
@@ -124,14 +127,14 @@ def save(
         path = begin_save(state_dict, checkpoint_id, storage_writer, **ranks).result()
     # No rank returns before all have read it: from then on any may remove the checkpoint.
     of_save = False if no_dist else process_group
-    metadata: Metadata = on_all(lambda: dcp_reader.CheckpointReader(path).read_metadata(), of_save)
+    metadata: Metadata = on_all(lambda: CheckpointReader(path).read_metadata(), of_save)
     if isinstance(storage_writer, FileSystemWriter) and metadata.storage_meta is not None:
         storage_writer.save_id = metadata.storage_meta.save_id or storage_writer.save_id
     return metadata
 
 
 def begin_save(
-    state_dict: StateDict,
+    state_dict: Mapping[str, Any],
     checkpoint_id: CheckpointId | None = None,
     storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
@@ -149,7 +152,7 @@ def begin_save(
     """
     folder = os.path.realpath(_folder(checkpoint_id, storage_writer))
     existing = _existing(folder, overwrite=getattr(storage_writer, "overwrite", True))
-    engine = engines.shared.get(process_group, alone=no_dist, config=config)
+    engine = engines.get(process_group, alone=no_dist, config=config)
     save = engine.save(folder, state_dict, existing=existing, planner=planner)
     save.synchronize_staging(engine.config.timeout)  # with ``Config.overlap``, of which DCP's callers know nothing
     return save
@@ -165,7 +168,7 @@ def load(
     no_dist: bool = False,
     weights_only: bool = True,
     strict: bool = True,
-) -> reader.Filled:
+) -> Filled:
     """Load a checkpoint, ours or stock DCP's, into ``state_dict``, in place; raises as ``loading.load`` does.
 
     Args:
@@ -191,7 +194,7 @@ def load(
                 "strict": strict,
                 "progress": Config.from_env().progress,
             }
-            return reader.load(state_dict, folder, **options, **ranks)
+            return load_checkpoint(state_dict, folder, **options, **ranks)
         if weights_only:
             raise UntrustedValueError(
                 "each rank's metadata is in a file of its own, as by use_collectives=False: DCP alone reads these, and"
@@ -200,8 +203,8 @@ def load(
             )
     if not strict:
         raise ValueError("strict=False is for folders; DCP's way is a DefaultLoadPlanner(allow_partial_load=True)")
-    dcp_reader.load_by_dcp(state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **ranks)
-    return reader.Filled()
+    load_by_dcp(state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **ranks)
+    return Filled()
 
 
 def says_folder(storage: Any, checkpoint_id: CheckpointId | None) -> bool:
@@ -352,11 +355,11 @@ def _folder(checkpoint_id: CheckpointId | None, storage: Any = None) -> str:
         checkpoint_id = storage.path
     if checkpoint_id is None:
         raise ValueError("checkpoint_id, the folder of the checkpoint, is missing")
-    refuse_address(folder := os.fspath(checkpoint_id))
-    return folder
+    absolute_path(checkpoint_id)  # refuses an address
+    return os.fspath(checkpoint_id)
 
 
-def _existing(folder: str, *, overwrite: bool = True) -> Existing:
+def _existing(folder: str, *, overwrite: bool = True) -> Literal["refuse", "replace", "join"]:
     """What becomes of what is in ``folder``: as DCP has it, but a checkpoint that is alone there goes in one step."""
     folder, storage = os.path.realpath(folder), storage_for(folder)  # DCP follows links
     with contextlib.suppress(StorageError):  # the first rank says it, to all

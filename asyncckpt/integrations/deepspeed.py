@@ -20,11 +20,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from asyncckpt.config import Config
-from asyncckpt.engine import shared as engines
-from asyncckpt.format.write_request import Pointer
-from asyncckpt.planning.file_set import FileSet
-from asyncckpt.ranks.collectives import on_all
-from asyncckpt.storage import replace_or_set_aside
+from asyncckpt.extension import FileSet, Pointer, engines, on_all, replace_or_set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +79,7 @@ class _Saves:
             done = self._stock_save(save_dir, tag, client_state, False, *args, **options)
         finally:
             engine.checkpoint_engine = collecting.stock
-        ours = engines.shared.get(config=self._config)
+        ours = engines.get(config=self._config)
         save = ours.save(
             place,
             collecting.files,
@@ -96,7 +92,7 @@ class _Saves:
 
     def load_checkpoint(self, load_dir: Any, *args: Any, **options: Any) -> Any:
         """As the engine's, when all saves have ended."""
-        on_all(engines.shared.get(config=self._config).wait)  # only the first rank knows if ``latest`` is written
+        on_all(engines.get(config=self._config).wait)  # only the first rank knows if ``latest`` is written
         return self._stock_load(load_dir, *args, **options)
 
 

@@ -18,9 +18,7 @@ import torch
 from torch import serialization
 
 from asyncckpt.config import Config
-from asyncckpt.engine import shared as engines
-from asyncckpt.engine.engine import Engine
-from asyncckpt.save_handle import Save
+from asyncckpt.extension import Engine, Save, engines
 
 
 def torch_save(
@@ -55,7 +53,7 @@ def torch_save(
         CheckpointError: As ``Engine.save_file`` raises.
     """
     arguments = (obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
-    return save_by(lambda: engines.shared.get(alone=True, config=config), *arguments)
+    return save_by(lambda: engines.get(alone=True, config=config), *arguments)
 
 
 def save_by(

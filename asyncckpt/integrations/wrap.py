@@ -14,9 +14,9 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 from asyncckpt.config import Config, is_switched_on
+from asyncckpt.extension import Save
 from asyncckpt.integrations import dcp
 from asyncckpt.integrations.torch_file import torch_save
-from asyncckpt.save_handle import Save, SaveState
 
 # The parameters of these functions that say where to.
 _PLACES = ("f", "checkpoint_id", "storage_writer", "checkpoint_dir")
@@ -69,11 +69,11 @@ def _handled(save_fn: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(answer, Save):
             return answer
         if isinstance(answer, Future):
-            return Save(followed(path, answer))
+            return Save.of_another(path, answer)
         if isinstance(upload := getattr(answer, "upload_completion", None), Future):  # of DCP, by a stager of its own
-            return Save(followed(path, upload, answer.staging_completion))
+            return Save.of_another(path, upload, answer.staging_completion)
         if (finalize := getattr(getattr(save_fn, "__self__", None), "finalize_async_save", None)) is not None:
-            return _NvrxSave(path, finalize)
+            return _NvrxSave.begun(path, finalize)
         if type(answer).__name__ == "AsyncRequest":  # the caller has asked Megatron-LM for that
             return answer
         return Save.finished(path)
@@ -81,38 +81,21 @@ def _handled(save_fn: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
-def followed(path: str | os.PathLike[str], upload: Future[Any], staging: Future[Any] | None = None) -> SaveState:
-    """What is known of a save that somebody else makes.
-
-    Args:
-        path: Where it goes.
-        upload: Has its outcome.
-        staging: Is done when the tensors are copied; None: they are.
-    """
-    state = SaveState(path, None)
-    state.is_reported = True
-
-    def on_end(done: Future[Any]) -> None:
-        state.release_tensors()
-        state.end(done.exception())
-
-    if staging is None:
-        state.release_tensors()
-    else:
-        staging.add_done_callback(lambda _: state.release_tensors())
-    upload.add_done_callback(on_end)
-    return state
-
-
 class _NvrxSave(Save):
     """The handle of a save that nvrx makes. Whoever asks how it ends waits until nvrx has finalized it: it does not say
     how far it is, and knows no timeout.
     """
 
-    def __init__(self, path: str | os.PathLike[str], finalize: Callable[..., Any]) -> None:
-        self._outcome: Future[None] = Future()
-        super().__init__(followed(path, self._outcome))
-        self._finalize = finalize
+    _outcome: Future[None]
+    _finalize: Callable[..., Any]
+
+    @classmethod
+    def begun(cls, path: str | os.PathLike[str], finalize: Callable[..., Any]) -> _NvrxSave:
+        """Return the handle of a save that ``finalize`` finalizes."""
+        outcome = Future[None]()
+        save = cls.of_another(path, outcome)
+        save._outcome, save._finalize = outcome, finalize
+        return save
 
     def done(self) -> bool:
         if not self._outcome.done():

@@ -209,6 +209,35 @@ def same_modules() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
+def start_module(name: str) -> tuple[subprocess.Popen[bytes], SocketConnection]:
+    """Start a module as a process in a session of its own, which finds the same modules as this one.
+
+    Args:
+        name: The module. Its argument is the descriptor of its end of a socket.
+
+    Returns:
+        The process, and this end of the socket.
+
+    Raises:
+        WorkerDiedError: The host has refused it.
+    """
+    try:
+        occupy_standard_streams()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            command_line = [*run_module(name), str(theirs.fileno())]
+            fds = [theirs.fileno()]
+            environment = same_modules()
+            started = subprocess.Popen(
+                command_line, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True, env=environment
+            )
+            undo.pop_all()
+    except OSError as error:
+        raise not_started(f"{name} did not start:", error) from error
+    return started, SocketConnection(ours)
+
+
 def run_module(name: str) -> list[str]:
     """The command that runs a module, in the environment of ``same_modules``."""
     path = _module_folders()

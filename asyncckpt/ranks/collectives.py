@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from asyncckpt.errors import CheckpointError, located
+from asyncckpt.errors import CheckpointError, RankFailedError, located
 from asyncckpt.ranks.rounds import Call, check_same_call
 
 T = TypeVar("T")
@@ -76,6 +76,26 @@ def gather(value: T, process_group: Any = None) -> list[T]:
     if not many(process_group):
         return [value]
     return [pickle.loads(each) for each in _gathered(pickle.dumps(value), cpu_group(process_group))]
+
+
+def extremes(
+    values: Sequence[int], process_group: Any = None, timeout: float = COLLECTIVE_S
+) -> tuple[list[int], list[int]]:
+    """The least and the greatest of each of ``values`` among the ranks, by one small collective.
+
+    Raises ``RankFailedError`` if a rank does not come in ``timeout`` seconds.
+    """
+    if not many(process_group):
+        return list(values), list(values)
+    both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device="cpu")
+    try:
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cpu_group(process_group, timeout))
+    except RuntimeError as error:
+        raise RankFailedError(
+            f"asking the other ranks failed: {str(error).splitlines()[0]}; one of them may have died",
+            rank=dist.get_rank(),
+        ) from error
+    return (-both[len(values) :]).tolist(), both[: len(values)].tolist()
 
 
 def gather_to_first(value: T, process_group: Any = None) -> list[T]:

@@ -39,6 +39,11 @@ _FOR_ALL, _FOR_EACH, _FAILED = b"+", b"=", b"-"
 _FORGED = "a message to the ranks of this job comes from none of them"
 
 
+def round_name(kind: str, number: int) -> str:
+    """The name of the round of save ``number``; the number is the same on all ranks."""
+    return f"{kind}-{number}"
+
+
 class Rounds:
     """One rank's part in the rounds of its job.
 
@@ -47,11 +52,13 @@ class Rounds:
     gone, and ``SaveTimeoutError`` when it does not answer.
     """
 
+    name = staticmethod(round_name)
+
     def __init__(
         self,
         rendezvous: Rendezvous,
         timeout: float,
-        patience: Patience | None = None,
+        patience: Patience | float | None = None,
         connection: StoreConnection | None = None,
         silence: float | None = None,
     ) -> None:
@@ -60,14 +67,14 @@ class Rounds:
         Args:
             rendezvous: Where the store is, and which rank this is.
             timeout: Seconds that anything but a wait for other ranks may take.
-            patience: How long a store is waited for that does not listen yet; None: ``timeout``.
+            patience: How long a store is waited for that does not listen yet; also as seconds; None: ``timeout``.
             connection: To share that of another; None: one of its own.
             silence: Seconds for which the store may say nothing at all, as it does when it is stopped; None: as long
                 as a call may take.
         """
         self.rendezvous = rendezvous
         self.connection = connection or StoreConnection(rendezvous)
-        self.patience = patience or Patience(timeout)
+        self.patience = patience if isinstance(patience, Patience) else Patience(patience or timeout)
         self._behind = StoreConnection(rendezvous)
         self._timeout, self._silence = timeout, silence
 
@@ -334,11 +341,6 @@ class Rounds:
         if not hmac.compare_digest(seal, self._seal(key, value).encode()):
             raise RankFailedError(_FORGED)
         return value
-
-
-def round_name(kind: str, number: int) -> str:
-    """The name of the round of save ``number``; the number is the same on all ranks."""
-    return f"{kind}-{number}"
 
 
 class Call(NamedTuple):

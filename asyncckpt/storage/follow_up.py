@@ -8,6 +8,7 @@ the checkpoint is complete, the pointer names an older one, and the next save ad
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,10 +33,12 @@ def dated(pointer: Pointer, called_at: float) -> Pointer:
 def advance(pointer: Pointer) -> bool:
     """Have a pointer name its checkpoint, unless something is missing that it needs, or it names a newer one.
 
-    Returns whether it names the checkpoint now. Raises ``StorageError``.
+    A pointer without a time counts as newer than the file as it is. Returns whether it names the checkpoint now. Raises
+    ``StorageError``.
     """
     if not all(storage_for(path).exists(path) for path in pointer.needs):
         return False
+    pointer = pointer if pointer.at else dated(pointer, time.time())
     return storage_for(pointer.path).advance(pointer.path, pointer.text, pointer.at)
 
 

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from asyncckpt import Save, add_arguments, wrap_save
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointExistsError
-from asyncckpt.integrations.wrap import followed
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -63,7 +62,7 @@ def test_switched_off_dcp_saves(function: Any, by: str, tmp_path: Path, monkeypa
 
 def test_switched_off_what_dcp_fails_with_comes_from_the_handle(tmp_path: Path) -> None:
     future: Future[None] = Future()
-    handle = Save(followed(tmp_path, future))
+    handle = Save.of_another(tmp_path, future)
     assert not handle.done() and handle.staged()
     future.set_exception(OSError("as the test wants"))
     with pytest.raises(OSError, match="as the test wants"):

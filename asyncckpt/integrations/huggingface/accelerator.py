@@ -12,9 +12,8 @@ from typing import Any
 from accelerate import Accelerator, DistributedType
 
 from asyncckpt.config import Config
-from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError
-from asyncckpt.format.write_request import Rotation
+from asyncckpt.extension import Rotation, Save, engines, storage_for
 from asyncckpt.integrations.capture import (
     begin_save,
     capturing,
@@ -23,8 +22,6 @@ from asyncckpt.integrations.capture import (
     told_to_all,
     wait_for_dead_trainer,
 )
-from asyncckpt.save_handle import Save
-from asyncckpt.storage import storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +118,7 @@ class _AcceleratorSaves:
         self._stock_end()
 
     def _wait(self) -> None:
-        engines.shared.get(config=self._config).wait()
+        engines.get(config=self._config).wait()
 
 
 def _is_ours_to_take(place: str) -> bool:

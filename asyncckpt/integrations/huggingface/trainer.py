@@ -26,9 +26,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
 
 from asyncckpt.config import Config
-from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointError
-from asyncckpt.format.write_request import Rotation
+from asyncckpt.extension import Rotation, Save, engines
 from asyncckpt.integrations.capture import (
     Capture,
     begin_save,
@@ -38,7 +37,6 @@ from asyncckpt.integrations.capture import (
     told_to_all,
     wait_for_dead_trainer,
 )
-from asyncckpt.save_handle import Save
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +104,7 @@ class _TrainerSaves:
         """
         self._unsettled, self._has_saved, self._unannounced = [], False, None
         try:
-            engines.shared.get(config=self._config).wait()
+            engines.get(config=self._config).wait()
         except CheckpointError as error:
             logger.warning("of a training before this one: %s", error)
         return self._stock_train(*args, **options)
@@ -152,7 +150,7 @@ class _TrainerSaves:
         """As the trainer's, when all saves have ended, and older checkpoints are removed: it may load the best one."""
         self._settle(wait=True)
         if self._has_saved:
-            engines.shared.get(config=self._config).wait()  # raises what nobody was told of
+            engines.get(config=self._config).wait()  # raises what nobody was told of
         self._has_saved, self._unannounced = False, None
         return self._stock_finalize(*args, **options)
 

@@ -11,14 +11,10 @@ from typing import Any
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from asyncckpt.config import Config
-from asyncckpt.engine import shared as engines
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError
+from asyncckpt.extension import Engine, FileSet, Save, engines, replace_or_set_aside
 from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, local_place
 from asyncckpt.integrations.lightning.pending import Pending
-from asyncckpt.planning.file_set import FileSet
-from asyncckpt.save_handle import Save
-from asyncckpt.storage import replace_or_set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +62,7 @@ class AsyncckptIO(TorchCheckpointIO):
             return
         os.makedirs(os.path.dirname(place), exist_ok=True)
         self.pending.make_way(place)
-        engine = engines.shared.get(alone=True, config=self._config)
+        engine = engines.get(alone=True, config=self._config)
         self._begun(place, engine.save_file(place, checkpoint, follow_link=False), engine)
 
     def save_files(self, place: str, files: FileSet) -> None:
@@ -81,7 +77,7 @@ class AsyncckptIO(TorchCheckpointIO):
             CheckpointError: As ``Engine.save`` raises; an earlier save has failed, and nobody was told.
         """
         self.pending.make_way(place)
-        engine = engines.shared.get(config=self._config)
+        engine = engines.get(config=self._config)
         save = engine.save(place, files, existing=replace_or_set_aside(place))
         self._begun(place, save, engine)
 

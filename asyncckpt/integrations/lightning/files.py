@@ -11,7 +11,7 @@ from pathlib import Path
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from asyncckpt.storage import storage_for
+from asyncckpt.extension import storage_for
 
 logger = logging.getLogger(__name__)
 

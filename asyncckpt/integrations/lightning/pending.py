@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.extension import Save
 from asyncckpt.integrations.lightning.files import is_linked_to, link, remove
-from asyncckpt.save_handle import Save
 
 logger = logging.getLogger(__name__)
 

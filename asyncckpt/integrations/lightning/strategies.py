@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn import Module
 
 from asyncckpt.config import Config
+from asyncckpt.extension import FileSet
 from asyncckpt.integrations.lightning.checkpoint_io import AsyncckptIO
 from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, place_of
-from asyncckpt.planning.file_set import FileSet
 
 # As Lightning calls it: all that is neither a model nor an optimizer (lightning/fabric/strategies/fsdp.py).
 _METADATA_NAME = "meta.pt"

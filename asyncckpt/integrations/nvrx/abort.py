@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import TypeVar
 
+from asyncckpt.extension import give_up
 from asyncckpt.integrations.nvrx.queue import AsyncCallsQueue
-from asyncckpt.supervisor import known_supervisors
 
 T = TypeVar("T")
 
@@ -35,9 +34,7 @@ class AbortAsyncckpt:
 
     def __call__(self, state: T) -> T:
         """Give up; any thread may call, at any moment. Returns nvrx's ``state``."""
-        deadline = time.monotonic() + self._timeout
-        for supervisor in known_supervisors():
-            supervisor.give_up(max(0.0, deadline - time.monotonic()))
+        give_up(self._timeout)
         for queue in AsyncCallsQueue.get_instances():
             queue.give_up()
         return state

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,16 +18,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
-from asyncckpt.engine.shared import Engines
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, StorageError
 from asyncckpt.events import Event
-from asyncckpt.format.manifest import METADATA_NAME
-from asyncckpt.format.write_request import Existing
-from asyncckpt.loading.dcp_reader import CheckpointReader
-from asyncckpt.planning.plan import StateDict
-from asyncckpt.save_handle import Save
-from asyncckpt.storage.file_system import translated
+from asyncckpt.extension import METADATA_NAME, CheckpointReader, Engine, Engines, Save
 
 PlannedSave = tuple["FileSystemWriterAsync", Metadata | None, _DistWrapper]
 """The arguments of ``save_state_dict_async_finalize``."""
@@ -187,7 +180,7 @@ class CheckpointMetadataCache:
 
 
 def save_state_dict_async_plan(
-    state_dict: StateDict,
+    state_dict: Mapping[str, Any],
     storage_writer: FileSystemWriterAsync,
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
@@ -213,7 +206,7 @@ def save_state_dict_async_plan(
     """
     path = os.path.realpath(os.fspath(storage_writer.path))
     exists = not storage_writer.overwrite and os.path.exists(os.path.join(path, METADATA_NAME))
-    existing: Existing = "refuse" if exists else "join"
+    existing: Literal["refuse", "join"] = "refuse" if exists else "join"
     if enable_cache and planner is not None:
         _keep_local_plans(planner)
     try:
@@ -278,10 +271,12 @@ def save_state_dict_async_finalize(
 def _copy_file(path: str, to: str) -> None:
     """Copy a small file, in one step. Raises ``StorageError``."""
     partial = f"{to}.{os.getpid()}.tmp"
-    with translated("copying the metadata", to):
+    try:
         os.makedirs(os.path.dirname(to) or ".", exist_ok=True)
         shutil.copyfile(path, partial)
         os.replace(partial, to)
+    except OSError as error:
+        raise StorageError(f"copying the metadata failed: {error.strerror or error}", path=to) from error
 
 
 def write_exception(errors: Mapping[int, BaseException]) -> CheckpointException:

@@ -13,9 +13,9 @@ import contextlib
 import io
 import mmap
 import os
+import pickle
 import signal
 import socket
-import subprocess
 import threading
 import traceback
 from collections import deque
@@ -30,11 +30,7 @@ from multiprocess import reduction
 from multiprocess.connection import wait
 
 from asyncckpt.errors import CheckpointError, UnsavableStateError, WorkerDiedError
-from asyncckpt.link import messages
-from asyncckpt.link.process import not_started, occupy_standard_streams, run_module, same_modules, watched
-from asyncckpt.link.socket_connection import SocketConnection
-from asyncckpt.shm import budget
-from asyncckpt.shm.segment import Segment, round_up
+from asyncckpt.extension import SocketConnection, shared_memory, start_module
 
 _ALIGNMENT = 64
 
@@ -47,21 +43,7 @@ class Helper:
 
     def __init__(self) -> None:
         """Start it. Raises ``WorkerDiedError``."""
-        occupy_standard_streams()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [*run_module("asyncckpt.integrations.nvrx"), str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                    env=same_modules(),
-                )
-            except OSError as error:
-                ours.close()
-                raise not_started("the helper process did not start:", error) from error
-        self._connection = SocketConnection(ours)
+        self._process, self._connection = start_module("asyncckpt.integrations.nvrx")
         self._unanswered: deque[Future[None]] = deque()
         self.death: WorkerDiedError | None = None
         """How the process ended; None while it lives."""
@@ -97,10 +79,9 @@ class Helper:
             raise UnsavableStateError(
                 f"the request cannot be pickled for the helper process: {type(error).__name__}: {error}"
             ) from error
-        if pickler.nbytes:
-            budget.require(pickler.nbytes, "the tensors of a request", "leave more memory to it, or save less at once")
         future = Future[None]()
-        with Segment.create("asyncckpt", max(pickler.nbytes, 1)) as segment:
+        hint = "leave more memory to it, or save less at once"
+        with shared_memory(pickler.nbytes, "the tensors of a request", hint) as segment:
             pickler.copy_storages(segment.view)
             try:
                 self._unanswered.append(future)
@@ -129,10 +110,14 @@ class Helper:
         self._connection.close()
 
     def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError), watched(self._process.pid) as ended:
+        ended: list[int] = []
+        with contextlib.suppress(EOFError, OSError), contextlib.ExitStack() as opened:
+            with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python, without them
+                ended.append(os.pidfd_open(self._process.pid))
+                opened.callback(os.close, ended[0])
             # Its socket alone would not tell: a fork of it, of the function's own, may hold that open.
             while self._connection in wait([self._connection, *ended]):
-                error = messages.receive(self._connection)
+                error = pickle.loads(self._connection.recv_bytes())
                 future = self._unanswered.popleft()
                 if error is None:
                     future.set_result(None)
@@ -165,7 +150,7 @@ class _Pickler(reduction.ForkingPickler):  # type: ignore[misc]  # multiprocess 
             return None
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = storage, self.nbytes
-            self.nbytes = round_up(self.nbytes + storage.nbytes(), _ALIGNMENT)
+            self.nbytes = self.nbytes + -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
         return self._storages[storage._cdata][1], storage.nbytes(), dtype
 
     def copy_storages(self, memory: memoryview) -> None:
@@ -192,7 +177,7 @@ def serve(fd: int) -> None:
         error = _run(*task)
         del task  # it holds memory
         with contextlib.suppress(OSError):  # the trainer is gone; the tasks that it gave are run all the same
-            messages.send(connection, error)
+            connection.send_bytes(pickle.dumps(error))
 
 
 def _receive_all(connection: SocketConnection, tasks: SimpleQueue[Any]) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.config import Config
 from asyncckpt.errors import RankFailedError
+from asyncckpt.extension import Save, extremes, gather
 from asyncckpt.integrations.nvrx.filesystem import (
     StagedWrite,
     engine,
@@ -32,8 +33,6 @@ from asyncckpt.integrations.nvrx.filesystem import (
 )
 from asyncckpt.integrations.nvrx.helper import Helper
 from asyncckpt.integrations.torch_file import save_by
-from asyncckpt.ranks import collectives
-from asyncckpt.save_handle import Save
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +118,8 @@ class AsyncCall:
         Raises ``RankFailedError``.
         """
         mine = self.failures()
-        if not collectives.many(self.process_group):
-            return mine
         values = [self.request.call_idx, int(mine is not None), len(mine or ())]
-        least, most = _extremes(values, self.process_group)
+        least, most = extremes(values, self.process_group, Config().timeout)
         if least[0] != most[0]:
             raise RankFailedError(
                 f"the ranks have scheduled different requests: one finalizes call {least[0]}, another {most[0]}",
@@ -132,7 +129,7 @@ class AsyncCall:
             return None
         if self.is_save or not most[2]:
             return mine
-        return {rank: error for each in collectives.gather(mine or {}) for rank, error in each.items()}
+        return {rank: error for each in gather(mine or {}) for rank, error in each.items()}
 
 
 class AsyncCallsQueue:
@@ -356,18 +353,3 @@ def abort_nvrx_checkpoint() -> None:
     """Give up all that is under way in all queues, at once; the next request starts anew."""
     for queue in AsyncCallsQueue.get_instances():
         queue.close(abort=True)
-
-
-def _extremes(values: list[int], group: dist.ProcessGroup | None) -> tuple[list[int], list[int]]:
-    """The least and the greatest of each of ``values`` among the ranks, by a collective of the host."""
-    both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device="cpu")
-    try:
-        group = collectives.cpu_group(group, Config().timeout)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    except RuntimeError as error:
-        raise RankFailedError(
-            f"asking the other ranks failed: {str(error).splitlines()[0]}; one of them may have died",
-            rank=dist.get_rank(),
-        ) from error
-    most, least = both[: len(values)].tolist(), (-both[len(values) :]).tolist()
-    return least, most

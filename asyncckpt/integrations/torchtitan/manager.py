@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 from concurrent import futures
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,21 +18,24 @@ from torchtitan.observability import structured_logger
 from torchtitan.tools import filesystem
 
 from asyncckpt.config import Config as EngineConfig
-from asyncckpt.devices.captures import check_guarded_capture
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, StorageError
-from asyncckpt.format.write_request import Rotation
-from asyncckpt.integrations.torchtitan.held import newest_held
-from asyncckpt.integrations.torchtitan.steps import complete_steps, older_checkpoints
-from asyncckpt.link.root_claim import Claim
-from asyncckpt.link.root_lock import check_job
-from asyncckpt.loading.load import load
-from asyncckpt.loading.memory_source import MemorySource, load_image
-from asyncckpt.loading.source import is_stock, wait_for_attempts
-from asyncckpt.publication import job_of_checkpoints
-from asyncckpt.ranks.collectives import from_first, is_first
-from asyncckpt.save_handle import Save
-from asyncckpt.storage import absolute, refuse_address, replace_or_set_aside
+from asyncckpt.extension import (
+    Claim,
+    Engine,
+    Rotation,
+    Save,
+    absolute_path,
+    check_job,
+    from_first,
+    is_stock,
+    job_of_checkpoints,
+    load,
+    load_held,
+    replace_or_set_aside,
+    synchronize_staging,
+    wait_for_attempts,
+)
+from asyncckpt.integrations.torchtitan.steps import complete_steps, newest_held, older_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +68,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         super().__init__(quiet, base_folder=base_folder, **parts)
         if not self.enable:
             return
-        self.folder: str = absolute(filesystem.join(base_folder, config.folder))
-        refuse_address(self.folder)
+        self.folder: str = absolute_path(filesystem.join(base_folder, config.folder))
         if not self.load_only:
             try:
                 os.makedirs(self.folder, exist_ok=True)
@@ -79,7 +80,6 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         job, claim = job_of_checkpoints(self.folder, own.job_id), Claim(self.folder, own.job_id)
         self._engine = Engine(own, job=job, claim=claim)
         self.save_future: futures.Future[Any] | None = None
-        self._is_first = is_first(None)  # the process group may be gone by the time that this is closed
         self._is_model_alone = False  # what is being saved
         self._saves: list[Save] = []  # that had not ended when the newest began, and that
 
@@ -130,7 +130,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         step = int(os.path.basename(checkpoint_id).removeprefix("step-"))
         self._saves = [each for each in self._saves if not each.done()]
         rotation = None
-        if self.keep_latest_k > 0 and self._is_first and not self._is_model_alone:
+        if self.keep_latest_k > 0 and not self._is_model_alone:
             older = older_checkpoints(self.folder, step, [save.path for save in self._saves])
             rotation = Rotation(older, self.keep_latest_k - 1)
         existing = replace_or_set_aside(checkpoint_id)
@@ -145,10 +145,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         return None
 
     def _maybe_wait_for_staging(self) -> None:
-        copying = [save for save in self._saves if not save.staged()]
-        check_guarded_capture(copies_are_under_way=bool(copying))
-        for save in copying:
-            save.synchronize_staging(self._config.timeout)
+        synchronize_staging(self._saves, self._config.timeout)
 
     def _wait_for_saving(self) -> None:
         self._engine.wait()
@@ -178,7 +175,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             return
         self._fill(state_dict, checkpoint_id)
 
-    def _fill(self, states: dict[str, Any], path: str, source: MemorySource | None = None) -> None:
+    def _fill(self, states: dict[str, Any], path: str, source: Any = None) -> None:
         # Each rank asks for the state of its own data loader, and leaves those of the others.
         load(states, path, source=source, progress=self._config.progress, warns=False)
         self.states[MODEL].load_state_dict(states)
@@ -189,15 +186,14 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
 
     def _load_from_memory(self) -> bool:
         """Load what the worker of a dead trainer holds, if that is the newest there is. Returns whether it was."""
-        found = newest_held(self._engine, self.folder)
-        if found is None:
-            return False
-        with closing(found):
-            states = self._states_to_load(model_only=found.request.step == 0)
-            if not load_image(partial(self._fill, states), found):
-                return False
-        logger.info("loaded step %s from memory", found.request.step)
-        return True
+
+        def fill(path: str, source: Any) -> None:
+            self._fill(self._states_to_load(model_only=source.request.step == 0), path, source)
+
+        step = load_held(self._engine, partial(newest_held, self.folder), fill)
+        if step is not None:
+            logger.info("loaded step %s from memory", step)
+        return step is not None
 
     def _close(self) -> None:
         engine, error = getattr(self, "_engine", None), sys.exc_info()[1]

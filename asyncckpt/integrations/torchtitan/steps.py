@@ -6,10 +6,10 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from asyncckpt.errors import StorageError
-from asyncckpt.format.manifest import METADATA_NAME
-from asyncckpt.storage import storage_for
+from asyncckpt.extension import METADATA_NAME, storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,28 @@ def older_checkpoints(folder: str, step: int, under_way: Sequence[str]) -> tuple
     incomplete = found.keys() - set(complete) - {number for number, path in found.items() if path in under_way}
     order = sorted(found, key=lambda number: (number not in incomplete, number))
     return tuple(found[number] for number in order if number < step)
+
+
+def newest_held(folder: str, images: Sequence[Any]) -> Any:
+    """Return the newest of ``images``, which memory holds, that nothing in storage is newer than; None: there is none.
+
+    Args:
+        folder: The folder with the checkpoints.
+        images: As ``load_held`` gives them.
+
+    Raises:
+        StorageError: The folder cannot be looked through.
+    """
+    newest = max(complete_steps(folder), default=-1)
+    for each in images:
+        request, step = each.request, each.request.step or 0
+        if step < newest or request.path != os.path.join(folder, f"step-{step}"):
+            continue
+        if storage_for(request.path).is_finalized(request.path, request.attempt):
+            return each
+        if step > newest and not each.committed:  # else somebody has removed it, or replaced it
+            return each
+    return None
 
 
 def _named_steps(folder: str) -> list[tuple[int, str]]:

@@ -39,13 +39,11 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
 from asyncckpt.errors import CheckpointError, RankFailedError, VersionError
+from asyncckpt.extension import Rendezvous, Store, endpoint_scope
 from asyncckpt.integrations.verl.local_publication import LocalPublication
 from asyncckpt.integrations.verl.notices import NoticeBoard, PublishingActors
 from asyncckpt.integrations.verl.topology import Member, Peer, Role, roles
-from asyncckpt.link.endpoint import endpoint_scope
-from asyncckpt.link.messages import Rendezvous
-from asyncckpt.ranks.store import Store
-from asyncckpt.weights.weights import Weights
+from asyncckpt.weights import Weights
 
 BACKEND = "asyncckpt"
 

@@ -10,10 +10,7 @@ import torch
 from asyncckpt.config import Config
 from asyncckpt.errors import RankFailedError
 from asyncckpt.integrations.verl.notices import Notice, PublishingActors
-from asyncckpt.transfer.locator import Locator
-from asyncckpt.weights.publisher import WeightPublisher
-from asyncckpt.weights.subscriber import WeightSubscriber
-from asyncckpt.weights.weights import Weights
+from asyncckpt.weights import WeightPublisher, Weights, WeightSubscriber
 
 _PAUSE_S = 0.01
 
@@ -68,9 +65,7 @@ class LocalPublication:
             publisher = self._begin(actors, host, key)
         published = publisher.publish(weights, told[0][0], dtype=dtype, roll_back=True)
         self._last = published.version, published.epoch
-        locator = Locator.parse(publisher.locator or "")
-        addresses = [(each.host, each.port) for each in locator.addresses]
-        return Notice(published.version, published.epoch, addresses, locator.transport)
+        return Notice.of(published.version, published.epoch, publisher.locator or "")
 
     def withdraw(self) -> None:
         """Publish nothing any more: others do."""

@@ -11,39 +11,40 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import select
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, located
+from asyncckpt.extension import Rounds
 from asyncckpt.integrations.verl.topology import Member, Role
-from asyncckpt.link.open_saves import grace
-from asyncckpt.ranks.packing import pack, unpack
-from asyncckpt.ranks.rounds import Rounds, round_name
-from asyncckpt.ranks.store_connection import Patience
-from asyncckpt.transfer.locator import Locator
-from asyncckpt.transfer.requests import TransferAddress
 
 logger = logging.getLogger(__name__)
 
 _KIND = "weights"
 # Seconds that a worker looks for the store, which is there before a sync begins.
 _PATIENCE_S = 10.0
+# Seconds beyond the first actor's limit, for its conclusion to get to the others.
+_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What was published, and where other hosts get it: at these hosts and ports. The key does not go this way."""
+    """What was published, and where other hosts get it: the locator without its key, which does not go this way."""
 
     version: int
     epoch: int
-    addresses: Sequence[tuple[str, int]]
-    transport: str
+    places: str
+
+    @classmethod
+    def of(cls, version: int, epoch: int, locator: str) -> Notice:
+        """Return the notice of what is published there."""
+        return cls(version, epoch, locator.partition("@")[2])
 
     def locator(self, key: bytes) -> str:
-        """That of what was published."""
-        return str(Locator(key, tuple(TransferAddress(*each) for each in self.addresses), self.transport))
+        """Return the locator for those who have the ``key``."""
+        return f"asyncckpt://{key.hex()}@{self.places}"
 
     def check(self, version: int | None) -> None:
         """Raises ``RankFailedError`` if it is not of that ``version`` (None: whichever)."""
@@ -60,7 +61,7 @@ class NoticeBoard:
     def __init__(self, role: Role, timeout: float) -> None:
         self.role = role
         self._timeout = timeout
-        self._rounds = Rounds(role.rendezvous, timeout, Patience(_PATIENCE_S))
+        self._rounds = Rounds(role.rendezvous, timeout, _PATIENCE_S)
         self._gathered = 0
 
     @property
@@ -70,20 +71,20 @@ class NoticeBoard:
 
     def post(self, notice: Notice) -> None:
         """The first actor: tell what was published. What is posted first stays."""
-        self._rounds.conclude(round_name(_KIND, self.role.sync), json.dumps(asdict(notice)).encode())
+        self._rounds.conclude(Rounds.name(_KIND, self.role.sync), json.dumps(asdict(notice)).encode())
 
     def post_failure(self, error: BaseException) -> None:
         """The first actor: tell all who wait why nothing will be published in this sync."""
         found = located(error, otherwise=RankFailedError)
         try:
-            for name in (round_name(_KIND, self.role.sync), round_name(self._of_actors, self._gathered + 1)):
+            for name in (Rounds.name(_KIND, self.role.sync), Rounds.name(self._of_actors, self._gathered + 1)):
                 self._rounds.conclude_failed(name, found)
         except CheckpointError as trouble:  # the others will notice by themselves
             logger.warning("the other workers could not be told of a failure: %s", trouble)
 
     def wait(self) -> Notice:
         """Wait for what is published. Raises why it is not, or ``SaveTimeoutError``."""
-        return Notice(**json.loads(self._outcome(round_name(_KIND, self.role.sync), self._timeout)))
+        return Notice(**json.loads(self._outcome(Rounds.name(_KIND, self.role.sync), self._timeout)))
 
     def gather(self, value: bytes, processes: Processes) -> list[bytes]:
         """What each of the actors has that publish, in their order; by the same calls on all of them.
@@ -91,13 +92,13 @@ class NoticeBoard:
         Raises ``RankFailedError``: one of the ``processes`` has died, or does not answer.
         """
         self._gathered += 1
-        name, rounds = round_name(self._of_actors, self._gathered), self._rounds
+        name, rounds = Rounds.name(self._of_actors, self._gathered), self._rounds
         try:
             rounds.report(name, value)
             if self.role.rendezvous.rank:
-                return list(unpack(self._outcome(name, self._timeout + grace(self._timeout))))
+                return list(pickle.loads(self._outcome(name, self._timeout + _GRACE_S)))
             values = rounds.collect(name, self._timeout, lost=processes.lost)
-            rounds.conclude(name, pack(values))
+            rounds.conclude(name, pickle.dumps(values))
             rounds.clear(self._of_actors, self._gathered, keep=1)  # all have had what came of the one before
             return values
         except CheckpointError as error:
@@ -170,7 +171,7 @@ class PublishingActors:
     def all_gather(self, value: Any) -> list[Any]:
         if self.ranks == 1:
             return [value]
-        return [unpack(each) for each in self.notices.gather(pack(value), self._processes)]
+        return [pickle.loads(each) for each in self.notices.gather(pickle.dumps(value), self._processes)]
 
     def close(self) -> None:
         """Watch no process any more."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from asyncckpt.link.messages import Rendezvous
+from asyncckpt.extension import Rendezvous
 
 Part = Literal["publish", "iterate", "map"]
 """An actor that publishes; one that only helps to make the weights; a rollout, which maps what its host has."""

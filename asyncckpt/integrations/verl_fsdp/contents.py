@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import pickle
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,12 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from asyncckpt.errors import MismatchError
-from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
-from asyncckpt.loading.load import load
-from asyncckpt.loading.source import StorageSource
-from asyncckpt.loading.unpickle import load_metadata, load_object
-from asyncckpt.storage import storage_for
+from asyncckpt.errors import MismatchError, UntrustedValueError
+from asyncckpt.extension import MANIFEST_NAME, METADATA_NAME, CheckpointReader, StorageSource, load, storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +40,9 @@ def stored_names(path: str) -> list[str] | None:
     """
     if not storage_for(path).exists(os.path.join(path, MANIFEST_NAME)):
         return None
-    source = StorageSource(path)
-    if METADATA_NAME not in source.manifest.files:
+    if METADATA_NAME not in StorageSource(path).manifest.files:
         return []
-    return list(load_metadata(source.metadata(), path, weights_only=True).state_dict_metadata)
+    return list(CheckpointReader(path).read_metadata().state_dict_metadata)
 
 
 def model_state(model: Any, *, lora_only: bool = False) -> dict[str, Any]:
@@ -119,7 +115,10 @@ def read_extra(path: str, rank: int, ranks: int) -> tuple[dict[str, Any] | None,
 
     def read(of: int) -> Any:
         name = extra_name(of, saved)
-        return load_object(io.BytesIO(source.read(name)), name, path, weights_only=True)
+        try:
+            return torch.load(io.BytesIO(source.read(name)), weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise UntrustedValueError(f"{name} has an object that could run code: {error}", path=path) from error
 
     own = read(rank if rank < saved else 0)
     if rank >= saved:

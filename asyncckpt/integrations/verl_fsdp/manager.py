@@ -16,9 +16,17 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fs import is_non_local
 
 from asyncckpt.config import Config
-from asyncckpt.engine import shared as engines
-from asyncckpt.errors import CheckpointError
-from asyncckpt.format.manifest import MANIFEST_NAME
+from asyncckpt.errors import CheckpointError, StorageError
+from asyncckpt.extension import (
+    MANIFEST_NAME,
+    Save,
+    absolute_path,
+    engines,
+    from_first,
+    job_of_checkpoints,
+    on_all,
+    storage_for,
+)
 from asyncckpt.integrations.capture import begin_save, capturing, replaced, told_to_all
 from asyncckpt.integrations.verl_fsdp.contents import (
     extra_file,
@@ -31,10 +39,6 @@ from asyncckpt.integrations.verl_fsdp.contents import (
 )
 from asyncckpt.integrations.verl_fsdp.deferred import DeferredStep
 from asyncckpt.integrations.verl_fsdp.tracker import folder_of_tracker, latest_step, pointer_to
-from asyncckpt.publication import job_of_checkpoints
-from asyncckpt.ranks.collectives import from_first, on_all
-from asyncckpt.save_handle import Save
-from asyncckpt.storage import absolute, remove_old_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +97,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
             CheckpointError: As ``Engine.save`` and ``Save.result`` raise; an earlier save failed, and nobody was told.
         """
         if local_path is None:
-            engines.shared.get().wait()
+            engines.get().wait()
             self._remove_older()
             return
         if (reason := self._why_stock(local_path)) is not None:
@@ -104,7 +108,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
             return
         self._check("save", has_model=self.should_save_model, has_optimizer=self.should_save_optimizer)
         self._remove_older()
-        step, place = int(global_step), absolute(local_path)
+        step, place = int(global_step), absolute_path(local_path)
         publishes = self._begin_publishing(place)
         with told_to_all(place, step, None), capturing(os.path.basename(place), self._kind) as capture:
             self._capture_small_files(str(capture.folder), step)
@@ -138,7 +142,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
             CheckpointError: As ``loading.load`` raises.
             ValueError: A checkpoint of adapters has some that the model has not.
         """
-        path = None if local_path is None or is_non_local(local_path) else absolute(local_path)
+        path = None if local_path is None or is_non_local(local_path) else absolute_path(local_path)
         names = None if path is None else from_first(partial(stored_names, path))
         if path is None or names is None:
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
@@ -160,7 +164,10 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         """Remove checkpoints; those of ours lose their names first, and stay while somebody reads them."""
         for each in [path] if isinstance(path, str) else path:
             if os.path.lexists(os.path.join(each, MANIFEST_NAME)):
-                remove_old_checkpoint(os.path.abspath(each))
+                try:
+                    storage_for(each).remove_checkpoint(os.path.abspath(each))
+                except StorageError as error:
+                    logger.warning("an old checkpoint could not be removed: %s", error)
             else:
                 super().remove_previous_save_local_path(each)
 
@@ -176,7 +183,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
             return False
         if os.environ.get(PUBLISH_VARIABLE) != "1":
             return False
-        engines.shared.get(job=job_of_checkpoints(root, Config.from_env().job_id))
+        engines.get(job=job_of_checkpoints(root, Config.from_env().job_id))
         return True
 
     def _why_stock(self, local_path: str) -> str | None:
@@ -236,6 +243,6 @@ def _publish(save: Save, step: int) -> None:
     """Let readers have the weights where they are staged. What is wrong with that is no fault of the checkpoint."""
     try:
         # A training that is resumed goes back, and so do its readers.
-        engines.shared.get().publish(save, step, roll_back=True)
+        engines.get().publish(save, step, roll_back=True)
     except CheckpointError as error:
         logger.warning("the weights of step %d are not published: %s", step, error)

@@ -9,20 +9,16 @@ the trainers live.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
 import secrets
-import time
 from collections.abc import Sequence
 
 from asyncckpt.errors import StorageError
-from asyncckpt.format.write_request import Pointer
-from asyncckpt.loading.source import wait_for_attempts
-from asyncckpt.storage import storage_for
-from asyncckpt.storage.file_system import replace_text, sync_folder
-from asyncckpt.storage.follow_up import advance, dated
+from asyncckpt.extension import Pointer, advance, storage_for, wait_for_attempts
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +86,9 @@ class StepTracker:
         """
         folder = self.step_folder(step)
         _sync_files(folder, parts)
-        replace_text(os.path.join(folder, _NOTE), json.dumps(list(parts)))
-        sync_folder(self._folder)
-        if advance(dated(pointer_to(folder, parts), time.time())):
+        advance(Pointer(os.path.join(folder, _NOTE), json.dumps(list(parts))))
+        _sync(self._folder)
+        if advance(pointer_to(folder, parts)):
             logger.info("step %d is durable, and the latest", step)
         self._clean_up()
 
@@ -145,6 +141,17 @@ def _sync_files(folder: str, but: Sequence[str]) -> None:
         if above == folder:
             folders[:] = [name for name in folders if name not in but and not name.startswith(".")]
         for name in names:
-            with open(os.path.join(above, name), "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(above)
+            _sync(os.path.join(above, name))
+        _sync(above)
+
+
+def _sync(path: str) -> None:
+    """Make a file durable, or the names in a folder. Raises ``OSError``."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems have nothing to sync for a folder
+            raise
+    finally:
+        os.close(fd)

@@ -27,8 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from asyncckpt.errors import CheckpointError, UnsavableStateError, WeightsTimeoutError
 from asyncckpt.integrations.vllm import BACKEND, register
-from asyncckpt.publication import Publication
-from asyncckpt.weights import WeightPublisher, WeightSubscriber
+from asyncckpt.weights import Publication, WeightPublisher, WeightSubscriber
 
 logger = logging.getLogger(__name__)
 

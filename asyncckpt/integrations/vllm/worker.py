@@ -29,7 +29,6 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from asyncckpt.devices.kinds import wait_for
 from asyncckpt.errors import CheckpointNotFoundError, MismatchError
 from asyncckpt.integrations.vllm.agreement import acquire_together, is_last, raise_together
 from asyncckpt.weights import Weights, WeightSubscriber
@@ -170,7 +169,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
             with disable_mtp_completeness_check():
                 self.model.load_weights(weights.items())
             finalize_layerwise_reload(self.model, self.model_config)
-            wait_for(self.device)  # the copies that are queued read from what is leased
+            _wait_for(self.device)  # the copies that are queued read from what is leased
         except Exception as error:
             logger.exception("version %d of the weights at %r is not loaded", weights.version, address)
             _leave_half_loaded(self.model, self.model_config)
@@ -220,3 +219,9 @@ class LoadedVersion:
     def loaded_version(self) -> int | None:
         """The version that this worker's model has: ``llm.collective_rpc("loaded_version")`` asks all of them."""
         return self.weight_transfer_engine.version
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until ``device`` has done all that it was given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

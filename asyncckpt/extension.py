@@ -1,0 +1,157 @@
+"""Names for people who write an integration: they change only with a line in the changelog, as ``asyncckpt``'s do.
+
+An integration imports this module, ``asyncckpt``, and ``asyncckpt.config``, ``errors``, ``events``, ``telemetry`` and
+``weights``. Everything else in the package may change at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+from asyncckpt.engine.engine import Engine
+from asyncckpt.engine.saves import synchronize_staging
+from asyncckpt.engine.shared import Engines
+from asyncckpt.engine.shared import shared as engines
+from asyncckpt.errors import CheckpointError
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
+from asyncckpt.format.write_request import Pointer, Rotation
+from asyncckpt.link.endpoint import endpoint_scope
+from asyncckpt.link.messages import Rendezvous
+from asyncckpt.link.process import start_module
+from asyncckpt.link.root_claim import Claim
+from asyncckpt.link.root_lock import check_job
+from asyncckpt.link.socket_connection import SocketConnection
+from asyncckpt.loading.dcp_reader import CheckpointReader, load_by_dcp
+from asyncckpt.loading.load import Filled, load
+from asyncckpt.loading.memory_search import HeldAttempt, find_images
+from asyncckpt.loading.memory_source import chosen_source, load_image
+from asyncckpt.loading.source import StorageSource, is_stock, wait_for_attempts
+from asyncckpt.planning.file_set import FileSet
+from asyncckpt.publication import job_of_checkpoints
+from asyncckpt.ranks.collectives import extremes, from_first, gather, on_all
+from asyncckpt.ranks.rounds import Rounds
+from asyncckpt.ranks.store import Store
+from asyncckpt.save_handle import Save
+from asyncckpt.shm import budget
+from asyncckpt.shm.segment import Segment
+from asyncckpt.storage import absolute, refuse_address, replace_or_set_aside, storage_for
+from asyncckpt.storage.follow_up import advance
+from asyncckpt.supervisor import known_supervisors
+
+__all__ = [
+    "MANIFEST_NAME",
+    "METADATA_NAME",
+    "CheckpointReader",
+    "Claim",
+    "Engine",
+    "Engines",
+    "FileSet",
+    "Filled",
+    "Pointer",
+    "Rendezvous",
+    "Rotation",
+    "Rounds",
+    "Save",
+    "SocketConnection",
+    "StorageSource",
+    "Store",
+    "absolute_path",
+    "advance",
+    "check_job",
+    "endpoint_scope",
+    "engines",
+    "extremes",
+    "from_first",
+    "gather",
+    "give_up",
+    "job_of_checkpoints",
+    "is_stock",
+    "load",
+    "load_by_dcp",
+    "load_held",
+    "on_all",
+    "replace_or_set_aside",
+    "shared_memory",
+    "start_module",
+    "storage_for",
+    "synchronize_staging",
+    "wait_for_attempts",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return ``path`` from the root of the file system on, where "~" is the user's home.
+
+    Raises:
+        StorageError: The path is an address on an object store, or no file system can have it.
+    """
+    refuse_address(os.fspath(path))
+    return absolute(path)
+
+
+def load_held(
+    engine: Engine,
+    choose: Callable[[Sequence[HeldAttempt]], HeldAttempt | None],
+    fill: Callable[..., None],
+) -> int | None:
+    """Load a checkpoint that the workers of dead trainers hold in memory, the same one on all ranks.
+
+    Args:
+        engine: The engine that saves. Workers are found by its ``job``.
+        choose: Called on the first rank with whole images, the newest first. Each has the ``request`` of its save, with
+            path, step and attempt, and says whether that is ``committed``. Returns the one to load, if any.
+        fill: Loads the checkpoint, given its path and its ``source``, which are for ``load``.
+
+    Returns:
+        The step that was loaded; None if memory has no such checkpoint, and nothing was loaded.
+
+    Raises:
+        CheckpointError: As ``choose`` and ``fill`` raise.
+    """
+    if engine.job is None:
+        return None
+    try:
+        memory = engine.held()
+    except CheckpointError as error:
+        logger.warning("not loaded from memory: %s", error)
+        memory = None
+    images = find_images(engine.job, memory, engine.config.address)
+    source = chosen_source(
+        images, lambda found: choose([each for each in found.attempts() if each.is_whole]), engine.config.transport
+    )
+    if source is None:
+        return None
+    with closing(source):
+        return source.request.step if load_image(fill, source) else None
+
+
+def shared_memory(nbytes: int, purpose: str, hint: str) -> Segment:
+    """Return a new file of shared memory, which other processes get by its descriptor.
+
+    Args:
+        nbytes: Its size in bytes.
+        purpose: Use of the memory, for the error.
+        hint: Advice for the error.
+
+    Raises:
+        OutOfMemoryError: Too little memory is left.
+    """
+    budget.require(nbytes, purpose, hint)
+    return Segment.create("asyncckpt", max(nbytes, 1))
+
+
+def give_up(timeout: float) -> None:
+    """End all waits of this process's engines and publishers at once, so that it can begin anew; any thread may call.
+
+    Args:
+        timeout: Seconds that this may take.
+    """
+    deadline = time.monotonic() + timeout
+    for supervisor in known_supervisors():
+        supervisor.give_up(max(0.0, deadline - time.monotonic()))
