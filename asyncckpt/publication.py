@@ -176,7 +176,7 @@ def job_of_weights(address: str) -> str:
 
 
 def job_of_checkpoints(root: str | os.PathLike[str], job_id: str | None) -> str:
-    """The job of a ``Checkpointer``, see ``Config.job_id``."""
+    """Return the name of the job that saves to ``root``; see ``Config.job_id``."""
     place = absolute(root)
     return f"{place if is_address(place) else os.path.realpath(place)}\n{job_id or ''}"
 

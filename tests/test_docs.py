@@ -58,7 +58,12 @@ def _imported(block: Block) -> Iterator[str]:
 @functools.cache
 def _public() -> dict[str, griffe.Object | griffe.Alias]:
     """All that is public, by where it is defined."""
-    packages = [_package(), _found("asyncckpt.weights"), *_found(_INTEGRATIONS).modules.values()]
+    packages = [
+        _package(),
+        _found("asyncckpt.weights"),
+        _found("asyncckpt.extension"),
+        *_found(_INTEGRATIONS).modules.values(),
+    ]
     names = {name for package in packages for name in _exported(package)}
     names |= {each.path for each in _found("asyncckpt.errors").classes.values()}
     # And what a page tells users to import.

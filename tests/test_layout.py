@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import asyncckpt
+from asyncckpt import extension
 
 HERE = Path(__file__).parent.parent
 FOLDERS = {"asyncckpt": HERE / "asyncckpt", "asyncckpt.worker": HERE / "worker", "asyncckpt.shm": HERE / "shm"}
@@ -32,6 +34,7 @@ LINE = (
     ("staging", "loading"),
     ("engine", "weights", "exporting"),
     ("checkpointer", "report"),
+    ("extension",),
     ("integrations",),
     ("__init__",),
     ("demo",),
@@ -118,6 +121,25 @@ def test_there_are_no_cycles() -> None:
 
     for module in MODULES:
         look_at(module)
+
+
+def test_integrations_import_public_names_only() -> None:
+    public = ("asyncckpt", *(f"asyncckpt.{name}" for name in ("config", "errors", "events", "weights", "extension")))
+    for module, tree in TREES.items():
+        for node in ast.walk(tree) if _room(module) == "integrations" else ():
+            if isinstance(node, ast.Import):
+                assert not any(name.name.startswith("asyncckpt.") for name in node.names), module
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "asyncckpt":
+                room = _room(f"{node.module}.")
+                assert node.module in public or room in ("telemetry", "integrations"), f"{module}: {node.module}"
+
+
+def test_the_page_on_the_extension_has_its_names() -> None:
+    page = (HERE / "docs/reference/extension.md").read_text()
+    rows = [line for line in page[page.index("## The names") : page.index("## Saving")].splitlines() if "| `" in line]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert sorted(extension.__all__) == sorted(named) and len(extension.__all__) < 40
+    assert all(hasattr(extension, name) for name in extension.__all__)
 
 
 def test_integrations_know_each_other_only_where_one_stands_on_another() -> None:

@@ -100,9 +100,9 @@ class Engine(AbstractContextManager["Engine"]):
     def prepare(
         self, state_dict: StateDict | FileSet, planner: SavePlanner | None = None, path: str | None = None
     ) -> None:
-        """Do all that a first save would have to, and copy the tensors once to warm up. Raises as ``save`` does.
+        """Do all that a first save of ``state_dict``, by ``planner``, would have to, and copy its tensors to warm up.
 
-        ``path``: where such a save may go, which is looked at; None: nobody knows.
+        ``path``: where such a save may go, which is looked at; None: nobody knows. Raises as ``save`` does.
         """
 
         def check() -> None:
@@ -255,7 +255,10 @@ class Engine(AbstractContextManager["Engine"]):
             return self._memory
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all saves have ended, and what follows those of any engine. Raises as ``close``."""
+        """Wait until all saves have ended, and what follows those of any engine, for at most ``timeout`` seconds.
+
+        Raises as ``close``.
+        """
         self._turn.take()
         self._saves.wait(timeout)
         wait_for_actions(self.config.timeout if timeout is None else timeout)

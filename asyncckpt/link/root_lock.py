@@ -156,7 +156,7 @@ def is_finishing(root: str) -> bool:
 
 
 def check_job(root: str, job_id: str | None) -> None:
-    """Raise ``JobTakenError`` where the folder ``root`` is of another job."""
+    """Raise ``JobTakenError`` if the folder ``root`` belongs to another job than ``job_id``."""
     if job_id is None:
         return
     with contextlib.suppress(OSError):  # nobody has ever claimed it, or nobody can say

@@ -115,7 +115,7 @@ class SocketConnection(Connection):
         return descriptor
 
     def receive_segment(self, *, writable: bool = True) -> Segment:
-        """Wait for a memory file, and map it. The file is taken off the socket in any case.
+        """Wait for a memory file, and map it, ``writable`` or not. The file is taken off the socket in any case.
 
         Raises ``EOFError``, ``OSError``; ``OutOfMemoryError`` if this process has no room for it.
         """

@@ -241,7 +241,7 @@ class StorageSource:
         return [name for name, its in files if "index" in its and "/" not in name and name.endswith(".distcp")]
 
     def open(self, name: str, opened: Callable[[str], InputFile] | None = None) -> ChecksummedFile:
-        """``opened``: how a path is opened; None: as its storage does."""
+        """Open the data file ``name``. ``opened``: how a path is opened; None: as its storage does."""
         if "index" not in self._facts(name):
             raise DamagedCheckpointError("this is no data file with an index", path=os.path.join(self.path, name))
         index, path = self.index(name), self._checked(name)

@@ -32,7 +32,10 @@ _cpu_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[float, ProcessGroup]] 
 
 
 def on_all(do: Callable[[], T], process_group: Any = None) -> T:
-    """What ``do`` returns on this rank. If it raises on any rank, all ranks raise the first rank's error."""
+    """Return what ``do`` returns on this rank. If it raises on any rank, all ranks raise the first rank's error.
+
+    ``process_group``: the ranks; None: the whole job; False: this process alone.
+    """
     if not many(process_group):
         return do()
     failure: CheckpointError | None = None
@@ -49,10 +52,10 @@ def on_all(do: Callable[[], T], process_group: Any = None) -> T:
 def from_first(
     do: Callable[[], T], process_group: Any = None, timeout: float = COLLECTIVE_S, start_timeout: float = 0.0
 ) -> T:
-    """What ``do`` returns on the first rank, on all ranks; or what it raises there, on all ranks.
+    """Return what ``do`` returns on the first rank, on all ranks; or raise its error, on all ranks.
 
-    Raises torch's ``RuntimeError`` where not all ranks have come in ``timeout`` seconds, and ``start_timeout`` more
-    that the first one may take before.
+    ``process_group``: as of ``on_all``. Raises torch's ``RuntimeError`` where not all ranks have come in ``timeout``
+    seconds, and ``start_timeout`` more that the first one may take before.
     """
     if not many(process_group):
         return do()
@@ -72,7 +75,7 @@ def from_first(
 
 
 def gather(value: T, process_group: Any = None) -> list[T]:
-    """The values of all ranks, in their order."""
+    """Return the ``value`` of each rank, in their order. ``process_group``: as of ``on_all``."""
     if not many(process_group):
         return [value]
     return [pickle.loads(each) for each in _gathered(pickle.dumps(value), cpu_group(process_group))]
@@ -81,9 +84,9 @@ def gather(value: T, process_group: Any = None) -> list[T]:
 def extremes(
     values: Sequence[int], process_group: Any = None, timeout: float = COLLECTIVE_S
 ) -> tuple[list[int], list[int]]:
-    """The least and the greatest of each of ``values`` among the ranks, by one small collective.
+    """Return the least and the greatest of each of ``values`` among the ranks, by one small collective.
 
-    Raises ``RankFailedError`` if a rank does not come in ``timeout`` seconds.
+    ``process_group``: as of ``on_all``. Raises ``RankFailedError`` if a rank does not come in ``timeout`` seconds.
     """
     if not many(process_group):
         return list(values), list(values)

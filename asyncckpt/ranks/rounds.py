@@ -147,7 +147,7 @@ class Rounds:
         return [self._opened(f"{keys}/value/{rank}", reports.get(rank, b"")) for rank in range(every)]
 
     def who_reported(self, name: str) -> set[int]:
-        """The ranks that have reported in a round that nobody collects yet."""
+        """Return the ranks that have reported in the round ``name``, which nobody collects yet."""
         return self._call(lambda store: store.fields(f"{self._keys(name)}/reports"))
 
     def conclude(self, name: str, outcome: bytes) -> None:
@@ -170,17 +170,17 @@ class Rounds:
         self._call(send)
 
     def conclude_soon(self, name: str, outcome: bytes, timeout: float) -> Future[None]:
-        """As ``conclude``, unless it is concluded, as soon as the store can be reached; see ``report_soon``."""
+        """As ``conclude`` of ``name`` by ``outcome``, unless it is concluded; ``timeout``: see ``report_soon``."""
         key = f"{self._keys(name)}/outcome"
         text = self._sealed(key, _FOR_ALL + outcome)
         return self._behind.start(lambda store: store.offer(key, 0, text), timeout)
 
     def conclude_failed(self, name: str, error: CheckpointError) -> None:
-        """First rank: tell all that the round has failed, unless it is concluded already."""
+        """First rank: tell all that the round ``name`` has failed with ``error``, unless it is concluded already."""
         self._call(self._concluding_failed(name, error))
 
     def conclude_failed_soon(self, name: str, error: CheckpointError, timeout: float) -> Future[None]:
-        """As ``conclude_failed``, as soon as the store can be reached; see ``report_soon``."""
+        """As ``conclude_failed`` of ``name`` with ``error``; ``timeout``: see ``report_soon``."""
         return self._behind.start(self._concluding_failed(name, error), timeout)
 
     def outcome(self, name: str, timeout: float) -> bytes | CheckpointError:
@@ -206,7 +206,7 @@ class Rounds:
         return outcome[1:]
 
     def store_id(self, timeout: float) -> bytes:
-        """Which store this is: a worker that takes the place of a dead one hosts another, at the same address."""
+        """Return which store this is, in ``timeout`` seconds: a worker in the place of a dead one hosts another."""
         return self._call(lambda store: store.id, timeout)
 
     def impatient(self, silence: float) -> Rounds:
@@ -235,13 +235,13 @@ class Rounds:
         self._call(lambda store: store.put(key, 0, self._sealed(key, value)))
 
     def put_soon(self, name: str, value: bytes, timeout: float) -> Future[None]:
-        """As ``put``, as soon as the store can be reached; see ``report_soon``."""
+        """As ``put`` of ``value`` as ``name``; ``timeout``: see ``report_soon``."""
         key = f"{self._keys(name)}/{self.rendezvous.rank}"
         sealed = self._sealed(key, value)
         return self._behind.start(lambda store: store.put(key, 0, sealed), timeout)
 
     def get(self, name: str, rank: int) -> bytes | None:
-        """What ``rank`` has put there; None: nothing yet."""
+        """Return what ``rank`` has put as ``name``; None: nothing."""
         key = f"{self._keys(name)}/{rank}"
         found = self._get(key)
         return None if found is None else self._opened(key, found)
@@ -252,7 +252,7 @@ class Rounds:
         self._call(lambda store: store.put(key, 0, self._sealed(key, b"1")))
 
     def is_flag_set(self, name: str) -> bool:
-        """Whether some rank has set that flag."""
+        """Return whether some rank has set the flag ``name``."""
         key = self._keys(f"flag/{name}")
         flag = self._get(key)
         return flag is not None and self._opened(key, flag) == b"1"
