@@ -92,7 +92,7 @@ class _AcceleratorSaves:
                 del capture.files.contents[name]
         rotation = None
         self._under_way = [each for each in self._under_way if not each.done()]
-        if root is not None and project.total_limit is not None:
+        if root is not None and project.total_limit is not None and accelerator.is_main_process:
             # The newest stays, whatever its number: after a restart accelerate counts from the beginning.
             others = {*_numbered(root), *(each.path for each in self._under_way)} - {place}
             rotation = Rotation(tuple(sorted(others, key=_number)), max(project.total_limit, 1) - 1)

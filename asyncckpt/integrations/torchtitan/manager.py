@@ -80,6 +80,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         job, claim = job_of_checkpoints(self.folder, own.job_id), Claim(self.folder, own.job_id)
         self._engine = Engine(own, job=job, claim=claim)
         self.save_future: futures.Future[Any] | None = None
+        self._is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         self._is_model_alone = False  # what is being saved
         self._saves: list[Save] = []  # that had not ended when the newest began, and that
 
@@ -130,7 +131,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         step = int(os.path.basename(checkpoint_id).removeprefix("step-"))
         self._saves = [each for each in self._saves if not each.done()]
         rotation = None
-        if self.keep_latest_k > 0 and not self._is_model_alone:
+        if self.keep_latest_k > 0 and not self._is_model_alone and self._is_first:
             older = older_checkpoints(self.folder, step, [save.path for save in self._saves])
             rotation = Rotation(older, self.keep_latest_k - 1)
         existing = replace_or_set_aside(checkpoint_id)
