@@ -3,8 +3,8 @@
     engine, *_ = deepspeed.initialize(...)
     attach(engine)  # then engine.save_checkpoint(folder) as ever
 
-All that the ranks save under one tag is one set of files. It is in the folder of the tag in one step, when all of it is
-durable, and then the first rank's worker has ``latest`` name that tag, also after the trainer was killed.
+The files of all ranks under one tag are one set. The set gets the name of the tag in one step, when all files are
+durable. Then the first rank's worker has ``latest`` name that tag, also after the trainer was killed.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 def dated(pointer: Pointer, called_at: float) -> Pointer:
     """Return the pointer with the time of a save that begins now, at ``called_at`` seconds since the epoch.
 
-    The time is later than that of the file as it is: whatever the file names now is older, whichever host's clock has
-    dated it. Raises ``StorageError``.
+    The time is later than the file's: the file names an older save now, whichever host's clock has dated it. Raises
+    ``StorageError``.
     """
     stamp = None if is_address(pointer.path) else storage_for(pointer.path).stamp(pointer.path)
     at = int(called_at * 1e9)
@@ -31,9 +31,9 @@ def dated(pointer: Pointer, called_at: float) -> Pointer:
 
 
 def advance(pointer: Pointer) -> bool:
-    """Have a pointer name its checkpoint, unless something is missing that it needs, or it names a newer one.
+    """Have a pointer name its checkpoint, unless it names a newer one or needs a path that is missing.
 
-    A pointer without a time counts as newer than the file as it is. Returns whether it names the checkpoint now. Raises
+    A pointer without a time counts as newer than the file. Returns whether it names the checkpoint now. Raises
     ``StorageError``.
     """
     if not all(storage_for(path).exists(path) for path in pointer.needs):

@@ -69,7 +69,7 @@ def enable(trainer: Trainer, config: Config | None = None) -> None:
 
 @dataclass
 class _Unsettled:
-    """A save that nobody was told of yet."""
+    """A save before its callbacks are called."""
 
     save: Save
     state: Any
@@ -173,7 +173,7 @@ class _TrainerSaves:
         return control
 
     def _settle(self, *, wait: bool) -> None:
-        """Tell of the saves that have ended; with ``wait`` of all. Of a failure the engine tells: on all ranks."""
+        """Tell of the saves that have ended; with ``wait`` of all. The engine raises a failure, on all ranks."""
         while self._unsettled and (wait or self._unsettled[0].save.done()):
             ended = self._unsettled.pop(0)
             if (failure := ended.save.future.exception()) is None:

@@ -25,7 +25,7 @@ _PARTS = ("actor", "critic")  # as verl's trainers call their folders
 
 
 def wrap(trainer_class: Any) -> None:
-    """Have the trainers of a class save in the background. Those that save in a way of their own go on doing that.
+    """Have the trainers of a class save in the background. Trainers with a save of their own keep it.
 
     Args:
         trainer_class: ``RayPPOTrainer``, or one that saves as it does.

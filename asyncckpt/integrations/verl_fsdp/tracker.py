@@ -1,10 +1,9 @@
 """verl's file with the latest step, advanced when all of a step is durable.
 
-A step has several parts: the checkpoints of actor and critic, which are saves of different workers, and the files that
-the driver of the job writes itself. The driver ends with a note, in the folder of the step, that names the parts. Each
-worker advances the tracker when its part is durable, and the driver when it has written its note; each of them does so
-only if the note and all parts are there. The last of them therefore advances it, whichever it is, and whether or not
-the trainers live.
+A step has several parts: the checkpoints of actor and critic, saved by different workers, and the driver's own files.
+The driver ends with a note in the folder of the step, which names the parts. Each worker tries to advance the tracker
+when its part is durable, and the driver when its note is. An attempt succeeds only if the note and all parts exist.
+The last of them therefore advances the tracker, even if the trainers are dead.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def folder_of_tracker(path: str) -> str | None:
     """Return the folder with the tracker for a checkpoint of verl's; None: it has none.
 
     Args:
-        path: Of the checkpoint: ``folder/global_step_10``, or ``folder/global_step_10/actor``.
+        path: Path of the checkpoint: ``folder/global_step_10``, or ``folder/global_step_10/actor``.
     """
     above = os.path.dirname(path)
     if _STEP.fullmatch(os.path.basename(path)):
@@ -49,7 +48,7 @@ def latest_step(folder: str) -> int | None:
 
 
 def pointer_to(step_folder: str, parts: Sequence[str]) -> Pointer:
-    """Return the tracker as a pointer that advances to a step when its note and all its ``parts`` are there."""
+    """Return the tracker as a pointer to a step, which advances when its note and all its ``parts`` exist."""
     folder, name = os.path.split(step_folder)
     needs = tuple(os.path.join(step_folder, each) for each in (*parts, _NOTE))
     return Pointer(os.path.join(folder, _TRACKER), name.removeprefix("global_step_"), needs)
@@ -67,18 +66,18 @@ class StepTracker:
         """
         self._folder, self._timeout = folder, timeout
         self._littered: list[str] = []
-        """Folders of steps in which killed workers have left something."""
+        """Folders of steps with remains of killed workers."""
 
     def step_folder(self, step: int) -> str:
         """Return the folder in which verl has the checkpoints of ``step``."""
         return os.path.join(self._folder, f"global_step_{step}")
 
     def complete(self, step: int, parts: Sequence[str]) -> None:
-        """Advance to ``step``, now or as soon as its parts are there. The driver has written all the rest of it.
+        """Advance to ``step``, now or as soon as its parts exist. The driver has written the rest of the step.
 
         Args:
             step: The step.
-            parts: The folders in that of the step which get their names when they are durable.
+            parts: Names of folders in that of the step. They appear when they are durable.
 
         Raises:
             OSError: The driver's own files cannot be made durable.
@@ -112,9 +111,9 @@ class StepTracker:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """Remove what killed workers left, once it is so old that nobody can be writing it.
+        """Remove the remains of killed workers, once they are so old that nobody can be writing them.
 
-        The workers do that beside what they write, and so in the folder of a step only if that is saved again.
+        A save removes old remains in its own folder. The folder of a step is saved to again only if the step is.
         """
         storage, left = storage_for(self._folder), []
         for folder in self._littered:
@@ -136,7 +135,7 @@ def _is_littered(folder: str) -> bool:
 
 
 def _sync_files(folder: str, but: Sequence[str]) -> None:
-    """Make durable what is in ``folder``, but for some of the folders in it, and hidden ones."""
+    """Make the files in ``folder`` durable, without the folders ``but`` in it, and without hidden ones."""
     for above, folders, names in os.walk(folder):
         if above == folder:
             folders[:] = [name for name in folders if name not in but and not name.startswith(".")]
