@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from support.workers import Faulty
+from support.workers import Faulty, wait_for
 
 from asyncckpt.errors import StorageError
 from asyncckpt.integrations import huggingface
@@ -71,7 +71,7 @@ def test_accelerate_removes_states_when_a_newer_is_durable(tmp_path: Path, gate:
     assert [each.name for each in folder.glob("checkpoint_*")] == ["checkpoint_0"]
     gate.touch()
     loop.accelerator.end_training()
-    assert sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_2"]
+    wait_for(lambda: sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_2"])  # the files of the other go later
     (folder / ".checkpoint_3.0-1.partial").mkdir()  # of a save that was killed
     with pytest.raises(ValueError, match="there already"):
         loop.accelerator.project_configuration.iteration = 2
@@ -95,7 +95,7 @@ def test_the_newest_stays_whatever_its_number(tmp_path: Path) -> None:
     loop = Loop(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
     loop.accelerator.save_state()
     loop.accelerator.end_training()
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0", "checkpoint_9"]
+    wait_for(lambda: sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0", "checkpoint_9"])
 
 
 def test_a_folder_with_other_files_is_left_to_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

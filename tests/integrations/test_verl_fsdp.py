@@ -69,7 +69,7 @@ def latest(folder: Path) -> int | None:
 
 
 def files_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir() if not path.name.startswith(("__", "."))}
+    return {path.name for path in folder.iterdir() if not path.name.startswith(("__", ".", "asyncckpt_"))}
 
 
 def saves_and_resumes(verl: Any, folder: Path) -> None:
@@ -196,7 +196,7 @@ def killed_and_not_started_again(verl: Any, folder: Path) -> None:
     wait_for(lambda: latest(folder) == 2)
     assert (folder / "global_step_2" / "critic" / "asyncckpt.json").exists()
     # A driver that was killed before it had written its own: nobody names that step.
-    (folder / "global_step_2" / ".asyncckpt_parts.json").unlink()
+    (folder / "global_step_2" / "asyncckpt_parts.json").unlink()
     os.utime(folder / TRACKER)
     (folder / TRACKER).write_text("1")
     with verl.group(1, folder, seed=9) as actor, verl.group(1, folder, seed=9) as critic:

@@ -8,6 +8,7 @@ The last of them therefore advances the tracker, even if the trainers are dead.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _STEP = re.compile(r"global_step_(\d+)")
-_NOTE = ".asyncckpt_parts.json"
+_NOTE = "asyncckpt_parts.json"
 
 
 def folder_of_tracker(path: str) -> str | None:
@@ -99,6 +100,8 @@ class StepTracker:
         noted: list[tuple[int, str]] = []
         for name in filter(_STEP.fullmatch, storage_for(self._folder).names_in(self._folder)):
             folder = os.path.join(self._folder, name)
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(folder, f".{_NOTE}.new"))  # of a driver that was killed as it wrote its note
             if _is_littered(folder):
                 self._littered.append(folder)
             if (stamp := storage_for(folder).stamp(os.path.join(folder, _NOTE))) is not None:
@@ -131,7 +134,7 @@ class StepTracker:
 
 
 def _is_littered(folder: str) -> bool:
-    return any(name.startswith(".") and _NOTE not in name for name in storage_for(folder).names_in(folder))
+    return any(name.startswith(".") for name in storage_for(folder).names_in(folder))
 
 
 def _sync_files(folder: str, but: Sequence[str]) -> None:
