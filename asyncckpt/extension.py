@@ -20,9 +20,8 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.format.write_request import Pointer, Rotation
 from asyncckpt.link.endpoint import endpoint_scope
-from asyncckpt.link.messages import Rendezvous
+from asyncckpt.link.messages import Claim, Rendezvous
 from asyncckpt.link.process import start_module
-from asyncckpt.link.root_claim import Claim
 from asyncckpt.link.root_lock import check_job
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.loading.dcp_reader import CheckpointReader, load_by_dcp

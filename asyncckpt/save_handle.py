@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.errors import SaveTimeoutError
-from asyncckpt.flag import Flag
+from asyncckpt.threads import Flag
 
 logger = logging.getLogger(__name__)
 

@@ -30,10 +30,8 @@ from asyncckpt.errors import (
     unless_interrupt,
 )
 from asyncckpt.events import Event
-from asyncckpt.flag import Flag
-from asyncckpt.format.manifest import own_version
+from asyncckpt.format.manifest import note, own_version
 from asyncckpt.format.segment_layout import CheckpointLayout
-from asyncckpt.format.timings import note
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link.messages import Committed
 from asyncckpt.planning.plan import CheckpointPlan
@@ -47,6 +45,7 @@ from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
 from asyncckpt.storage.follow_up import dated, follow_up, remove_rest
+from asyncckpt.threads import Flag
 
 logger = logging.getLogger(__name__)
 
