@@ -24,7 +24,7 @@ from asyncckpt.engine.save_input import check_file_set_place
 from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
 from asyncckpt.interval import Advice, parse_duration
-from asyncckpt.link.root_claim import Claim
+from asyncckpt.link.messages import Claim
 from asyncckpt.loading.load import load
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet

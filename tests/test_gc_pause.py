@@ -13,7 +13,7 @@ from support.interrupts import interrupted_everywhere
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from asyncckpt import UnsavableStateError, async_save
-from asyncckpt.gc_pause import without_gc
+from asyncckpt.threads import without_gc
 
 
 @without_gc
@@ -37,7 +37,7 @@ def test_it_ends_however_it_ends() -> None:
 
 
 def test_it_ends_wherever_it_is_interrupted() -> None:
-    for _ in interrupted_everywhere(_within, "gc_pause.py"):
+    for _ in interrupted_everywhere(_within, "threads.py"):
         assert gc.isenabled()
 
 

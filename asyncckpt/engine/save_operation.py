@@ -23,10 +23,8 @@ from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.save_events import EventsOfSave
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError, is_interrupt, unless_interrupt
 from asyncckpt.events import Event
-from asyncckpt.flag import Flag
-from asyncckpt.format.manifest import own_version
+from asyncckpt.format.manifest import note, own_version
 from asyncckpt.format.segment_layout import CheckpointLayout
-from asyncckpt.format.timings import note
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link.messages import Committed
 from asyncckpt.planning.plan import CheckpointPlan
@@ -39,6 +37,7 @@ from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
+from asyncckpt.threads import Flag
 
 logger = logging.getLogger(__name__)
 

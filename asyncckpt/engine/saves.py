@@ -20,8 +20,7 @@ from asyncckpt.errors import (
     located,
 )
 from asyncckpt.format.write_request import Existing
-from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.open_saves import TrackedSave, longest
+from asyncckpt.link.client import TrackedSave, WorkerClient, longest
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import exists_error

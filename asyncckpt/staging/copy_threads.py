@@ -10,8 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.flag import Flag
-from asyncckpt.threads import start
+from asyncckpt.threads import Flag, start
 
 logger = logging.getLogger(__name__)
 

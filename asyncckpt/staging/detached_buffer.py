@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.format.held_image import HeldImage
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
+from asyncckpt.format.write_request import HeldImage
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.messages import Release
 from asyncckpt.shm.segment import Segment

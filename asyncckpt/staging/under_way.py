@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from asyncckpt.errors import SaveTimeoutError
-from asyncckpt.flag import Flag
+from asyncckpt.threads import Flag
 
 _copies: weakref.WeakValueDictionary[int, Flag] = weakref.WeakValueDictionary()
 
