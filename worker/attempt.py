@@ -33,7 +33,7 @@ class Attempt(ABC):
     at the end ``release`` or ``discard`` on all.
 
     ``opened`` is the attempt on storage. ``direct``: whether the page cache was bypassed; ``timings``: the image's;
-    ``written_at``: when it was durable, as ``time.perf_counter`` says; ``unchanged``: as of ``Committed``.
+    ``written_at``: when it was durable, as ``time.perf_counter`` says.
     """
 
     opened: OpenAttempt
@@ -46,7 +46,6 @@ class Attempt(ABC):
         self.direct = False
         self.timings = self.staged_image.timings
         self.written_at = 0.0
-        self.unchanged: tuple[bytes, ...] = ()
         self.begun: float | None = None  # where there is nothing to write, never
 
     @abstractmethod

@@ -229,7 +229,6 @@ class Server:
                 answer = self._keep_copies(asked.question)
             case messages.Clear(number):
                 self._segment_store.clear(number)
-                self._writer.doubt(number)
                 answer = messages.Cleared()
             case messages.Describe(number, layout):
                 self._segment_store.hosted(number).describe(layout)

@@ -152,10 +152,6 @@ class Writer:
         """That segment is released."""
         self._durable.forget(segment)
 
-    def doubt(self, segment: int) -> None:
-        """That segment gets another layout."""
-        self._durable.doubt(segment)
-
     def finish(self) -> None:
         """The trainer is gone: write what is staged, also where it could not say so any more, and end."""
         with self._changed:

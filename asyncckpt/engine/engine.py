@@ -80,7 +80,7 @@ class Engine(AbstractContextManager["Engine"]):
         mine = self._detach_buffers, self._hand_over, lambda linger: self.close(linger=linger)
         self._supervisor = Supervisor(self.config, job, *mine, claim, ranks=lambda: self._group)
         self._copier, self._saves = Copier(overlaps=self.config.overlap), Saves(self.config)
-        self._plans = PlanSelection(self.config, self._buffers, self._supervisor, self._copier.threads)
+        self._plans = PlanSelection(self.config, self._buffers, self._supervisor)
         self._closed, self._turn, self._numbers, self._questions = False, Turn(), itertools.count(1), itertools.count(1)
         self.tell, self.plan_as = self._supervisor.listeners.tell, self._plans.plan_as
         self.check_open, self.is_over = self._supervisor.check_open, self._supervisor.is_over

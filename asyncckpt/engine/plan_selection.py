@@ -6,11 +6,10 @@ import contextlib
 import io
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +30,6 @@ from asyncckpt.loading.unpickle import load_object
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.replicas import NOTHING, Sample
-from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.stored_plan import StoredPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
@@ -41,7 +39,6 @@ from asyncckpt.ranks.ring import RankPlace, copied_ranks
 from asyncckpt.ranks.rounds import Call, check_same_call
 from asyncckpt.staging.buffer import StagingBuffer, copy_bytes
 from asyncckpt.staging.buffer_pool import BufferPool
-from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -72,22 +69,11 @@ class Captured(NamedTuple):
 class _Offer(NamedTuple):
     """By what a rank can save: the number of a ``plan`` that it keeps, the attempt that stored one, or None.
 
-    ``call``: what it does. ``heard``, ``has_settled``: the number of the
-    last save by that plan that it knows to be durable, and whether it would be good to plan anew for what that says.
+    ``call``: what it does.
     """
 
     plan: int | str | None
     call: Call
-    heard: int = 0
-    has_settled: bool = False
-
-
-class _Choice(IntEnum):
-    """What all ranks do: take the plan that they have, make another of the same state, or plan."""
-
-    KEPT = 0
-    SETTLED = 1
-    NEW = 2
 
 
 def _warn_untrusted(plan: CheckpointPlan | FileSetPlan, path: str) -> None:
@@ -113,10 +99,6 @@ def _warn_untrusted(plan: CheckpointPlan | FileSetPlan, path: str) -> None:
         )
 
 
-def _next_settling(plan: CheckpointPlan) -> Settling | None:
-    return plan.settling.next_for(plan.files)
-
-
 @dataclass
 class PlanSelection:
     """Of one engine: out of the plans that ``buffers`` keeps, in memory of the worker that ``supervisor`` gives."""
@@ -124,7 +106,6 @@ class PlanSelection:
     config: Config
     buffers: BufferPool
     supervisor: Supervisor
-    threads: CopyThreads
     stored: StoredPlan | None = None
     """That of the checkpoint which this job goes on from, until there is a plan for what is in it."""
 
@@ -157,7 +138,7 @@ class PlanSelection:
             client = wanted.group.connect_worker(self.supervisor.running)
             found = self._found_by_all(wanted, client, prepares)
         if not isinstance(found, Captured):
-            plan = found or wanted.make_plan(self._settling(wanted))
+            plan = found or wanted.make_plan(tuple(self.config.assume_unchanged))
             found = self._placed_by_all(wanted, client, plan)
         if self.stored is not None and self.stored.names <= found.buffer.plan.names:
             self.stored = None  # it was taken, or never will be
@@ -200,97 +181,50 @@ class PlanSelection:
         """
         is_constant = self.config.assume_constant_structure and not (wanted.asks or prepares)
         asks = not (wanted.group.alone or (is_constant and self.buffers.known))
+        may_plan = asks or wanted.group.alone
         found: Captured | CheckpointPlan | None = None
 
         def find() -> _Offer:
             nonlocal found
             wanted.check()
-            if (found := self._kept(wanted, client)) is not None:
-                plan = found.buffer.plan
-                offer = _Offer(plan.number, wanted.call)
-                if isinstance(plan, CheckpointPlan):
-                    offer = offer._replace(heard=plan.settling.heard, has_settled=_next_settling(plan) is not None)
-                return offer
-            if self.stored is not None and (asks or wanted.group.alone):  # else others may not have it
-                found = wanted.restore_plan(self.stored, self._settling(wanted))
+            if (found := self._kept(wanted, client, may_plan=may_plan)) is not None:
+                return _Offer(found.buffer.plan.number, wanted.call)
+            if self.stored is not None and may_plan:  # else others may not have it
+                found = wanted.restore_plan(self.stored, tuple(self.config.assume_unchanged))
             if self.stored is None or found is None:
                 return _Offer(None, wanted.call)
             return _Offer(self.stored.attempt, wanted.call)
 
-        def decide(offers: list[_Offer]) -> list[int]:
-            plans, calls, heard, has_settled = zip(*offers, strict=True)
+        def decide(offers: list[_Offer]) -> list[bool]:
+            plans, calls = zip(*offers, strict=True)
             check_same_call(calls)
-            choice = _Choice.NEW
-            if None not in plans and len({*plans} - {ANY_PLAN}) <= 1:
-                choice = _Choice.SETTLED if any(has_settled) and len({*heard}) == 1 else _Choice.KEPT
-            return [choice.value] * len(plans)
+            return [None not in plans and len({*plans} - {ANY_PLAN}) <= 1] * len(plans)
 
         if asks:
-            choice = wanted.group.ask_all("agree", wanted.number, find, decide)
-        elif wanted.group.alone:
-            (choice,) = decide([find()])
+            all_have_it = wanted.group.ask_all("agree", wanted.number, find, decide)
         else:
-            choice = _Choice.NEW if find().plan is None else _Choice.KEPT
-            if choice is _Choice.NEW:
+            all_have_it = find().plan is not None
+            if not all_have_it and not wanted.group.alone:
                 self._check_new(wanted)
-        if choice == _Choice.SETTLED and isinstance(found, Captured) and isinstance(found.buffer.plan, CheckpointPlan):
-            plan = found.buffer.plan
-            plan.settling = _next_settling(plan) or plan.settling
-        return found if choice == _Choice.KEPT else None
+        return found if all_have_it else None
 
-    def _settling(self, wanted: SaveInput) -> Settling:
-        """What is known of what does not change in the state, whatever its structure was so far."""
-        found = Settling()
-        for known in reversed(self.buffers.known):
-            if known.key == wanted.key and isinstance(known.plan, CheckpointPlan) and known.plan.names == wanted.names:
-                found = known.plan.settling
-        # Who finds out that something has changed after all has to be able to say so to all ranks, and before the copy.
-        may_say = not self.config.overlap and (wanted.group.alone or not self.config.assume_constant_structure)
-        return replace(
-            found,
-            shares=may_say and not self.config.replicas,
-            assumed=() if self.config.replicas else tuple(self.config.assume_unchanged),
-        )
+    def _kept(self, wanted: SaveInput, client: WorkerClient, *, may_plan: bool) -> Captured | None:
+        """Capture what is wanted by a plan that this rank has; None if there is none that fits.
 
-    def _has_changed(self, wanted: SaveInput, found: Captured) -> bool:
-        """Whether anything has that slots share; what was promised not to raises ``UnsavableStateError``."""
-        plan = found.buffer.plan
-        if not isinstance(plan, CheckpointPlan) or not plan.layout.shared_bytes:
-            return False
-        settling, is_first = plan.settling, found.buffer.is_unused
-        plan.since_check += 1
-        is_checked = is_first or plan.since_check >= self.config.check_unchanged_every
-        names = found.buffer.changed(found.tensors, self.threads, with_promised=is_checked)
-        plan.since_check = 0 if is_checked else plan.since_check
-        if names and is_first and found.buffer.refill():
-            return False
-        broken = [name for name in names if settling.is_assumed(name)]
-        if broken and not is_first:  # else they are those of a trainer before this
-            plan.broken_promise = (
-                f"changed, and Config.assume_unchanged promises that they do not: {some(broken)}; take out what names"
-                " them there, as checkpoints since the last check may have older values of them"
-            )
-            raise UnsavableStateError(plan.broken_promise)
-        plan.settling = settling.without(names) if names else settling
-        return bool(names)
+        ``may_plan``: a new plan may be made. Else a plan fits whatever is frozen: that is a hint, and no structure.
+        """
 
-    def _kept(self, wanted: SaveInput, client: WorkerClient) -> Captured | None:
-        """By a plan that this rank has, and that is still good."""
-        kept = self.buffers.find(wanted.key, wanted.capture, client)
-        if kept is None or self._has_changed(wanted, found := Captured(*kept)):
-            return None
-        plan = found.buffer.plan
-        if isinstance(plan, CheckpointPlan) and plan.settling.is_to_be_learned and self.config.link_unchanged:
-            # The worker would say so only after this save, which would then be written in its old layout.
-            plan.settling.note_compared(plan.files, plan.spans_of(found.buffer.unchanged(found.tensors, self.threads)))
-        return found
+        def capture(plan: Any) -> Sequence[torch.Tensor]:
+            if may_plan and not wanted.is_frozen_as(plan):
+                raise StructureChanged("other parameters are frozen now")
+            return wanted.capture(plan)
+
+        kept = self.buffers.find(wanted.key, capture, client)
+        return None if kept is None else Captured(*kept)
 
     def _check_new(self, wanted: SaveInput) -> None:
         """Constant structure is promised and the state has none of those planned: refuse it, if it is one changed."""
         names = wanted.names
-        for known in self.buffers.known:
-            if isinstance(known.plan, CheckpointPlan) and known.plan.broken_promise and names & known.plan.names:
-                raise UnsavableStateError(known.plan.broken_promise)
         if any(names & known.plan.names for known in self.buffers.known):
             raise StructureChangedError(
                 "the state has the names of one that was saved before, in another structure (a name, dtype, shape or"
@@ -314,9 +248,6 @@ class PlanSelection:
         try:
             group.ask_all("memory", number, allocate, lambda each: each)
             tensors = wanted.capture(plan)
-            if made[0].changed(tensors, self.threads):  # it was that of a trainer before this
-                made[0].close()
-                made[0] = self.buffers.make(wanted.key, plan, client)
             self.buffers.keep(wanted.key, made[0])
         except BaseException as error:
             for buffer in made:

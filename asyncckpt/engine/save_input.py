@@ -17,9 +17,9 @@ from asyncckpt.planning.dcp_planner import flat_names
 from asyncckpt.planning.draft import Draft, DraftInput, make_plans
 from asyncckpt.planning.file_set import DcpFolder, FileSet
 from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
+from asyncckpt.planning.frozen import frozen_parameters
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
 from asyncckpt.planning.replicas import Sample
-from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.stored_plan import StoredPlan, restored_plan
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.ranks.group import Group
@@ -44,8 +44,7 @@ class SaveInput(ABC):
     """What all ranks of ``group`` are to save, or to prepare for, under one ``number``.
 
     ``path``: where it goes; "": it is only prepared. ``call``: what this rank does, which all others have to do, too.
-    ``check``: what it raises on any rank is raised on
-    all, before anything is planned.
+    ``check``: what it raises on any rank is raised on all, before anything is planned.
     """
 
     group: Group
@@ -74,16 +73,20 @@ class SaveInput(ABC):
     def capture(self, plan: Any) -> Sequence[torch.Tensor]:
         """Its tensors, by a plan that has the same key. Raises ``StructureChanged`` where that is not for it."""
 
-    @abstractmethod
-    def make_plan(self, settling: Settling) -> CheckpointPlan | FileSetPlan:
-        """A new plan. Args: as of ``Draft``. Raises as ``make_plans``."""
+    def is_frozen_as(self, plan: Any) -> bool:
+        """Return True if the parameters that modules have frozen are still those of ``plan``."""
+        return True
 
-    def restore_plan(self, stored: StoredPlan, settling: Settling) -> CheckpointPlan | None:
-        """The plan of a checkpoint, if it is for this; None: this has to be planned.
+    @abstractmethod
+    def make_plan(self, assumed: tuple[str, ...]) -> CheckpointPlan | FileSetPlan:
+        """Make a new plan; ``assumed``: ``Config.assume_unchanged``. Raises as ``make_plans``."""
+
+    def restore_plan(self, stored: StoredPlan, assumed: tuple[str, ...]) -> CheckpointPlan | None:
+        """Return the plan of a checkpoint, if it is for this; None: this has to be planned.
 
         Args:
             stored: What is known of that plan.
-            settling: As of ``Draft``.
+            assumed: ``Config.assume_unchanged``.
 
         Raises:
             UnsavableStateError: A value cannot be saved.
@@ -127,6 +130,11 @@ class StateToSave(SaveInput):
         """Without ``Stateful`` values."""
         return stateful_to_dict(self.given)
 
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The names of the parameters that modules have frozen."""
+        return frozen_parameters(self.given)
+
     @property
     def key(self) -> Any:
         return DraftInput(self.given, self.planner, self.separate).key
@@ -153,18 +161,22 @@ class StateToSave(SaveInput):
         tensors: Sequence[torch.Tensor] = plan.capture(self.state, self.planner)
         return tensors
 
-    def make_plan(self, settling: Settling) -> CheckpointPlan:
-        draft = self._draft(settling)
+    def is_frozen_as(self, plan: Any) -> bool:
+        # A state that was captured as it was given has no modules, and says nothing of what is frozen.
+        return plan.number in self._captured or plan.frozen == self.frozen
+
+    def make_plan(self, assumed: tuple[str, ...]) -> CheckpointPlan:
+        draft = self._draft(assumed)
         make_plans([draft], self.group, self.number)
         plan: CheckpointPlan = draft.plan
         return plan
 
-    def restore_plan(self, stored: StoredPlan, settling: Settling) -> CheckpointPlan | None:
-        return restored_plan(self._draft(settling), stored, self.number)
+    def restore_plan(self, stored: StoredPlan, assumed: tuple[str, ...]) -> CheckpointPlan | None:
+        return restored_plan(self._draft(assumed), stored, self.number)
 
-    def _draft(self, settling: Settling) -> Draft:
-        given = DraftInput(self.state, self.planner, self.separate)
-        return Draft(given, self.group.rank, self.group.world_size, settling)
+    def _draft(self, assumed: tuple[str, ...]) -> Draft:
+        given = DraftInput(self.state, self.planner, self.separate, frozen=self.frozen, assumed=assumed)
+        return Draft(given, self.group.rank, self.group.world_size)
 
     def sample(self, plan: Any) -> Sample:
         found: Sample = plan.sample(lambda: self.state, self.number)
@@ -201,9 +213,8 @@ class FilesToSave(SaveInput):
         tensors: Sequence[torch.Tensor] = plan.capture(self.contents)
         return tensors
 
-    def make_plan(self, settling: Settling) -> FileSetPlan:
-        """Its files are those that the caller wants: nothing in them settles by itself."""
-        return make_file_set_plan(self.contents, self.group, self.number)
+    def make_plan(self, assumed: tuple[str, ...]) -> FileSetPlan:
+        return make_file_set_plan(self.contents, self.group, self.number, assumed)
 
     def sample(self, plan: Any) -> Sample:
         found: Sample = plan.sample(self.contents, self.number)

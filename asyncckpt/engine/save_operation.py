@@ -285,7 +285,7 @@ class SaveOperation(SaveState):
         """
         self.is_durable = isinstance(outcome, Committed)
         if not isinstance(self.buffer.plan, TorchFilePlan):
-            self.buffer.plan.note_end(self.number, outcome.unchanged if isinstance(outcome, Committed) else None)
+            self.buffer.plan.note_end(is_committed=self.is_durable)
         self.has_ended = True
         with self._beginning:
             if not self.is_begun:  # the worker died while it was told of the save

@@ -51,15 +51,13 @@ class SpannedFile(LargeFile):
 @dataclass(frozen=True)
 class DataFile(SpannedFile):
     """A data file of DCP's, in ``folder`` of the checkpoint ("": at its top). Its name has its ``number`` among those
-    that a rank has there, and a ``prefix``. ``is_settled``: it is for what is not expected to change any more;
-    ``is_shared``: it stands in the segment once, and does not change as long as that has this layout.
+    that a rank has there, and a ``prefix``. ``is_frozen``: its tensors are likely to stay the same.
     """
 
     number: int
     prefix: str
     folder: str = ""
-    is_settled: bool = False
-    is_shared: bool = False
+    is_frozen: bool = False
 
     def name(self, rank: int) -> str:
         return os.path.join(self.folder, data_name(rank, self.number, self.prefix))
@@ -95,16 +93,13 @@ class CheckpointLayout:
     """Where in a segment the files of a checkpoint stand.
 
     ``data_files`` are those that differ from save to save, one after the other: an image of them, of ``data_bytes`` (a
-    multiple of the page), is at each of ``slots`` (offsets in bytes). Its last ``shared_bytes`` all images have in
-    common, at ``shared_at``. ``metadata`` is DCP's ``.metadata``.
+    multiple of the page), is at each of ``slots`` (offsets in bytes). ``metadata`` is DCP's ``.metadata``.
     """
 
     data_files: tuple[DataFile, ...]
     data_bytes: int
     slots: tuple[int, ...]
     metadata: Region
-    shared_bytes: int = 0
-    shared_at: int = 0
 
     def constants(self) -> tuple[Region, ...]:
         """Of what is the same in every save."""
@@ -116,13 +111,7 @@ class CheckpointLayout:
 
     def data(self, slot: int, file: DataFile) -> Region:
         """Where ``file`` is in the image of ``slot``."""
-        begin = self.shared_begin if file.is_shared else self.slots[slot]
-        return Region(begin + file.begin, file.nbytes)
-
-    @property
-    def shared_begin(self) -> int:
-        """Where an image would begin that had what all share and its own in one piece."""
-        return self.shared_at - (self.data_bytes - self.shared_bytes)
+        return Region(self.slots[slot] + file.begin, file.nbytes)
 
 
 @dataclass(frozen=True)

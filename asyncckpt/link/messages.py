@@ -269,16 +269,13 @@ class Written:
 
 @dataclass(frozen=True)
 class Committed:
-    """``timings``: see ``timings.py``. ``direct``: whether the page cache was bypassed. ``nbytes``: of the image.
-    ``unchanged``: for each data file, which spans have not changed, if that is of use (see ``durable_files.py``).
-    """
+    """``timings``: see ``timings.py``. ``direct``: whether the page cache was bypassed. ``nbytes``: of the image."""
 
     save_id: int
     path: str
     timings: dict[str, float]
     direct: bool
     nbytes: int
-    unchanged: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

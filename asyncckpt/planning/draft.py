@@ -23,7 +23,8 @@ from asyncckpt.format.index import Index, Item, spans
 from asyncckpt.format.manifest import data_name
 from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.dcp_planner import PLANNED_BY, check_shards, fresh, is_sharded, kept_items, options, planning
-from asyncckpt.planning.layout import DataLayout, PlannedFile, Settled, TensorSpec
+from asyncckpt.planning.frozen import matcher
+from asyncckpt.planning.layout import DataLayout, PlannedFile, TensorSpec
 from asyncckpt.planning.metadata import StoredPlaces, pickle_metadata
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import (
@@ -36,7 +37,6 @@ from asyncckpt.planning.plan import (
     split_items,
 )
 from asyncckpt.planning.replicas import Replicas
-from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key
 from asyncckpt.ranks.group import Group
 
@@ -46,13 +46,16 @@ class DraftInput(NamedTuple):
 
     ``state_dict``: this rank's part, without ``Stateful`` values. ``planner``: the user's own; None: DCP's default one.
     ``separate``: values whose names begin with it are stored in a file of their own; "": there is one file. ``folder``:
-    of DCP's, in the checkpoint; "": its top.
+    of DCP's, in the checkpoint; "": its top. ``frozen``: the names of parameters that modules of the state have frozen.
+    ``assumed``: patterns of other names that are treated alike (``Config.assume_unchanged``).
     """
 
     state_dict: StateDict
     planner: SavePlanner | None
     separate: str = ""
     folder: str = ""
+    frozen: frozenset[str] = frozenset()
+    assumed: tuple[str, ...] = ()
 
     @property
     def key(self) -> Any:
@@ -105,24 +108,17 @@ def _for_each(decide: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callabl
 class Draft:
     """A plan being made, step by step, as all ranks take the steps together."""
 
-    def __init__(
-        self,
-        given: DraftInput,
-        rank: int,
-        world_size: int,
-        settling: Settling | None = None,
-    ) -> None:
+    def __init__(self, given: DraftInput, rank: int, world_size: int) -> None:
         """Plan nothing yet.
 
         Args:
             given: What is to be planned.
             rank, world_size: The number of this rank, and how many there are.
-            settling: What is known of what does not change; None: nothing.
         """
         self.plan: Any  # a ``CheckpointPlan``, from ``lay_out`` on; complete with the metadata
-        self._state_dict, planner, self._separate, self._folder = given
-        self._planner, self._rank, self._world_size = fresh(planner), rank, world_size
-        self.settling = settling or Settling()
+        self._given, self._state_dict = given, given.state_dict
+        self._separate, self._folder = given.separate, given.folder
+        self._planner, self._rank, self._world_size = fresh(given.planner), rank, world_size
         self._flat: dict[str, Any] | None = None
         self.local = SavePlan([])
         self.asked = ""
@@ -211,8 +207,7 @@ class Draft:
             _check_parts(tensor_items, tensors)
         stored = StoredObjects([item.index.fqn for item in object_items], objects, self.reserved)
         counts = self._counts([kinds[number] for number in order], items)
-        shared = sum(settled is Settled.SHARED for settled, _ in counts)
-        layout = DataLayout.lay_out(specs, stored.reserved, [*counts.values()], shared)
+        layout = DataLayout.lay_out(specs, stored.reserved, [*counts.values()])
         files = self._planned_files([*counts], layout, tensor_items, object_items)
         self.plan = CheckpointPlan(
             number=number,
@@ -223,7 +218,7 @@ class Draft:
             names=frozenset(item.index.fqn for item in self.local.items),
             files=files,
             replicas=self.replicas(number),
-            settling=self.settling,
+            frozen=self._given.frozen,
         )
         tensor_places, object_places = iter(layout.tensors), iter(layout.objects)
         places = [next(object_places if item.type == WriteItemType.BYTE_IO else tensor_places) for item in items]
@@ -272,42 +267,47 @@ class Draft:
             return FlatCapture(self._state_dict, self._flat, self._planner.flatten_state_dict, items)
         return PlannerCapture(self._planner, self.local, items, self._rank == 0)
 
-    def _kinds(self, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[tuple[Settled, bool, bool]]:
-        """For each item what it has in common with others that it stands beside, in their order: what is expected of
-        it, whether it goes to the file with the prefix, whether it is on the host.
+    def _kinds(self, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[tuple[bool, bool, bool]]:
+        """Return the kind of each item; items of one kind stand side by side. A kind says whether the item is a frozen
+        tensor, whether it goes to the file with the prefix, and whether it is on the host.
 
-        AdamW has its steps on the host, between its moments on the device: these could not be brought over many at a
-        time.
+        AdamW has its steps on the host, between its moments on the device. In that order the moments could not be
+        copied many at a time.
         """
         its = iter(tensors)
+        is_frozen = self._is_frozen()
         kinds = []
         for item in items:
-            is_separate = bool(self._separate) and item.index.fqn.startswith(self._separate)
-            is_on_host, settled = True, Settled.NOT
-            if item.type != WriteItemType.BYTE_IO:
-                tensor = next(its)
-                is_on_host = tensor.is_cpu
-                if item.tensor_data is not None:
-                    part = item.index.fqn, tuple(item.tensor_data.chunk.offsets)
-                    settled = self.settling.level_of(part, tensor.nbytes, is_on_host=is_on_host)
-            kinds.append((settled, is_separate, is_on_host))
+            name = item.index.fqn
+            is_separate = bool(self._separate) and name.startswith(self._separate)
+            if item.type == WriteItemType.BYTE_IO:
+                kinds.append((False, is_separate, True))
+            else:
+                kinds.append((is_frozen(name), is_separate, next(its).is_cpu))
         return kinds
+
+    def _is_frozen(self) -> Callable[[str], bool]:
+        """Return a function that says whether the tensor of a name is likely to stay the same."""
+        values = {name: value for name, value in self.values().items() if isinstance(value, torch.nn.Parameter)}
+        frozen = self._given.frozen | {name for name, value in values.items() if not value.requires_grad}
+        is_assumed = matcher(self._given.assumed)
+        return lambda name: name in frozen or is_assumed(name)
 
     def _name(self, item: WriteItem) -> str:
         """What the index calls it."""
         return f"{self._folder}/{item.index.fqn}" if self._folder else item.index.fqn
 
     def _counts(
-        self, kinds: Sequence[tuple[Settled, bool, bool]], items: Sequence[WriteItem]
-    ) -> dict[tuple[Settled, bool], tuple[int, int]]:
-        """For each data file how many tensors and objects it has."""
+        self, kinds: Sequence[tuple[bool, bool, bool]], items: Sequence[WriteItem]
+    ) -> dict[tuple[bool, bool], tuple[int, int]]:
+        """Return, for each data file, how many tensors and objects it has."""
         of = Counter((kind[:2], item.type == WriteItemType.BYTE_IO) for kind, item in zip(kinds, items, strict=True))
-        files = {(Settled.NOT, False), (Settled.NOT, bool(self._separate)), *(file for file, _ in of)}
+        files = {(False, False), (False, bool(self._separate)), *(file for file, _ in of)}
         return {file: (of[file, False], of[file, True]) for file in sorted(files)}
 
     def _planned_files(
         self,
-        which: Sequence[tuple[Settled, bool]],
+        which: Sequence[tuple[bool, bool]],
         layout: DataLayout,
         tensors: Sequence[WriteItem],
         objects: Sequence[WriteItem],
@@ -327,12 +327,12 @@ class Draft:
         files = []
         for number, items in enumerate(indexed):
             begin, end = [*layout.begins, layout.nbytes][number : number + 2]
-            settled, is_separate = which[number]
+            is_frozen, is_separate = which[number]
             prefix = self._separate if is_separate else ""
             data = os.path.join(self._folder, data_name(self._rank, number, prefix))
             head = Index.head(data, items, asked=self.asked)
             bounds = spans((item.at for item in items), end - begin)
-            files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds, settled))
+            files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds, is_frozen))
         return files
 
 

@@ -7,15 +7,14 @@ plan is that of this job: no plan of a rank has to travel, and nothing is decide
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.distributed.checkpoint.planner import SavePlan
 
 from asyncckpt.format.index import Index
 from asyncckpt.planning.draft import Draft
 from asyncckpt.planning.plan import CheckpointPlan
-from asyncckpt.planning.settling import PartKey
 from asyncckpt.planning.structure import StructureChanged
 
 
@@ -58,7 +57,6 @@ def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPl
     final = [local.get((item.name, tuple(item.offsets))) for item in items]
     if None in final:
         return None
-    draft.settling = replace(draft.settling, parts=frozenset(_settled(stored.indexes)))
     draft.reserved = [item.nbytes for item in items if item.kind == "object"]
     try:
         draft.lay_out(SavePlan([item for item in final if item is not None]), number)
@@ -71,13 +69,3 @@ def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPl
         return None
     draft.finish(stored.metadata)
     return plan
-
-
-def _settled(indexes: Sequence[Index]) -> Iterator[PartKey]:
-    """What has a data file of its own, as it does not change: it stands behind the others with the same prefix."""
-    prefixes: set[str] = set()
-    for index in indexes:
-        prefix = index.data.rpartition("__")[0]
-        if prefix in prefixes:
-            yield from ((item.name, tuple(item.offsets)) for item in index.items)
-        prefixes.add(prefix)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,11 +25,9 @@ from asyncckpt.planning.torch_file_plan import TorchFilePlan
 from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
-from asyncckpt.staging.comparison import same_as_staged
 from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.detached_buffer import Constants, DetachedBuffer, fitting, give_back
 from asyncckpt.staging.device_copy import Fence, pinned_cuts
-from asyncckpt.staging.shared_part import SharedPart
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.staging.slot_memory import SlotMemory
 
@@ -42,8 +39,8 @@ Plan: TypeAlias = CheckpointPlan | FileSetPlan | TorchFilePlan
 class StagingBuffer:
     """Where the states of one structure are staged: a plan with its segment.
 
-    The segment holds the header page, the constants, what all slots share, then one image a slot, each from a page on;
-    not all slots may have memory. ``saves`` has, for each slot, the save that last took it. ``client`` is the worker
+    The segment holds the header page, the constants, then one image a slot, each from a page on; not all slots may have
+    memory. ``saves`` has, for each slot, the save that last took it. ``client`` is the worker
     whose memory it is.
     """
 
@@ -78,18 +75,16 @@ class StagingBuffer:
         self.saves: list[TrackedSave | None] = [None] * slots
         self._pinned: PinnedMemory | None = None
         plan.objects.forget_slots()
-        regions, fixed, end = _laid_out(plan)
-        self._shared_at, first = end, end + plan.layout.shared_bytes
-        *self._offsets, nbytes = (first + number * plan.layout.slot_bytes for number in range(slots + 1))
-        self.layout = plan.segment_layout(tuple(self._offsets), regions, self._shared_at)
+        regions, fixed, first = _laid_out(plan)
+        *self._offsets, nbytes = (first + number * plan.layout.nbytes for number in range(slots + 1))
+        self.layout = plan.segment_layout(tuple(self._offsets), regions)
         taken = slots if taken is None else taken
-        adopted = fitting(detached, self.layout, fixed, nbytes, first + taken * plan.layout.slot_bytes)
+        adopted = fitting(detached, self.layout, fixed, nbytes, first + taken * plan.layout.nbytes)
         try:
             if adopted is None:
                 give_back(detached, client)
             self._take_memory(adopted, nbytes, taken, timeout)
             self._set_up(adopted.held if adopted is not None else (), fixed)
-            self._is_filled = self._is_inherited = adopted is not None and adopted.has_shared_part
             self._was_published = bool(self._published.publications())
             client.ask(Describe(self.number, self.layout), Described, timeout, "describing shared memory")
             detached[:] = [each for each in detached if each is not adopted]
@@ -105,7 +100,7 @@ class StagingBuffer:
         if adopted is not None:
             self.number, self.segment, self._pinned = adopted.number, adopted.segment, adopted.pinned
         else:
-            end = self._offsets[0] + taken * self.plan.layout.slot_bytes
+            end = self._offsets[0] + taken * self.plan.layout.nbytes
             self.number, self.segment = self.client.allocate(nbytes, timeout, end)
         self._published = PublishedSlots(self.segment, len(self.saves))
         self._memory = SlotMemory(self.client, self.number, self.segment, [*self._offsets, nbytes], taken)
@@ -132,34 +127,21 @@ class StagingBuffer:
         # The least recently used first: what is held is overwritten last, the newest of it last of all.
         self._by_age = [slot for slot in range(len(self.saves)) if slot not in kept] + kept
         self._kept = set(kept)
-        view, plan = self.segment.view, self.plan
+        view, layout = self.segment.view, self.plan.layout
         for slot in range(len(self.saves)):
             self.slots.set(slot, State.FREE)
         for region, data in fixed:
             view[region.offset : region.offset + region.nbytes] = data
-        layout, shared_from = plan.layout, self._shared_at - plan.layout.slot_bytes
-        for place, data in layout.constants:
-            if place >= layout.slot_bytes:
-                view[shared_from + place : shared_from + place + len(data)] = data
         self._blank = set(range(len(self.saves)))
         for slot in range(self._memory.taken):
             self._write_constants(slot)
         self._stagers = [SlotStager(layout, self.segment, offset, layout.converted) for offset in self._offsets]
-        self._shared: SharedPart | None = None
-        if isinstance(plan, CheckpointPlan) and layout.shared_bytes:
-            self._shared = SharedPart(layout, self.segment, self._shared_at, plan.settling.is_assumed)
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether nothing was saved from it yet: what is in it was prepared, or is a trainer's before this one."""
-        return all(save is None for save in self.saves)
 
     def _write_constants(self, slot: int) -> None:
         """All that is the same in each image, in a slot that has just got its memory."""
-        view, layout, offset = self.segment.view, self.plan.layout, self._offsets[slot]
-        for place, data in layout.constants:
-            if place < layout.slot_bytes:
-                view[offset + place : offset + place + len(data)] = data
+        view, offset = self.segment.view, self._offsets[slot]
+        for place, data in self.plan.layout.constants:
+            view[offset + place : offset + place + len(data)] = data
         self._blank.discard(slot)
 
     def fit_memory(self) -> None:
@@ -228,32 +210,6 @@ class StagingBuffer:
         """Whether the worker has written all slots, and nobody copies into them: the memory can be given back."""
         return all(save is None or (save.is_written and save.copied.is_set()) for save in self.saves)
 
-    def changed(
-        self, tensors: Sequence[torch.Tensor], threads: CopyThreads, *, with_promised: bool = True
-    ) -> Sequence[str]:
-        """The names of the tensors that do not change, as was thought, and have. Args: as of ``SharedPart.changed``."""
-        if self._shared is None:
-            return ()
-        if self._is_filled and not self._shared.is_filled:  # by a trainer before this one
-            self._shared.recognize(threads)
-        return self._shared.changed(tensors, threads, with_promised=with_promised) if self._shared.is_filled else ()
-
-    def refill(self) -> bool:
-        """Have what slots share copied anew by the next ``copy``: it was prepared, with other values, and nothing was
-        saved. False: somebody else may read it.
-        """
-        may = self.is_unused and not self._is_inherited and not self._was_published
-        self._is_filled = self._is_filled and not may
-        return may
-
-    def unchanged(self, tensors: Sequence[torch.Tensor], threads: CopyThreads) -> list[int]:
-        """The numbers of the tensors that are as in the last durable save, as far as its image is still there."""
-        durable = [(save.request.save_id, slot) for slot, save in enumerate(self.saves) if save and save.is_durable]
-        if not durable:
-            return []
-        _, slot = max(durable)
-        return same_as_staged(tensors, self.plan.layout, self.segment, self._offsets[slot], threads)
-
     def copy(
         self,
         slot: int,
@@ -273,14 +229,11 @@ class StagingBuffer:
             queued, devices: As of ``SlotStager.copy``.
         """
         if self._pinned is None and (device := first_device(tensors, ready)) is not None:
-            cuts = _cuts(self.plan.layout, self._offsets, self._shared_at)
+            cuts = _cuts(self.plan.layout, self._offsets)
             self._pinned = PinnedMemory(self.segment, cuts, device, self._memory.ends[0])
         if self._pinned is not None:
             for end in self._memory.ends:  # no range crosses one: the memory of a slot may go back
                 self._pinned.extend(end)
-        if self._shared is not None and not self._is_filled:
-            self._shared.fill(tensors, ready, threads)
-            self._is_filled = True
         self._stagers[slot].copy(tensors, ready, threads, partial(self.slots.set_arrived, slot), queued, devices)
 
     def write_objects(self, slot: int) -> None:
@@ -288,7 +241,7 @@ class StagingBuffer:
         if slot in self._blank:
             self._write_constants(slot)
         begin = self._offsets[slot]
-        image = self.segment.view[begin : begin + self.plan.layout.slot_bytes]
+        image = self.segment.view[begin : begin + self.plan.layout.nbytes]
         self.plan.objects.write(slot, image, self.plan.layout.objects)
 
     def free(self, timeout: float) -> DetachedBuffer | None:
@@ -308,7 +261,7 @@ class StagingBuffer:
         self.client.ask(Clear(self.number), Cleared, timeout, "giving up what is in memory")
         if self._pinned is not None:
             self._pinned.close()  # it is cut where copies of this plan end
-        return replace(self.leave(), number=self.number, pinned=None, is_free=True, is_filled=False)
+        return replace(self.leave(), number=self.number, pinned=None, is_free=True)
 
     def close(self) -> None:
         """Give the memory back; nothing in it may be under way, or the worker is gone. Safe to call twice."""
@@ -327,11 +280,9 @@ class StagingBuffer:
         """Let go of the memory, but keep it for another worker: this one is gone."""
         for stager in self._stagers:
             stager.close()
-        if self._shared is not None:
-            self._shared.close()
         self._published.close()
         self.slots.close()
-        return DetachedBuffer(self.segment, self.layout, pinned=self._pinned, is_filled=self._is_filled)
+        return DetachedBuffer(self.segment, self.layout, pinned=self._pinned)
 
     def _is_free(self, slot: int) -> bool:
         save = self.saves[slot]
@@ -361,9 +312,7 @@ def _laid_out(plan: Plan) -> tuple[dict[str, Region], Constants, int]:
     return regions, fixed, end
 
 
-def _cuts(layout: DataLayout, offsets: Sequence[int], shared_at: int) -> list[int]:
+def _cuts(layout: DataLayout, offsets: Sequence[int]) -> list[int]:
     """Return where ranges of pinned memory may end, in a segment with slots at ``offsets``: no copy crosses that."""
     cuts = sorted(chain.from_iterable(map(pinned_cuts, layout.tensors)))
-    own = bisect_left(cuts, layout.slot_bytes)
-    shared = [shared_at - layout.slot_bytes + place for place in cuts[own:]]
-    return shared + [offset + place for offset in offsets for place in (0, *cuts[:own])]
+    return [offset + place for offset in offsets for place in (0, *cuts)]

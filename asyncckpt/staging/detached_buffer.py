@@ -25,8 +25,7 @@ class DetachedBuffer:
     """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it.
 
     ``number`` is that of the segment in the worker that has adopted it; 0: none has. It stays ``pinned``: to tell a
-    driver of it again takes 0.1 s a GB. ``is_free``: nobody needs what is in it; else ``is_filled`` says whether what
-    slots share is in it.
+    driver of it again takes 0.1 s a GB. ``is_free``: nobody needs what is in it.
     """
 
     segment: Segment
@@ -35,12 +34,6 @@ class DetachedBuffer:
     number: int = 0
     pinned: PinnedMemory | None = None
     is_free: bool = False
-    is_filled: bool = False
-
-    @property
-    def has_shared_part(self) -> bool:
-        """Whether what slots share is in it."""
-        return self.is_filled or bool(self.held)
 
     def close(self) -> None:
         """Let go of the memory. Safe to call twice."""

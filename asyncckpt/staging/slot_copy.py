@@ -24,44 +24,30 @@ _device, _begin = attrgetter("device"), attrgetter("begin")
 class SlotStager:
     """Copies the tensors of one plan into one slot. The tensors are new on every call; where they go is not."""
 
-    def __init__(
-        self,
-        layout: DataLayout,
-        segment: Segment,
-        offset: int,
-        converted: Sequence[bool] = (),
-        *,
-        shared: bool = False,
-    ) -> None:
+    def __init__(self, layout: DataLayout, segment: Segment, offset: int, converted: Sequence[bool] = ()) -> None:
         """Nothing is written before ``copy``.
 
         Args:
             layout: The layout of the image.
             segment: The memory; it cannot be unmapped until ``close``.
-            offset: Where an image would begin in the segment, in bytes, that had all in one piece.
+            offset: Where the slot begins in the segment, in bytes.
             converted: Which tensors come in another dtype than they are stored in. Empty: none.
-            shared: Copy what all slots share, and not what each has.
         """
         # Of tensors that share their bytes the first is copied for all.
         self._own = [
-            spec.alias is None and place.payload_bytes > 0 and (place.at >= layout.slot_bytes) == shared
+            spec.alias is None and place.payload_bytes > 0
             for spec, place in zip(layout.specs, layout.tensors, strict=True)
         ]
         self._all_own = all(self._own)
         specs, places = list(compress(layout.specs, self._own)), list(compress(layout.tensors, self._own))
         self._views: SlotViews | None = SlotViews(specs, places, segment, offset, layout.begins)
         self._converted = list(compress(converted, self._own)) or [False] * len(specs)
-        self._nbytes = layout.slot_bytes
+        self._nbytes = layout.nbytes
         # How the work is divided depends on which devices the tensors are on, and is kept as long as they stay there.
         self._devices: list[torch.device] = []
         self._divided_for: object | None = None
         self._host: list[CopyUnit] = []
         self._device_copies: list[DeviceCopy] = []
-
-    @property
-    def numbers(self) -> list[int]:
-        """Those of the tensors that are copied."""
-        return list(compress(range(len(self._own)), self._own))
 
     def copy(
         self,

@@ -15,7 +15,7 @@ import torch
 from asyncckpt.devices.kinds import wait_for
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import SaveTimeoutError
-from asyncckpt.format.segment_layout import CheckpointLayout, Region, WeightsLayout
+from asyncckpt.format.segment_layout import Region, WeightsLayout
 from asyncckpt.link.endpoint_messages import PublishedSegment
 from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.planning.layout import contiguous_strides
@@ -236,19 +236,10 @@ class _MappedSegment:
             regions = layout.files or (Region(0, image.nbytes),)
             return image, [({}, range(each.offset, each.offset + each.nbytes)) for each in regions]
         if files is None:
-            its = layout.published_files(folder)
-            own = [file for file in its if not file.is_shared]
-            files = [(read_indexes(self._segment.view, own), range(layout.data_bytes))]
-            if shared := [file for file in its if file.is_shared]:
-                files.append((read_indexes(self._segment.view, shared), range(layout.data_bytes)))
-            self._files[folder] = files
-        begins = [layout.slots[slot]]
-        if isinstance(layout, CheckpointLayout):
-            begins.append(layout.shared_begin)
-        return self._segment, [
-            (entries, range(begin, min(begin + len(span), self._segment.nbytes)))
-            for (entries, span), begin in zip(files, begins, strict=False)
-        ]
+            entries = read_indexes(self._segment.view, layout.published_files(folder))
+            files = self._files[folder] = [(entries, range(layout.data_bytes))]
+        begin = layout.slots[slot]
+        return self._segment, [(entries, range(begin, begin + len(span))) for entries, span in files]
 
 
 class RankPublications:
