@@ -36,8 +36,7 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import SaveState
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.staging.copy_threads import CopyThreads
-from asyncckpt.staging.host_copy import copy_threads
+from asyncckpt.staging.host_copy import CopyThreads, copy_threads
 from asyncckpt.staging.under_way import held_memory, note_copy
 
 logger = logging.getLogger(__name__)

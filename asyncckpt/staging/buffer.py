@@ -25,9 +25,9 @@ from asyncckpt.planning.torch_file_plan import TorchFilePlan
 from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
-from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.detached_buffer import Constants, DetachedBuffer, fitting, give_back
 from asyncckpt.staging.device_copy import Fence, pinned_cuts
+from asyncckpt.staging.host_copy import CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.staging.slot_memory import SlotMemory
 

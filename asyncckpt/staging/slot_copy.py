@@ -14,9 +14,8 @@ from asyncckpt.devices import kinds
 from asyncckpt.devices.kinds import ReadyEvents
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.shm.segment import Segment
-from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import DeviceCopy, Fence, QueuedCopies
-from asyncckpt.staging.host_copy import CopyUnit, SlotViews, batch_units, copy_units, host_units
+from asyncckpt.staging.host_copy import CopyThreads, CopyUnit, SlotViews, batch_units, copy_units, host_units
 
 _device, _begin = attrgetter("device"), attrgetter("begin")
 

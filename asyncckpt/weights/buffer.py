@@ -18,8 +18,7 @@ from asyncckpt.link.messages import Describe, Described, Release
 from asyncckpt.shm.published_slots import LASTING, PublishedSlots
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
-from asyncckpt.staging.copy_threads import CopyThreads
-from asyncckpt.staging.host_copy import SlotViews
+from asyncckpt.staging.host_copy import CopyThreads, SlotViews
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.weights.plan import WeightPlan
 

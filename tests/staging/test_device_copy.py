@@ -16,9 +16,8 @@ from support.images import Slot, refill, tensors_of_all_kinds
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.staging import coalesce, device_copy
 from asyncckpt.staging.coalesce import Slab
-from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import DeviceCopy
-from asyncckpt.staging.host_copy import BatchCopy
+from asyncckpt.staging.host_copy import BatchCopy, CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
 
 DEVICE = torch.device(TYPE, 0)

@@ -22,8 +22,8 @@ from asyncckpt.engine.save_operation import SaveOperation
 from asyncckpt.errors import CheckpointError, SaveDroppedError, StorageError
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import Fence
+from asyncckpt.staging.host_copy import CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.storage.local_file import LocalFile
 
