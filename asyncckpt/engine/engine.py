@@ -41,7 +41,7 @@ from asyncckpt.ranks.group import Group
 from asyncckpt.ranks.rounds import Call
 from asyncckpt.save_handle import Save, wait_for_actions
 from asyncckpt.staging.buffer_pool import BufferPool
-from asyncckpt.staging.under_way import wait_for_copies
+from asyncckpt.staging.slot_copy import wait_for_copies
 from asyncckpt.storage import absolute, place_to_put, storage_for
 from asyncckpt.supervisor import Supervisor
 

@@ -37,7 +37,7 @@ from asyncckpt.save_handle import SaveState
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.host_copy import CopyThreads, copy_threads
-from asyncckpt.staging.under_way import held_memory, note_copy
+from asyncckpt.staging.slot_copy import held_memory, note_copy
 
 logger = logging.getLogger(__name__)
 
