@@ -1,10 +1,16 @@
-"""Staging buffers: a plan with the shared memory for it."""
+"""Hold the shared memory of plans: staging buffers, how many of their slots have memory, and memory without a worker.
+
+The slots stand at the end of a segment, so its begin is what has memory: one slot, and another while saves overlap
+(``Config.slots``). The worker takes more memory beside all else. The save that wants it waits for it, or for the slot
+of the save before, whichever is there first.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -13,25 +19,173 @@ import torch
 
 from asyncckpt.devices.kinds import ReadyEvents, first_device
 from asyncckpt.devices.pinned import PinnedMemory
+from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.format.held_image import COPY_SLOTS, HeldImage
-from asyncckpt.format.segment_layout import Region
+from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.messages import Clear, Cleared, Describe, Described, Release
+from asyncckpt.link.messages import Clear, Cleared, Describe, Described, GiveBack, Release, Take
 from asyncckpt.link.open_saves import TrackedSave
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
 from asyncckpt.shm.published_slots import PublishedSlots
-from asyncckpt.shm.segment import round_up
+from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
-from asyncckpt.staging.detached_buffer import Constants, DetachedBuffer, fitting, give_back
 from asyncckpt.staging.device_copy import Fence, pinned_cuts
 from asyncckpt.staging.host_copy import CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
-from asyncckpt.staging.slot_memory import SlotMemory
 
 logger = logging.getLogger(__name__)
+
+# What may be missing: so small a part.
+_FEW = 64
+
+Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
+"""What is the same in every save, each with where it stands in the segment."""
+
+
+@dataclass
+class DetachedBuffer:
+    """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it.
+
+    ``number`` is that of the segment in the worker that has adopted it; 0: none has. It stays ``pinned``: to tell a
+    driver of it again takes 0.1 s a GB. ``is_free``: nobody needs what is in it.
+    """
+
+    segment: Segment
+    layout: CheckpointLayout | FileSetLayout | TorchFileLayout
+    held: tuple[HeldImage, ...] = ()
+    number: int = 0
+    pinned: PinnedMemory | None = None
+    is_free: bool = False
+
+    def close(self) -> None:
+        """Let go of the memory. Safe to call twice."""
+        self.is_free = False  # first: an exception may come in between
+        if self.pinned is not None:
+            self.pinned.close()
+        self.segment.close()
+
+
+def fitting(
+    detached: Sequence[DetachedBuffer],
+    layout: CheckpointLayout | FileSetLayout | TorchFileLayout,
+    constants: Constants,
+    nbytes: int,
+    least: int,
+) -> DetachedBuffer | None:
+    """Of what is ``detached``, that which was for the same plan, down to the last constant byte; or of which nothing is
+    needed any more, if it is ``nbytes`` long and the memory of the first ``least`` is taken, or nearly.
+    """
+    for each in detached:
+        if each.number == 0 or each.segment.closed:
+            continue
+        # The worker asks whether there is memory for more, and this would not: only some pages may be missing, as
+        # another layout of the same tensors needs for its files.
+        if each.is_free and each.segment.nbytes >= nbytes and each.segment.taken_bytes >= least - least // _FEW:
+            return each
+        view = each.segment.view
+        same = each.layout == layout
+        if same and all(view[region.offset : region.offset + region.nbytes] == data for region, data in constants):
+            return each
+    return None
+
+
+def give_back(detached: list[DetachedBuffer], client: WorkerClient) -> None:
+    """Give all that is ``detached`` back, which ``client`` has adopted."""
+    while detached:
+        unfit = detached[-1]  # taken from the list when it is gone, for an exception may come in between
+        unfit.close()
+        if unfit.number:
+            client.tell(Release(unfit.number))
+        detached.pop()
+
+
+# After so many saves of which none has overlapped with another the memory goes back; and it is asked for again after
+# so many, where there was none.
+_LONG = 16
+
+
+class SlotMemory:
+    """That of one segment. All but what the worker says is for one thread at a time."""
+
+    def __init__(self, client: WorkerClient, number: int, segment: Segment, begins: Sequence[int], taken: int) -> None:
+        """All is as it is.
+
+        Args:
+            client: The worker.
+            number: Of the segment there.
+            segment: The segment.
+            begins: Where each slot begins, and where the last one ends, in bytes.
+            taken: How many slots have memory, and keep it.
+        """
+        self.taken = self._least = taken
+        """How many slots have memory, from the first on."""
+        self.is_coming = False
+        """Whether the worker is taking more."""
+        self._client, self._number, self._segment = client, number, segment
+        self._begins = begins
+        self._apart = 0  # how many saves, one after the other, have not overlapped
+        self._refused: CheckpointError | None = None
+
+    @property
+    def end(self) -> int:
+        """Where that ends in the segment."""
+        return self._begins[self.taken]
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Where that of each slot ends."""
+        return self._begins[1 : self.taken + 1]
+
+    @property
+    def is_too_much(self) -> bool:
+        """Whether the last slot that has memory was not needed for long."""
+        return self.taken > self._least and self._apart >= _LONG and not self.is_coming
+
+    def note(self, *, overlaps: bool) -> None:
+        """A save has a slot; whether another was under way."""
+        self._apart = 0 if overlaps else self._apart + 1
+        self._refused = self._refused if self._apart < _LONG else None
+
+    def take_another(self) -> None:
+        """Have the worker take the memory of another slot, if there is one; ``taken`` says when it has."""
+        if self.is_coming or self._refused is not None or self.taken == len(self._begins) - 1:
+            return
+        slot = self.taken
+        request = Take(self._number, self._begins[slot], self._begins[slot + 1])
+        self._apart = 0
+        try:
+            self.is_coming = True
+            self._client.take(request, partial(self._on_taken, slot))
+        except BaseException:  # an interrupt: the worker may have been told all the same
+            self.is_coming = False
+            raise
+
+    def keep_two(self) -> None:
+        """From now on that of another slot is always needed: readers shall find a version while the next is staged."""
+        self._least = max(self._least, min(2, len(self._begins) - 1))
+        if self.taken < self._least:
+            self.take_another()
+
+    def give_back_last(self) -> None:
+        """Have the worker give the memory of the last slot back, in which nothing is under way."""
+        self.taken -= 1
+        self._client.tell(GiveBack(self._number, self.end, (self.taken,)))
+
+    def _on_taken(self, slot: int, refused: CheckpointError | None) -> None:
+        """Called by the thread that listens to the worker."""
+        if refused is None:
+            # The kernel's tables of this process, which the copy would wait for; of a segment that may just be closed.
+            with contextlib.suppress(OutOfMemoryError, ValueError):
+                self._segment.touch(self._begins[slot + 1], self._begins[slot])
+            self.taken = max(self.taken, slot + 1)
+        else:
+            self._refused = refused
+            logger.warning("one image in memory, so saves wait for each other: %s", refused)
+        self.is_coming = False
+
 
 Plan: TypeAlias = CheckpointPlan | FileSetPlan | TorchFilePlan
 

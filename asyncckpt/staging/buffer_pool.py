@@ -18,8 +18,7 @@ from asyncckpt.link.takeover import Takeover
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.save_handle import Save
-from asyncckpt.staging.buffer import Plan, StagingBuffer
-from asyncckpt.staging.detached_buffer import DetachedBuffer
+from asyncckpt.staging.buffer import DetachedBuffer, Plan, StagingBuffer
 
 logger = logging.getLogger(__name__)
 

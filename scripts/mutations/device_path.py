@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _DEVICE_COPY = "asyncckpt/staging/device_copy.py"
-_COALESCE = "asyncckpt/staging/coalesce.py"
+_COALESCE = "asyncckpt/staging/device_copy.py"
 _DEVICES = "asyncckpt/devices/kinds.py"
 _PINNED = "asyncckpt/devices/pinned.py"
 _PINNERS = "asyncckpt/devices/pinners.py"

@@ -16,10 +16,8 @@ from support.states import same, zeros_like
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.devices.pinners import CudaPinner
-from asyncckpt.staging import slot_memory
 from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.staging.coalesce import Slab
-from asyncckpt.staging.device_copy import ChunkCopy
+from asyncckpt.staging.device_copy import ChunkCopy, Slab
 from asyncckpt.staging.host_copy import CopyUnit
 
 pytestmark = pytest.mark.device
@@ -128,7 +126,7 @@ def test_memory_of_a_slot_that_goes_is_not_pinned_any_more(
     device_type: str, root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where that of two was pinned at once, as a state moved to the device while saves overlapped."""
-    monkeypatch.setattr(slot_memory, "_LONG", 3)
+    monkeypatch.setattr("asyncckpt.staging.buffer._LONG", 3)
     with Checkpointer(root) as checkpointer:
         saves = [checkpointer.save(step, _large("cpu", 3)) for step in (1, 2)]
         gate.touch()
