@@ -24,8 +24,7 @@ from asyncckpt.engine.plan_selection import Captured, PlanSelection
 from asyncckpt.engine.published_image import known_by_all, show
 from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.save_input import check_file_set_place, save_input
-from asyncckpt.engine.save_operation import Copier, SaveOperation
-from asyncckpt.engine.saves import Saves, check_writable
+from asyncckpt.engine.saves import Copier, SaveOperation, Saves, check_writable
 from asyncckpt.engine.turn import Turn
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, interrupts_as_they_are, is_interrupt
 from asyncckpt.format.write_request import Existing

@@ -139,7 +139,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the memory of parameters is held on to",
-        "asyncckpt/engine/save_operation.py",
+        "asyncckpt/engine/saves.py",
         "tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors",
         "tensors = captured.tensors",
         f"{_OVERLAP}::test_a_parameter_gets_other_memory",

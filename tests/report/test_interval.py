@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncckpt import Checkpointer
-from asyncckpt.engine.recent_saves import RecentSaves
+from asyncckpt.engine.saves import RecentSaves
 from asyncckpt.errors import CheckpointError, NothingMeasuredError
 from asyncckpt.interval import Advice, parse_duration
 from asyncckpt.save_handle import Save, SaveState

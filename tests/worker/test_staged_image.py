@@ -18,7 +18,7 @@ from support.workers import Faulty
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ReadyEvents
-from asyncckpt.engine.save_operation import SaveOperation
+from asyncckpt.engine.saves import SaveOperation
 from asyncckpt.errors import CheckpointError, SaveDroppedError, StorageError
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
