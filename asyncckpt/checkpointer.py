@@ -18,8 +18,8 @@ from asyncckpt.config import Config
 from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.loads import Loaded, Loads
+from asyncckpt.engine.plan_selection import check_file_set_place
 from asyncckpt.engine.retention import retention_of
-from asyncckpt.engine.save_input import check_file_set_place
 from asyncckpt.engine.saves import RecentSaves
 from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
