@@ -1,8 +1,8 @@
-"""The large files of the last durable save of each structure: what of the next one is the same need not be written.
+"""Remember the large files of the last durable save of each structure, so that the next save can link them.
 
-A file of the next save that has the same name and the same bytes is linked (``OpenAttempt.link``). Whether it has is
-told by a digest of 128 bits of each span, of what was written and of what is staged: by nothing that is a guess. What
-is guessed is only whether to look before writing: of a file that was not the same last time it is not expected.
+A file of the next save is linked if it has the same name and the same bytes (``OpenAttempt.link``). Digests of 128 bits
+of each span decide whether the bytes are the same. Only one thing is a guess: whether to compare a file before it is
+written. A file is compared if it was the same last time, or if it is new and the trainer calls it frozen.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class DurableFile:
     """A large file of a durable save.
 
     Attributes:
-        bounds: Those of its spans.
-        digests: Those of its spans, of 128 bits each.
-        source: What another attempt can link; None: none can.
-        links: How many saves in a row have taken it by link.
-        is_expected: Whether the next save is expected to have the same.
+        bounds: The bounds of its spans, in bytes.
+        digests: The digests of its spans, of 128 bits each.
+        source: The source for a link; None: the file cannot be linked.
+        links: The number of saves in a row that have linked it.
+        is_expected: The next save is expected to have the same file.
     """
 
     bounds: array[int]
@@ -35,21 +35,21 @@ class DurableFile:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return self.bounds[-1]
 
 
 class DurableFiles:
-    """Those of one trainer's saves, by the number of the segment that they were staged in; for any thread."""
+    """The large files of one trainer, by the number of the segment they were staged in. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: dict[int, Mapping[str, DurableFile]] = {}
 
     def expected(self, segment: int, name: str, most_links: int) -> DurableFile | None:
-        """What the file ``name`` of the next save is likely to be the same as, and may be linked to; None: write it.
+        """Return the file to compare with the file ``name`` of the next save; None: write it without a comparison.
 
-        ``most_links``: how many saves in a row may have it by link.
+        ``most_links``: the number of saves in a row that may link one file.
         """
         with self._lock:
             file = self._files.get(segment, {}).get(name)
@@ -57,7 +57,7 @@ class DurableFiles:
         return file if may_be else None
 
     def expected_bytes(self, segment: int, most_links: int) -> int:
-        """How many bytes of the next save are expected to be linked."""
+        """Return the number of bytes of the next save that are expected to be linked."""
         with self._lock:
             names = [*self._files.get(segment, {})]
         expected = (self.expected(segment, name, most_links) for name in names)
@@ -69,7 +69,7 @@ class DurableFiles:
         Args:
             segment: The segment that the save was staged in.
             files: Its large files, by name.
-            frozen: The names of files that are likely to stay the same, as the trainer says.
+            frozen: The names of its files with frozen tensors.
         """
         with self._lock:
             before = self._files.get(segment, {})
@@ -79,7 +79,7 @@ class DurableFiles:
             }
 
     def forget(self, segment: int) -> None:
-        """That memory is for something else now."""
+        """Forget the files that were staged in a segment, which is released."""
         with self._lock:
             self._files.pop(segment, None)
 

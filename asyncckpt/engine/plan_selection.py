@@ -57,7 +57,7 @@ PREPARES = Call("prepares a save", "prepare")
 
 
 def check_file_set_place(files: FileSet, path: str, existing: Existing) -> None:
-    """Raise ``ValueError`` where a set of files cannot go; have its save fail where a store cannot have such names."""
+    """Raise ``ValueError`` if a set of files cannot go there. Have its save fail if a store refuses a name."""
     if existing == "join":
         raise ValueError("a set of files cannot join what is there: it comes in one step, or not at all")
     for name in files.contents if is_address(path) else ():
@@ -68,10 +68,10 @@ def check_file_set_place(files: FileSet, path: str, existing: Existing) -> None:
 
 @dataclass(frozen=True)
 class SaveInput(ABC):
-    """What all ranks of ``group`` are to save, or to prepare for, under one ``number``.
+    """The input of a save of all ranks of ``group``, or of its preparation, under one ``number``.
 
-    ``path``: where it goes; "": it is only prepared. ``call``: what this rank does, which all others have to do, too.
-    ``check``: what it raises on any rank is raised on all, before anything is planned.
+    ``path``: the place of the checkpoint; "": the save is only prepared. ``call``: the call of this rank; all others
+    have to make the same one. ``check``: called before anything is planned; an error on one rank is raised on all.
     """
 
     group: Group
@@ -83,25 +83,26 @@ class SaveInput(ABC):
     @property
     @abstractmethod
     def key(self) -> Any:
-        """Equal where the same is planned alike."""
+        """A key. Inputs with equal keys may fit the same plan."""
 
     @property
     @abstractmethod
     def names(self) -> frozenset[str]:
-        """Those of its plan, as far as they are known before."""
+        """The names in its plan, as far as they are known before."""
 
     def look(self, plans: Iterable[Any]) -> None:
-        """Ask its values for their states, if it is for none of ``plans``, which have the same key: before any rank is
-        asked, as what they say may take a collective of the caller's.
+        """Ask ``Stateful`` values for their states, unless one of ``plans``, which have the same key, fits.
+
+        Call this before any rank is asked: the values may run a collective of the caller's.
         """
         return  # there are none
 
     @abstractmethod
     def capture(self, plan: Any) -> Sequence[torch.Tensor]:
-        """Its tensors, by a plan that has the same key. Raises ``StructureChanged`` where that is not for it."""
+        """Return its tensors by a plan with the same key. Raises ``StructureChanged`` if the plan does not fit."""
 
     def is_frozen_as(self, plan: Any) -> bool:
-        """Return True if the parameters that modules have frozen are still those of ``plan``."""
+        """Return True if the frozen parameters of modules are still those of ``plan``."""
         return True
 
     @abstractmethod
@@ -109,10 +110,10 @@ class SaveInput(ABC):
         """Make a new plan; ``assumed``: ``Config.assume_unchanged``. Raises as ``make_plans``."""
 
     def restore_plan(self, stored: StoredPlan, assumed: tuple[str, ...]) -> CheckpointPlan | None:
-        """Return the plan of a checkpoint, if it is for this; None: this has to be planned.
+        """Return the plan of a checkpoint, or None if the plan does not fit.
 
         Args:
-            stored: What is known of that plan.
+            stored: The plan as the checkpoint has it.
             assumed: ``Config.assume_unchanged``.
 
         Raises:
@@ -122,10 +123,10 @@ class SaveInput(ABC):
 
     @abstractmethod
     def sample(self, plan: Any) -> Sample:
-        """Samples of values that may be replicas: all ranks that have one are to have the same."""
+        """Return samples of values that may be replicas. The ranks compare them."""
 
     asks = True
-    """Whether the ranks ask each other which plan to take, also where constant structure is promised."""
+    """If true, the ranks agree on a plan in each save, even with ``assume_constant_structure``."""
 
     @property
     def pickle_bytes(self) -> tuple[int, ...]:
@@ -142,8 +143,8 @@ class SaveInput(ABC):
 class StateToSave(SaveInput):
     """A state dict.
 
-    ``given``: this rank's part; ``Stateful`` values are asked for theirs. ``planner``: DCP's or the user's; None: DCP's
-    default. ``separate``: values whose names begin with it are stored in a file of their own; "": none.
+    ``given``: this rank's part, with ``Stateful`` values. ``planner``: DCP's or the user's; None: DCP's default.
+    ``separate``: a prefix of names; the values with it are stored in a file of their own; "": none.
     """
 
     given: StateDict
@@ -154,12 +155,12 @@ class StateToSave(SaveInput):
 
     @cached_property
     def state(self) -> StateDict:
-        """Without ``Stateful`` values."""
+        """The state dict with the states of ``Stateful`` values in their places."""
         return stateful_to_dict(self.given)
 
     @cached_property
     def frozen(self) -> frozenset[str]:
-        """The names of the parameters that modules have frozen."""
+        """The names of the frozen parameters of modules."""
         return frozen_parameters(self.given)
 
     @property
@@ -212,7 +213,7 @@ class StateToSave(SaveInput):
 
 @dataclass(frozen=True)
 class FilesToSave(SaveInput):
-    """A set of files, of which all ranks plan some together."""
+    """A set of files. The ranks plan some of them together."""
 
     files: FileSet
 
@@ -223,7 +224,7 @@ class FilesToSave(SaveInput):
 
     @cached_property
     def contents(self) -> FileSetContents:
-        """The set, taken apart. Raises what this rank's part failed with."""
+        """The set, taken apart. Raises the error of this rank's part, if there is one."""
         if self.files.error is not None:
             raise self.files.error
         return FileSetContents(self.files)
@@ -266,7 +267,7 @@ def save_input(
     call: Call = PREPARES,
     check: Callable[[], object] = lambda: None,
 ) -> SaveInput:
-    """What is to be saved.
+    """Return the input of a save.
 
     Args:
         group, number, path, call, check: As of ``SaveInput``.
@@ -287,10 +288,10 @@ _NOTICE_S = 2.0
 
 
 class Captured(NamedTuple):
-    """What is to be staged: the memory for it, and its tensors in the order of the plan, which has its objects.
+    """A captured state: the memory for it, and its tensors in the order of the plan. The plan has its objects.
 
     ``pickle_bytes``, ``small_files``: as of ``WriteRequest``. ``is_new``: the plan was made for this save. ``sample``:
-    of what the ranks compare.
+    values for the ranks to compare.
     """
 
     buffer: StagingBuffer
@@ -302,9 +303,9 @@ class Captured(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """By what a rank can save: the number of a ``plan`` that it keeps, the attempt that stored one, or None.
+    """The plan a rank can save by: the number of one it keeps, the attempt of a stored one, or None.
 
-    ``call``: what it does.
+    ``call``: the call of the rank.
     """
 
     plan: int | str | None
@@ -312,7 +313,7 @@ class _Offer(NamedTuple):
 
 
 def _warn_untrusted(plan: CheckpointPlan | FileSetPlan, path: str) -> None:
-    """Say which values a load would refuse, unless it is told to run code: after a crash is late to learn that."""
+    """Log the names of values that a load would refuse to unpickle. After a crash would be late to learn this."""
     refused = []
     for name, data in islice(plan.objects.own_pickles(), _MOST_TRIED):
         if len(data) > _MOST_BYTES_TRIED:
@@ -336,21 +337,21 @@ def _warn_untrusted(plan: CheckpointPlan | FileSetPlan, path: str) -> None:
 
 @dataclass
 class PlanSelection:
-    """Of one engine: out of the plans that ``buffers`` keeps, in memory of the worker that ``supervisor`` gives."""
+    """Choose among the plans in ``buffers``, or make a new one. The memory belongs to the worker of ``supervisor``."""
 
     config: Config
     buffers: BufferPool
     supervisor: Supervisor
     stored: StoredPlan | None = None
-    """That of the checkpoint which this job goes on from, until there is a plan for what is in it."""
+    """The plan of the checkpoint that this job was resumed from, until a save has taken or replaced it."""
 
     def for_all(self, wanted: SaveInput, *, prepares: bool = False) -> Captured:
-        """The memory and the tensors of what all ranks save, as they have planned it.
+        """Capture a state by a plan that all ranks have, or make together.
 
-        ``prepares``: it is only prepared, and all ranks are asked, whatever was promised.
+        ``prepares``: the save is only prepared, and the ranks agree even with ``assume_constant_structure``.
 
         Raises ``UnsavableStateError``, ``OutOfMemoryError``, ``RankFailedError``, ``WorkerDiedError``,
-        ``SaveTimeoutError``; ``StructureChangedError`` where ``assume_constant_structure`` was promised in vain.
+        ``SaveTimeoutError``; ``StructureChangedError`` if the structure changed despite ``assume_constant_structure``.
         """
         try:
             check_not_capturing()
@@ -381,16 +382,16 @@ class PlanSelection:
         return found._replace(pickle_bytes=wanted.pickle_bytes, small_files=wanted.small_files, sample=sample)
 
     def plan_as(self, read: Callable[[], StoredPlan | None]) -> None:
-        """Plan what comes first as a checkpoint was planned, if all ranks can. ``read``: gives that plan, or None."""
+        """Use the plan of a checkpoint in the first save, if it fits on all ranks. ``read`` returns it, or None."""
         self.stored = None if self.buffers.known else read()
 
     def for_file(self, contents: TorchFileContents, group: Group, number: int) -> Captured:
-        """The same for the contents of a single file.
+        """Capture the contents of a single file.
 
         Args:
-            contents: What is in it.
+            contents: The object in the file.
             group: This process alone.
-            number: That of the save.
+            number: The number of the save.
         """
         check_not_capturing()
         client = group.connect_worker(self.supervisor.running)
@@ -410,9 +411,10 @@ class PlanSelection:
     def _found_by_all(
         self, wanted: SaveInput, client: WorkerClient, prepares: bool
     ) -> Captured | CheckpointPlan | None:
-        """By a plan that all ranks have, or by that of a checkpoint, which is to be placed; None: all have to plan.
+        """Return the state captured by a plan that all ranks keep, or the plan of a checkpoint that fits on all ranks.
 
-        With constant structure no rank is asked, but to prepare.
+        None if the ranks have to make a new plan. With constant structure the ranks agree on nothing, except to
+        prepare.
         """
         is_constant = self.config.assume_constant_structure and not (wanted.asks or prepares)
         asks = not (wanted.group.alone or (is_constant and self.buffers.known))
@@ -444,9 +446,10 @@ class PlanSelection:
         return found if all_have_it else None
 
     def _kept(self, wanted: SaveInput, client: WorkerClient, *, may_plan: bool) -> Captured | None:
-        """Capture what is wanted by a plan that this rank has; None if there is none that fits.
+        """Capture the state by a plan that this rank keeps; None if no plan fits.
 
-        ``may_plan``: a new plan may be made. Else a plan fits whatever is frozen: that is a hint, and no structure.
+        ``may_plan``: a new plan may be made. If not, a plan fits even if other parameters are frozen: frozen names are
+        a hint and no structure.
         """
 
         def capture(plan: Any) -> Sequence[torch.Tensor]:
@@ -458,7 +461,7 @@ class PlanSelection:
         return None if kept is None else Captured(*kept)
 
     def _check_new(self, wanted: SaveInput) -> None:
-        """Constant structure is promised and the state has none of those planned: refuse it, if it is one changed."""
+        """Raise if a planned state has another structure now, although ``assume_constant_structure`` was promised."""
         names = wanted.names
         if any(names & known.plan.names for known in self.buffers.known):
             raise StructureChangedError(
@@ -468,7 +471,7 @@ class PlanSelection:
             )
 
     def _placed_by_all(self, wanted: SaveInput, client: WorkerClient, plan: CheckpointPlan | FileSetPlan) -> Captured:
-        """By a plan that is new here, which takes the place of one for the same names in another form."""
+        """Capture the state by a new plan. It replaces a plan for the same names in another form."""
         group, number = wanted.group, wanted.number
         if self.config.replicas and isinstance(plan, CheckpointPlan):
             place = RankPlace(own_domain(self.config.domain), copy_bytes(plan))

@@ -51,7 +51,7 @@ class SpannedFile(LargeFile):
 @dataclass(frozen=True)
 class DataFile(SpannedFile):
     """A data file of DCP's, in ``folder`` of the checkpoint ("": at its top). Its name has its ``number`` among those
-    that a rank has there, and a ``prefix``. ``is_frozen``: its tensors are likely to stay the same.
+    that a rank has there, and a ``prefix``. ``is_frozen``: it holds tensors that are likely to stay the same.
     """
 
     number: int

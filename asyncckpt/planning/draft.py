@@ -1,4 +1,4 @@
-"""Making the plan of a checkpoint, with all ranks: by DCP's own planner, so that all works as DCP users know it."""
+"""Make the plan of a checkpoint, with all ranks, by DCP's own planner: all works as DCP users know it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class DraftInput(NamedTuple):
     """A state dict to be planned.
 
     ``state_dict``: this rank's part, without ``Stateful`` values. ``planner``: the user's own; None: DCP's default one.
-    ``separate``: values whose names begin with it are stored in a file of their own; "": there is one file. ``folder``:
-    of DCP's, in the checkpoint; "": its top. ``frozen``: the names of parameters that modules of the state have frozen.
-    ``assumed``: patterns of other names that are treated alike (``Config.assume_unchanged``).
+    ``separate``: a prefix of names; the values with it are stored in a file of their own; "": none. ``folder``: a
+    folder of DCP's, in the checkpoint; "": its top. ``frozen``: the names of the frozen parameters of modules.
+    ``assumed``: patterns of other frozen names (``Config.assume_unchanged``).
     """
 
     state_dict: StateDict
@@ -59,7 +59,7 @@ class DraftInput(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Equal where the same values are planned alike."""
+        """A key. Equal for values that are planned alike."""
         if self.planner is None or type(self.planner) is DefaultSavePlanner:
             return *options(self.planner or DefaultSavePlanner()).values(), self.separate
         return type(self.planner), self.separate
@@ -287,7 +287,7 @@ class Draft:
         return kinds
 
     def _is_frozen(self) -> Callable[[str], bool]:
-        """Return a function that says whether the tensor of a name is likely to stay the same."""
+        """Return a function to tell whether the tensor of a name is frozen."""
         values = {name: value for name, value in self.values().items() if isinstance(value, torch.nn.Parameter)}
         frozen = self._given.frozen | {name for name, value in values.items() if not value.requires_grad}
         is_assumed = matcher(self._given.assumed)

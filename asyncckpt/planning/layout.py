@@ -145,7 +145,7 @@ class DataLayout:
 class PlannedFile:
     """A data file of a plan, as ``DataFile`` is one of a segment, with the bytes that it has regions for.
 
-    ``is_frozen``: its tensors are those that are likely to stay the same (``planning/frozen.py``).
+    ``is_frozen``: it holds the frozen tensors (``planning/frozen.py``).
     """
 
     folder: str

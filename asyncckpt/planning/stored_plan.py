@@ -1,8 +1,8 @@
-"""The plan that a checkpoint was saved by: a job that goes on from there, with the same structure, plans nothing.
+"""Restore the plan of a checkpoint, so that a resumed job with the same structure plans nothing.
 
-DCP's default planner decides for all ranks by what each is asked to save, and by nothing else. The index of a rank has
-a digest of that (``asked``), and says what came of it. So where the digests of all ranks are those of one attempt, its
-plan is that of this job: no plan of a rank has to travel, and nothing is decided again.
+DCP's default planner decides for all ranks by their local plans, and by nothing else. The index of a rank has a digest
+of its local plan (``asked``), and the result. If the digests of all ranks are those of one attempt, its plan is the
+plan of this job. No plan of a rank is sent, and nothing is decided again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from asyncckpt.planning.structure import StructureChanged
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """What this rank finds of it in the checkpoint of an ``attempt``: the ``indexes`` of its data files, in their
-    order, and, on the first rank, DCP's ``metadata``, without what differs from save to save.
+    """The plan of one rank, as the checkpoint of an ``attempt`` has it.
+
+    ``indexes``: those of the rank's data files, in their order. ``metadata``: DCP's, on the first rank, without the
+    bytes of a single save.
     """
 
     attempt: str
@@ -30,22 +32,22 @@ class StoredPlan:
 
     @property
     def names(self) -> frozenset[str]:
-        """Those of the values that this rank has stored."""
+        """The names of the values in the rank's data files."""
         return frozenset(item.name for index in self.indexes for item in index.items)
 
 
 def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPlan | None:
-    """The plan of a checkpoint, made anew out of what is stored; None: it is not for what is to be saved.
+    """Return the plan of a checkpoint for a new state, or None if the plan does not fit.
 
-    It is good only if all ranks have one of the same attempt.
+    Use the plan only if all ranks have one of the same attempt.
 
     Args:
-        draft: Of what is to be saved.
-        stored: What is known of the plan.
-        number: That of the new plan.
+        draft: The draft for the state.
+        stored: The plan as the checkpoint has it.
+        number: The number of the new plan.
 
     Raises:
-        UnsavableStateError: It cannot be saved.
+        UnsavableStateError: The state cannot be saved.
     """
     if not draft.is_plain:
         return None

@@ -38,19 +38,19 @@ from asyncckpt.staging.slot_copy import SlotStager
 
 logger = logging.getLogger(__name__)
 
-# What may be missing: so small a part.
+# A segment fits if at most one part of so many is missing.
 _FEW = 64
 
 Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
-"""What is the same in every save, each with where it stands in the segment."""
+"""Bytes that are the same in every save, each with its region in the segment."""
 
 
 @dataclass
 class DetachedBuffer:
-    """Memory whose worker is gone: a segment, what its bytes are, and the images that are still held in it.
+    """Memory whose worker is gone: a segment, its layout, and the images that are still held in it.
 
-    ``number`` is that of the segment in the worker that has adopted it; 0: none has. It stays ``pinned``: to tell a
-    driver of it again takes 0.1 s a GB. ``is_free``: nobody needs what is in it.
+    ``number``: the segment's number in the worker that has adopted it; 0: no worker has. The memory stays ``pinned``,
+    because pinning it again takes 0.1 s a GB. ``is_free``: nobody needs the bytes in it.
     """
 
     segment: Segment
@@ -75,8 +75,10 @@ def fitting(
     nbytes: int,
     least: int,
 ) -> DetachedBuffer | None:
-    """Of what is ``detached``, that which was for the same plan, down to the last constant byte; or of which nothing is
-    needed any more, if it is ``nbytes`` long and the memory of the first ``least`` is taken, or nearly.
+    """Return a detached buffer for a plan, or None.
+
+    A buffer fits if it had the same layout, with the same constant bytes. A free one also fits if it is ``nbytes`` long
+    and has memory for nearly all of the first ``least`` bytes.
     """
     for each in detached:
         if each.number == 0 or each.segment.closed:
@@ -93,7 +95,7 @@ def fitting(
 
 
 def give_back(detached: list[DetachedBuffer], client: WorkerClient) -> None:
-    """Give all that is ``detached`` back, which ``client`` has adopted."""
+    """Give back all ``detached`` memory, which ``client`` has adopted."""
     while detached:
         unfit = detached[-1]  # taken from the list when it is gone, for an exception may come in between
         unfit.close()
@@ -102,28 +104,28 @@ def give_back(detached: list[DetachedBuffer], client: WorkerClient) -> None:
         detached.pop()
 
 
-# After so many saves of which none has overlapped with another the memory goes back; and it is asked for again after
-# so many, where there was none.
+# After so many saves in a row without overlap the memory of the last slot goes back. After so many, memory that was
+# refused is asked for again.
 _LONG = 16
 
 
 class SlotMemory:
-    """That of one segment. All but what the worker says is for one thread at a time."""
+    """The memory of one segment's slots. One thread at a time may call; answers of the worker come on another."""
 
     def __init__(self, client: WorkerClient, number: int, segment: Segment, begins: Sequence[int], taken: int) -> None:
-        """All is as it is.
+        """Take no memory yet.
 
         Args:
             client: The worker.
-            number: Of the segment there.
+            number: The segment's number in the worker.
             segment: The segment.
-            begins: Where each slot begins, and where the last one ends, in bytes.
-            taken: How many slots have memory, and keep it.
+            begins: The offset of each slot, and the end of the last one, in bytes.
+            taken: The number of slots that have memory, and keep it.
         """
         self.taken = self._least = taken
-        """How many slots have memory, from the first on."""
+        """The number of slots with memory, from the first on."""
         self.is_coming = False
-        """Whether the worker is taking more."""
+        """The worker is taking memory for another slot."""
         self._client, self._number, self._segment = client, number, segment
         self._begins = begins
         self._apart = 0  # how many saves, one after the other, have not overlapped
@@ -131,26 +133,26 @@ class SlotMemory:
 
     @property
     def end(self) -> int:
-        """Where that ends in the segment."""
+        """The end of the memory, an offset in the segment."""
         return self._begins[self.taken]
 
     @property
     def ends(self) -> Sequence[int]:
-        """Where that of each slot ends."""
+        """The end of each slot with memory."""
         return self._begins[1 : self.taken + 1]
 
     @property
     def is_too_much(self) -> bool:
-        """Whether the last slot that has memory was not needed for long."""
+        """True if the last slot with memory was not needed for long."""
         return self.taken > self._least and self._apart >= _LONG and not self.is_coming
 
     def note(self, *, overlaps: bool) -> None:
-        """A save has a slot; whether another was under way."""
+        """Note that a save has a slot; ``overlaps``: another save was under way."""
         self._apart = 0 if overlaps else self._apart + 1
         self._refused = self._refused if self._apart < _LONG else None
 
     def take_another(self) -> None:
-        """Have the worker take the memory of another slot, if there is one; ``taken`` says when it has."""
+        """Have the worker take memory for another slot, if there is one. Later ``taken`` counts the slot."""
         if self.is_coming or self._refused is not None or self.taken == len(self._begins) - 1:
             return
         slot = self.taken
@@ -164,13 +166,13 @@ class SlotMemory:
             raise
 
     def keep_two(self) -> None:
-        """From now on that of another slot is always needed: readers shall find a version while the next is staged."""
+        """Keep memory for two slots from now on: readers need a version while the next one is staged."""
         self._least = max(self._least, min(2, len(self._begins) - 1))
         if self.taken < self._least:
             self.take_another()
 
     def give_back_last(self) -> None:
-        """Have the worker give the memory of the last slot back, in which nothing is under way."""
+        """Have the worker give back the memory of the last slot. Nothing may be under way there."""
         self.taken -= 1
         self._client.tell(GiveBack(self._number, self.end, (self.taken,)))
 
@@ -191,15 +193,14 @@ Plan: TypeAlias = CheckpointPlan | FileSetPlan | TorchFilePlan
 
 
 class StagingBuffer:
-    """Where the states of one structure are staged: a plan with its segment.
+    """A plan with its segment, to stage states of one structure.
 
-    The segment holds the header page, the constants, then one image a slot, each from a page on; not all slots may have
-    memory. ``saves`` has, for each slot, the save that last took it. ``client`` is the worker
-    whose memory it is.
+    The segment holds the header page, the constants, then one image a slot, each from a page on. Some slots may have no
+    memory. ``saves``: for each slot, the last save that took it. ``client``: the worker that owns the memory.
     """
 
     is_closed = False
-    """``close`` was called. Where an exception has interrupted that, it has to be called again."""
+    """``close`` was called. If an exception has interrupted it, call it again."""
 
     def __init__(
         self,
@@ -210,15 +211,15 @@ class StagingBuffer:
         detached: list[DetachedBuffer],
         taken: int | None = None,
     ) -> None:
-        """Take the memory, and write all that is constant.
+        """Take the memory, and write the constants.
 
         Args:
-            plan: What the images look like.
-            client: The worker; it has adopted what is ``detached``.
-            slots: How many images there are to be at most.
+            plan: The plan of the images.
+            client: The worker; it has adopted ``detached``.
+            slots: The number of images, at most.
             timeout: Seconds that each answer of the worker may take.
-            detached: Memory that outlived its worker. What was for the same plan is used again; else all is given back.
-            taken: How many of the slots have memory from the beginning; None: all.
+            detached: Memory that outlived its worker. One that fits is used again; if none fits, all is given back.
+            taken: The number of slots with memory from the beginning; None: all.
 
         Raises:
             OutOfMemoryError: There is too little memory.
@@ -250,7 +251,7 @@ class StagingBuffer:
             raise
 
     def _take_memory(self, adopted: DetachedBuffer | None, nbytes: int, taken: int, timeout: float) -> None:
-        """That of ``taken`` slots, and of all before them; or what was detached, with those of its images."""
+        """Take memory for ``taken`` slots, or use that of a detached buffer, with the slots of its images."""
         if adopted is not None:
             self.number, self.segment, self._pinned = adopted.number, adopted.segment, adopted.pinned
         else:
@@ -274,7 +275,7 @@ class StagingBuffer:
             self._memory.keep_two()
 
     def _set_up(self, held: Sequence[HeldImage], fixed: Constants) -> None:
-        """Make the slots free, but for the images that are ``held`` or published, and write the constants."""
+        """Free all slots except those with ``held`` or published images, and write the constants."""
         self.slots = SlotTable(self.segment.view)
         kept = [each.request.slot for each in sorted(held, key=lambda each: each.request.save_id)]
         kept += [slot for slot in self._published.publications().values() if slot not in kept]
@@ -292,16 +293,14 @@ class StagingBuffer:
         self._stagers = [SlotStager(layout, self.segment, offset, layout.converted) for offset in self._offsets]
 
     def _write_constants(self, slot: int) -> None:
-        """All that is the same in each image, in a slot that has just got its memory."""
+        """Write the constants of an image into a slot that has just got its memory."""
         view, offset = self.segment.view, self._offsets[slot]
         for place, data in self.plan.layout.constants:
             view[offset + place : offset + place + len(data)] = data
         self._blank.discard(slot)
 
     def fit_memory(self) -> None:
-        """Have another slot's memory taken, as no slot is free; or give that of one back, if it was not needed for
-        long: what saves that do not overlap need is one.
-        """
+        """Have memory taken for another slot if no slot is free, or give back that of a slot not needed for long."""
         last = self._memory.taken - 1
         if not self._memory.is_too_much:
             if self.claim_slot() is None:
@@ -315,11 +314,10 @@ class StagingBuffer:
             self._memory.give_back_last()
 
     def claim_slot(self) -> int | None:
-        """A slot to stage in, if there is one: that least recently used, so that they take turns.
+        """Return a free slot, the least recently used; None if there is none. From now on nobody can read it.
 
-        It is not under way, nobody reads what is there, and from now on nobody can. Nor is it the last that other hosts
-        have copies of, if storage has failed and has it not: with it, a host that is lost would take a part along. Nor
-        is it what readers find, while the memory of another is coming.
+        Never reuse the last slot with copies on other hosts while its save is not durable: a lost host would take a
+        part of it along. Never reuse the published slot while memory for another slot is coming.
         """
         safe = [save for save in self.saves if save is not None and (save.is_durable or save.is_replicated)]
         last = max(safe, key=lambda save: save.request.save_id, default=None)
@@ -334,7 +332,7 @@ class StagingBuffer:
         return None
 
     def unused_slots(self) -> list[int]:
-        """All that hold nothing yet: nobody reads there, and no save's image is lost by writing there."""
+        """Return the slots that hold no image yet."""
         unused = (slot for slot in self._by_age if self.saves[slot] is None and slot not in self._kept)
         return [slot for slot in unused if slot < self._memory.taken]
 
@@ -345,7 +343,7 @@ class StagingBuffer:
         return self._published.publish_unless_last(slot, published)
 
     def begin(self, slot: int, save: TrackedSave) -> None:
-        """``slot`` is taken for ``save``."""
+        """Take ``slot`` for ``save``."""
         others = (other for number, other in enumerate(self.saves) if number != slot and other is not None)
         self._memory.note(overlaps=not all(map(is_over, others)))
         self.saves[slot] = save
@@ -353,15 +351,15 @@ class StagingBuffer:
         self._by_age = [*(other for other in self._by_age if other != slot), slot]
 
     def offer(self, slot: int) -> None:
-        """Others may read what is staged in ``slot``: it is whole."""
+        """Let others read the image in ``slot``, which is whole."""
         self._published.offer_image(slot)
 
     def ended(self) -> bool:
-        """Whether all saves have ended: until then the worker reads what is constant."""
+        """Return True if all saves have ended. Until then the worker reads the constants."""
         return all(save is None or save.has_ended for save in self.saves)
 
     def idle(self) -> bool:
-        """Whether the worker has written all slots, and nobody copies into them: the memory can be given back."""
+        """Return True if all slots are written and nobody copies into them, so that the memory can be given back."""
         return all(save is None or (save.is_written and save.copied.is_set()) for save in self.saves)
 
     def copy(
@@ -376,10 +374,10 @@ class StagingBuffer:
         """Copy the tensors of a state, and return when that is done. The first from a device has the memory pinned.
 
         Args:
-            slot: Where to.
-            tensors: All of the plan, in the order of the layout.
-            ready: What the copies from each device wait for.
-            threads: Those that take part.
+            slot: The slot.
+            tensors: All tensors of the plan, in the order of the layout.
+            ready: Events that the copies from each device wait for.
+            threads: Threads that help.
             queued, devices: As of ``SlotStager.copy``.
         """
         if self._pinned is None and (device := first_device(tensors, ready)) is not None:
@@ -391,7 +389,7 @@ class StagingBuffer:
         self._stagers[slot].copy(tensors, ready, threads, partial(self.slots.set_arrived, slot), queued, devices)
 
     def write_objects(self, slot: int) -> None:
-        """Bring the objects in ``slot`` up to what the plan last captured."""
+        """Write the objects that the plan last captured into ``slot``."""
         if slot in self._blank:
             self._write_constants(slot)
         begin = self._offsets[slot]
@@ -399,8 +397,9 @@ class StagingBuffer:
         self.plan.objects.write(slot, image, self.plan.layout.objects)
 
     def free(self, timeout: float) -> DetachedBuffer | None:
-        """Let go of the memory, for another plan of the same worker; None, and nothing is done, where somebody reads
-        there, or may know it as it is, or a save has not ended. Nothing in it may be under way.
+        """Let go of the memory, for another plan of the same worker. Nothing in it may be under way.
+
+        Return None, and change nothing, if somebody reads there, if it was published, or if a save has not ended.
         """
         if (
             self.is_closed
@@ -431,7 +430,7 @@ class StagingBuffer:
         self.segment.close()
 
     def leave(self) -> DetachedBuffer:
-        """Let go of the memory, but keep it for another worker: this one is gone."""
+        """Let go of the memory, whose worker is gone, but keep it for another worker."""
         for stager in self._stagers:
             stager.close()
         self._published.close()
@@ -444,18 +443,18 @@ class StagingBuffer:
 
 
 def is_over(save: TrackedSave) -> bool:
-    """Whether the slot of a save is free."""
+    """Return True if the slot of a save is free."""
     # Written is not enough: where commits are slow, saves that are not committed would pile up in the worker.
     return save.is_written and save.copied.is_set() and (save.has_ended or save.is_withdrawn)
 
 
 def copy_bytes(plan: CheckpointPlan) -> int:
-    """How large a segment is that another host keeps copies of the plan's images in."""
+    """Return the size of a segment, on another host, for copies of the plan's images."""
     return _laid_out(plan)[2] + COPY_SLOTS * plan.layout.nbytes
 
 
 def _laid_out(plan: Plan) -> tuple[dict[str, Region], Constants, int]:
-    """Where what is constant stands in a segment, by name; what it is; and where the first slot begins."""
+    """Return the regions of the constants in a segment, by name; the constants; and the offset of the first slot."""
     regions: dict[str, Region] = {}
     fixed: list[tuple[Region, bytes | memoryview]] = []
     end = HEADER_BYTES
