@@ -65,13 +65,15 @@ logger = logging.getLogger(__name__)
 
 
 class EventsOfSave:
-    """Tells them; none before the call of ``save`` is over, as who listens would take a core from the caller.
+    """Tell the events of one save, in their order.
+
+    No event is told before the call of ``save`` is over: a listener would take a core from the caller.
 
     Any thread may call.
     """
 
     def __init__(self, tell: Callable[[Event], object], *, path: str, step: int | None, rank: int) -> None:
-        """``tell`` is given each; the rest is as of an event."""
+        """Tell nothing yet. ``tell`` is called with each event; the other arguments are fields of an event."""
         self._tell = tell
         self._about: dict[str, Any] = {"path": path, "step": step, "rank": rank}
         self._early: list[Event] | None = []
@@ -79,12 +81,12 @@ class EventsOfSave:
         self._lock = threading.RLock()
 
     def planned(self, *, is_new: bool, nbytes: int) -> None:
-        """Its plan is known: one made for it, or kept; and the bytes of its image."""
+        """Note that the save has a plan, a new one or a kept one, and the bytes of its image."""
         self._plan = "new" if is_new else "kept", time.time()
         self._about["nbytes"] = nbytes
 
     def on_return(self, timings: Mapping[str, float]) -> None:
-        """The call is over: tell what has happened in it, and from now on all at once."""
+        """Tell the events of the call, which is over. From now on tell each event at once."""
         with self._lock:
             early, self._early = self._early or [], None
             if self._plan is not None:
@@ -94,7 +96,7 @@ class EventsOfSave:
                 self._tell(replace(event, timings={**event.timings, "stall_s": timings["stall_s"]}))
 
     def tell(self, phase: EventPhase, timings: Mapping[str, float], seconds: float | None, **more: Any) -> None:
-        """It is in ``phase`` now, which took so many ``seconds``. Waits for nothing, and raises nothing."""
+        """Tell that a ``phase`` is over, after so many ``seconds``. Waits for nothing, and raises nothing."""
         event = Event(phase=phase, seconds=seconds, timings=dict(timings), **self._about, **more)
         with self._lock:
             if self._early is None:
@@ -103,7 +105,7 @@ class EventsOfSave:
                 self._early.append(event)
 
     def end(self, failure: BaseException | None, timings: Mapping[str, float], seconds: float) -> None:
-        """It has ended, so many ``seconds`` after the call."""
+        """Tell that the save has ended, so many ``seconds`` after the call."""
         error = None if failure is None else f"{type(failure).__name__}: {failure}"
         self.tell(end_of_save(failure), timings, seconds, error=error)
 
@@ -119,7 +121,7 @@ class Copier:
         self._behind = CopyThreads(1, "asyncckpt-stager") if overlaps else None
 
     def run(self, copy: Callable[[], CheckpointError | None]) -> CheckpointError | None:
-        """Have ``copy`` called. Returns its failure, as far as it is known."""
+        """Call ``copy``, or have a thread call it. Return its failure, if it is known by now."""
         if self._behind is None:
             return copy()
         self._behind.run(copy)
@@ -138,7 +140,7 @@ class Copier:
 
 
 class SaveOperation(SaveState):
-    """All that is known of a save on this rank. Its life:
+    """A save on this rank. Its life:
 
         planned      the plan that fits the state is found or made, and the tensors are captured
         staging      a slot is its own, the worker was told of it (``is_begun``), and the tensors are being copied
@@ -155,9 +157,9 @@ class SaveOperation(SaveState):
     begun_at: float
     is_begun = is_whole = is_written = is_withdrawn = is_durable = is_replicated = has_ended = False
     is_given_up = False
-    """The engine is aborted: no other rank is told anything."""
+    """The engine is aborted, and tells other ranks nothing."""
     is_called_off = False
-    """Staging has come to nothing."""
+    """Staging has failed."""
     _inode: int | None = None
     _early: tuple[Committed | CheckpointError, bool] | None = None
 
@@ -277,7 +279,7 @@ class SaveOperation(SaveState):
         threads: CopyThreads,
         sample: Sample,
     ) -> CheckpointError | None:
-        """Copy, and hand the slot over. What goes wrong is returned, and is the outcome of the save."""
+        """Copy, and hand the slot over to the worker. Return the failure of the save, if there is one."""
         begun = time.perf_counter()
         buffer, slot = self.buffer, self.request.slot
         if not self._may_copy.acquire(blocking=False):
@@ -301,7 +303,7 @@ class SaveOperation(SaveState):
         return None
 
     def _call_off(self, error: BaseException) -> CheckpointError:
-        """Staging has come to nothing. Returns what the save fails with."""
+        """End a save whose staging has failed with ``error``. Return the failure of the save."""
         failure = error if isinstance(error, CheckpointError) else None
         if failure is None:
             text = f"staging failed: {type(error).__name__}: {error}"
@@ -322,12 +324,12 @@ class SaveOperation(SaveState):
         return failure
 
     def on_return(self) -> None:
-        """The call is over. Until now nobody was told anything: who listens shall not keep the caller from its core."""
+        """Note that the call of ``save`` is over. Events are told from now on."""
         self.timings["stall_s"] = time.perf_counter() - self.begun
         self._events.on_return(self.timings)
 
     def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:
-        """The worker lets go of the slot. ``inode``: of a single file, by which it is known when it has its name."""
+        """Note that the worker lets go of the slot. ``inode``: of a single file, known by it under its final name."""
         self.is_written = True
         self._inode = self._inode if inode is None else inode
         for name, seconds in timings.items():
@@ -336,7 +338,7 @@ class SaveOperation(SaveState):
             self._events.tell("written", self.timings, timings["write_s"])
 
     def on_replicated(self, failure: CheckpointError | None) -> None:
-        """Other hosts have copies of its image; or, for ``failure``, they will not."""
+        """Note that other hosts have copies of the image, or, with ``failure``, that they will not have any."""
         self.replication_failure = failure
         if failure is None:
             self.is_replicated = True
@@ -345,8 +347,9 @@ class SaveOperation(SaveState):
         self.replicated.set()
 
     def on_end(self, outcome: Committed | CheckpointError, *, heard: bool = True) -> None:
-        """The worker's part has ended, or, not ``heard``, the worker has. First the engine learns of it, then the
-        handle, on which somebody may be waiting.
+        """End the save. The engine is told first, then the handle, because somebody may wait for the handle.
+
+        ``heard``: the worker has said so; else the worker is gone.
         """
         self.is_durable = isinstance(outcome, Committed)
         if not isinstance(self.buffer.plan, TorchFilePlan):
@@ -380,7 +383,7 @@ class SaveOperation(SaveState):
             self.end(failure, outcome.timings if isinstance(outcome, Committed) else None)
 
     def _resolve(self, failure: CheckpointError) -> CheckpointError | None:
-        """How a save has ended on all ranks, of which this rank's worker, dead, says nothing."""
+        """Find out how the save has ended on all ranks, as this rank's worker is dead."""
         tell = partial(self.group.report_failure, self.number, failure, begun=True)
         if self.group.rank > 0:
             tell()
@@ -407,7 +410,7 @@ def _forget(*_: object) -> None:
 
 
 def _umask() -> int:
-    """This process's, which can be changed by whoever asks for it in any other way."""
+    """Return the umask of this process. ``os.umask`` would change it to read it."""
     try:
         with open("/proc/self/status") as file:
             return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
@@ -416,14 +419,14 @@ def _umask() -> int:
 
 
 class Saves:
-    """The books of one engine. Any thread may call, but slots are taken by one at a time."""
+    """The saves of one engine. Any thread may call, but only one at a time takes a slot."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         # Those under way, and those that failed and nobody was told of, the oldest first.
         self._saves: list[SaveOperation] = []
         self.failures = 0
-        """How many have failed."""
+        """The number of saves that have failed."""
 
     def __del__(self) -> None:
         """Note failures that no call has raised, for the status of the process: the engine was dropped, not closed."""
@@ -432,11 +435,11 @@ class Saves:
             note_loss()
 
     def add(self, save: SaveOperation) -> None:
-        """It is under way from now on, until it has ended."""
+        """Add a save, which is under way until it has ended."""
         self._saves = [each for each in self._saves if not each.done.is_set() or _is_untold(each)] + [save]
 
     def on_failure(self, failure: BaseException) -> None:
-        """One of them is about to fail with ``failure``."""
+        """Count and log the ``failure`` of a save."""
         if isinstance(failure, ClosedError):
             logger.warning("%s", str(failure))
         elif not isinstance(failure, SaveDroppedError):
@@ -481,7 +484,7 @@ class Saves:
         return slot
 
     def give_up(self, worker: WorkerClient | None) -> None:
-        """Kill the worker, and take away what it had begun, at once and without a word to the other ranks."""
+        """Kill the worker and remove its unfinished attempts, at once. Tell the other ranks nothing."""
         given_up = self._under_way()
         for save in given_up:
             save.is_given_up = save.is_reported = True
@@ -496,7 +499,7 @@ class Saves:
                     storage.remove(storage.revoke(path, save.group.attempt(save.number)))
 
     def wait(self, timeout: float | None) -> None:
-        """Wait until all have ended. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
+        """Wait until all saves have ended. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for save in self._under_way():
             if not save.done.wait(None if deadline is None else deadline - time.monotonic()):
@@ -534,7 +537,7 @@ class Saves:
         return skips
 
     def _decide(self, save: SaveOperation, buffer: StagingBuffer) -> tuple[bool, int | None]:
-        """First rank: whether to skip ``save``, and which one it replaces."""
+        """First rank: decide whether to skip ``save``, and which save it replaces."""
         skip = self._config.when_busy == "skip"
         # Until a save has ended, some rank may not have a free slot yet.
         under_way = [other for other in buffer.saves if other is not None and not other.has_ended]
@@ -557,7 +560,7 @@ class Saves:
         return False, None
 
     def _drop(self, replaced: int, save: SaveOperation, buffer: StagingBuffer) -> None:
-        """The first rank has taken back the save of that number; here it may be being written, and is so in vain."""
+        """Drop the save of a number, as the first rank has done. Here it may be under way, in vain."""
         timeout = self._config.timeout
         for other in filter(None, buffer.saves):
             if other.request.save_id != replaced:
@@ -585,7 +588,7 @@ def check_writable(path: str, step: int | None = None) -> None:
 
 
 def _is_untold(save: SaveOperation) -> bool:
-    """Whether it has failed, and nobody was told."""
+    """Return True if the save has failed, and nobody was told."""
     return not save.is_reported and save.failure is not None and not isinstance(save.failure, SaveDroppedError)
 
 
@@ -602,7 +605,7 @@ _MOST = 100
 
 
 class RecentSaves:
-    """Keeps two numbers of each of the last saves, and no handle of one that has ended: that holds on to memory."""
+    """The costs of the last saves on this rank. No handle of an ended save is kept, because handles hold memory."""
 
     def __init__(self) -> None:
         self._under_way: list[Save] = []
@@ -610,12 +613,12 @@ class RecentSaves:
         self._has_first = False  # the first of all plans, and says little of the others
 
     def add(self, save: Save) -> None:
-        """It was called just now."""
+        """Add a save that was called just now."""
         self.settle()
         self._under_way.append(save)
 
     def advice(self, mtbf_s: float, restart_s: float | None) -> Advice:
-        """From the medians of what is known. Raises ``NothingMeasuredError`` where no save has been committed yet."""
+        """Return advice from the medians. Raises ``NothingMeasuredError`` if no save has been committed yet."""
         self.settle()
         if not self._measured:
             raise NothingMeasuredError("no save has been committed yet: ask again after one or two")
@@ -623,7 +626,7 @@ class RecentSaves:
         return Advice(median(stalls), median(lags), mtbf_s, len(stalls), restart_s)
 
     def settle(self) -> None:
-        """Take note of those that have ended."""
+        """Measure the saves that have ended."""
         ended = [save for save in self._under_way if save.done()]
         self._under_way = [save for save in self._under_way if save not in ended]
         for save in ended:

@@ -94,7 +94,7 @@ def make_plans(drafts: Sequence[Draft], group: Group, number: int) -> None:
 
 
 def _for_each(decide: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[[list[list[Any]]], list[list[Any]]]:
-    """First rank: a function that has each draft ``decide`` what to answer to what all ranks have said of it; its
+    """First rank: return a function that has each draft ``decide`` its answers to the reports of all ranks; its
     result is, for each rank, the answers for its drafts.
     """
 
@@ -106,7 +106,7 @@ def _for_each(decide: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callabl
 
 
 class Draft:
-    """A plan being made, step by step, as all ranks take the steps together."""
+    """A plan under construction. All ranks take its steps together."""
 
     def __init__(self, given: DraftInput, rank: int, world_size: int) -> None:
         """Plan nothing yet.
@@ -122,21 +122,21 @@ class Draft:
         self._flat: dict[str, Any] | None = None
         self.local = SavePlan([])
         self.asked = ""
-        """What the plans of all ranks are made of, of this rank: a digest; "": it is not plain, or not planned yet."""
+        """A digest of this rank's local plan; "": the draft is not plain, or not planned yet."""
         self.reserved: Sequence[int] | None = None
-        """The bytes to reserve for each object; None: as they need it."""
+        """The bytes to reserve for each object; None: as many as the object needs."""
         # First rank: what all have, until it becomes the metadata.
         self._finals: list[SavePlan] = []
         self.global_metadata = Metadata({})
 
     @property
     def is_plain(self) -> bool:
-        """Whether DCP's own planner plans it, and for a checkpoint of its own."""
+        """True if DCP's own planner plans it, for a checkpoint and not for a folder in a set of files."""
         return type(self._planner) is DefaultSavePlanner and not self._folder
 
     @without_gc
     def plan_alone(self) -> None:
-        """Find out what this rank has."""
+        """Make the local plan of this rank."""
         planner = self._planner
         with planning():
             planner.set_up_planner(dict(self._state_dict), StorageMeta(), self._rank == 0)
@@ -153,7 +153,7 @@ class Draft:
             self.asked = self._digest()
 
     def local_plan(self) -> SavePlan:
-        """What this rank has."""
+        """Make and return the local plan of this rank."""
         self.plan_alone()
         return self.local
 
@@ -165,19 +165,19 @@ class Draft:
         return hasher.hexdigest()
 
     def replicas(self, number: int) -> Replicas:
-        """What other ranks may have, too."""
+        """Return the values that other ranks may have, too."""
         values = self.values() if self._world_size > 1 else {}
         names = [str(name) for name, value in values.items() if not (isinstance(value, DTensor) or is_sharded(value))]
         return Replicas(self._state_dict, names, number)
 
     def values(self) -> Mapping[str, Any]:
-        """Those of the state by their names, as far as the planner shows them."""
+        """Return the values of the state by their names, as far as the planner shows them."""
         values: Any = self._flat if self._flat is not None else getattr(self._planner, "state_dict", None)
         return values if isinstance(values, Mapping) else {}
 
     @without_gc
     def global_plans(self, plans: list[SavePlan]) -> list[Any]:
-        """First rank: who writes what."""
+        """First rank: decide which rank writes which item. Return the final plan of each rank."""
         with planning():
             self._finals, self.global_metadata = self._planner.create_global_plan(plans)
         if type(self._planner) is DefaultSavePlanner:
@@ -186,7 +186,7 @@ class Draft:
 
     @without_gc
     def lay_out(self, final: Any, number: int) -> Any:
-        """Lay out this rank's files for its ``final`` plan, see ``final_plan``. Returns where its items stand."""
+        """Lay out this rank's files for its ``final`` plan, see ``final_plan``. Return the places of its items."""
         final = self.final_plan(final)
         items = self.finished(final)
         values = self.capture_of(items)
@@ -232,7 +232,7 @@ class Draft:
 
     @without_gc
     def metadata(self, places: list[Any]) -> list[bytes]:
-        """First rank: DCP's metadata, with the places of all ranks; for the first alone, which writes it."""
+        """First rank: return DCP's metadata, with the places of all ranks. Only the first rank's has any bytes."""
         storage: dict[MetadataIndex, _StorageInfo] = {}
         for rank, (plan, its) in enumerate(zip(self._finals, places, strict=True)):
             storage.update(its.storage(rank, plan))
@@ -242,21 +242,21 @@ class Draft:
         return [pickle_metadata(self.global_metadata)] + [b""] * (len(places) - 1)
 
     def finish(self, metadata: bytes) -> None:
-        """All is known: ``metadata`` is what ``.metadata`` says to this rank."""
+        """Complete the plan with ``metadata``, this rank's answer from ``metadata``."""
         self.plan.metadata = metadata
 
     def final_plan(self, said: SavePlan | bytes) -> SavePlan:
-        """That of this rank, of which the first has ``said`` all, or what of the ``local`` one is kept."""
+        """Return this rank's final plan. The first rank has ``said`` all of it, or which local items are kept."""
         return said if isinstance(said, SavePlan) else SavePlan(list(compress(self.local.items, said)))
 
     def finished(self, final: SavePlan) -> Sequence[WriteItem]:
-        """The items of the ``final`` plan of this rank."""
+        """Return the items of the ``final`` plan of this rank."""
         with planning():
             items: Sequence[WriteItem] = self._planner.finish_plan(final).items
         return items
 
     def taken(self, values: FlatCapture | PlannerCapture) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
-        """The tensors and the objects."""
+        """Return the tensors and the objects."""
         try:
             return values.take(self._state_dict, self._planner)
         except StructureChanged as error:
@@ -294,7 +294,7 @@ class Draft:
         return lambda name: name in frozen or is_assumed(name)
 
     def _name(self, item: WriteItem) -> str:
-        """What the index calls it."""
+        """Return the name of an item in the index."""
         return f"{self._folder}/{item.index.fqn}" if self._folder else item.index.fqn
 
     def _counts(
@@ -312,7 +312,7 @@ class Draft:
         tensors: Sequence[WriteItem],
         objects: Sequence[WriteItem],
     ) -> list[PlannedFile]:
-        """The data files (see ``_kinds``) with what stands in each, in its order."""
+        """Return the data files (see ``_kinds``), each with an index of its items, in their order."""
         indexed: list[list[Item]] = [[] for _ in layout.begins]
         for item, spec, place in zip(tensors, layout.specs, layout.tensors, strict=True):
             offsets = list(item.index.offset or [0] * len(spec.shape))
@@ -337,7 +337,7 @@ class Draft:
 
 
 def _check_parts(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ``UnsavableStateError`` where a rank has another part of a tensor than DCP notes: nobody could load it."""
+    """Raise ``UnsavableStateError`` if this rank's part of a tensor is not the part that DCP notes."""
     for item, tensor in zip(items, tensors, strict=True):
         if item.tensor_data is not None and item.tensor_data.chunk.sizes != tensor.shape:
             raise UnsavableStateError(
@@ -347,7 +347,7 @@ def _check_parts(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) ->
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Which tensors are the same bytes as an earlier one: stored once, under both names."""
+    """Return which tensors have the same bytes as an earlier one. Such bytes are stored once, under both names."""
     first: dict[Any, int] = {}
     aliases = {}
     for number, tensor in enumerate(tensors):
