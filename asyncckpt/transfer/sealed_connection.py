@@ -38,8 +38,8 @@ _MOST_BYTES = 1 << 30
 _VOCABULARY = frozenset(
     f"asyncckpt.{module}"
     for module in (
-        *("worker.transfer.requests", "worker.held_image", "worker.segment_layout", "worker.write_request"),
-        *("worker.uploads", "shm.slots"),
+        *("transfer.requests", "format.held_image", "format.segment_layout", "format.write_request"),
+        "shm.slots",
     )
 )
 _FORGED = "what came was not said by a process of this job"
