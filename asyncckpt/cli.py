@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import asyncckpt
-from asyncckpt.demo import run as demo
+from asyncckpt import demo
 from asyncckpt.loading.shared_files import CheckedFiles
 from asyncckpt.report.advice import advise
 from asyncckpt.report.answers import UNUSABLE, Answers

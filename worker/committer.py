@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
@@ -274,7 +273,8 @@ class Committer:
                 failure, is_known = self._resolve(request, name, failure)
         if failure is None and attempt is None:
             failure = CheckpointError(_UNREPORTED)
-        self._conclude_upload(request, is_committed=failure is None)
+        if failure is None and self.uploader is not None:
+            self.uploader.begin()
         if failure is not None:
             logger.error("saving failed: %s", failure, extra={"is_told": True})
             if attempt is not None and is_known:
@@ -293,15 +293,6 @@ class Committer:
             with _logged("clearing up"):
                 self._rounds.clear(_KIND, request.save_id)
 
-    def _conclude_upload(self, request: WriteRequest, *, is_committed: bool) -> None:
-        """Before the trainer is told, who may ask for it, and before older checkpoints are removed."""
-        if self.uploader is not None:
-            if request.upload is not None:
-                with _logged("noting an upload"):
-                    self.uploader.conclude(request.upload, is_committed=is_committed)
-            if is_committed:
-                self.uploader.begin()
-
     def _tell(self, outcome: Committed | Failed) -> None:
         with self._lock:  # before: who was told may look what is still being written
             request = self._unended.pop(outcome.save_id)
@@ -317,8 +308,6 @@ class Committer:
             raise CheckpointError(_UNREPORTED)
         self._replicas.check(request, [report.get("replicas", {}) for report in reports])
         self._next_step = request.step
-        if self.uploader is not None and request.upload is not None:
-            self.uploader.note(replace(request.upload, attempt=request.attempt))
         attempt.commit(reports)
         self._last_step = request.step
         with _logged("telling the other ranks of the commit"):  # they look at what is finalized

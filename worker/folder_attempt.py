@@ -208,6 +208,7 @@ class FolderAttempt(Attempt):
             timings=of_all_ranks([report["timings"] for report in reports]),
             began=request.began,
             version=request.version,
+            upload=request.upload,
         )
         self._write_small(MANIFEST_NAME, manifest.encode())
         self._check_complete(reports)

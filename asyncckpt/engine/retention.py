@@ -10,7 +10,8 @@ from functools import partial
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
-from asyncckpt.format.write_request import Existing, Upload
+from asyncckpt.format.manifest import Upload
+from asyncckpt.format.write_request import Existing
 from asyncckpt.storage import is_address, step_folder, storage_for
 from asyncckpt.storage.history import Origin
 
@@ -86,9 +87,7 @@ def _upload(
     if asked is False or not (asked or is_due):
         return None
     return Upload(
-        path=step_folder(roots[0], step),
         to=step_folder(roots[1], step),
-        step=step,
         sets_aside=origin is not None and step in origin.left,
         must=keep or asked is True,
         keep_last=config.keep_last,

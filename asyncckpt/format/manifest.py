@@ -22,9 +22,11 @@ import xxhash
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError, FormatError
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
+UPLOADED_NAME = "asyncckpt.uploaded"
+"""A file of a local checkpoint that is at its other place, too. It holds the attempt of that checkpoint."""
 _DATA_NAME = re.compile(r".*__(\d+)_(\d+)\.distcp", re.DOTALL)
 _INDEX_NAME = re.compile(r"__\d+_\d+\.index\.json")
 _LONGEST_S = 1e12  # also of moments, in seconds since the epoch
@@ -66,7 +68,11 @@ def data_of_rank(names: Iterable[str], rank: int) -> list[str]:
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file of that name belongs to a checkpoint, ours or stock DCP's."""
-    return name in (MANIFEST_NAME, METADATA_NAME) or is_index(name) or ("/" not in name and name.endswith(".distcp"))
+    return (
+        name in (MANIFEST_NAME, METADATA_NAME, UPLOADED_NAME)
+        or is_index(name)
+        or ("/" not in name and name.endswith(".distcp"))
+    )
 
 
 def is_index(name: str) -> bool:
@@ -101,6 +107,26 @@ def checksums_in(digests: bytes, bounds: Sequence[int], data: memoryview) -> arr
 
 
 @dataclass(frozen=True)
+class Upload:
+    """The intent to copy a checkpoint to another place.
+
+    Attributes:
+        to: Folder of the copy, of the same step.
+        sets_aside: Rename a checkpoint that stands there. Otherwise none may stand there.
+        must: Copy it even if a newer checkpoint waits, too.
+        keep_last, keep: Retention at the other place, as in ``WriteRequest``.
+        timeout: Seconds until the copy has to be complete.
+    """
+
+    to: str
+    sets_aside: bool
+    must: bool
+    keep_last: int | None
+    keep: bool
+    timeout: float
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint is; the fields in the order of the file. ``keep``: whether retention leaves it alone.
 
@@ -112,6 +138,8 @@ class Manifest:
     to ``{"bytes": int, "index": name}``.
 
     ``timings``: by name, that of each rank (see ``timings.py``).
+
+    ``upload``: the intent to copy this checkpoint to another place; None: it stays here alone.
     """
 
     attempt: str
@@ -124,10 +152,12 @@ class Manifest:
     timings: Mapping[str, Sequence[float | None]]
     began: float = 0.0
     version: str = ""
+    upload: Upload | None = None
 
     def encode(self) -> bytes:
         """The file's bytes."""
         body = {"format": FORMAT} | {_KEYS.get(name, name): value for name, value in vars(self).items()}
+        body["upload"] = self.upload and vars(self.upload)
         return _dump({**body, "xxh3": f"{checksum(_dump(body)):016x}"})
 
     @classmethod
@@ -139,7 +169,9 @@ class Manifest:
         try:
             found = parsed_json(text)
             check_format(found, path)
-            manifest = cls(**{each.name: found[_KEYS.get(each.name, each.name)] for each in fields(cls)})
+            values = {each.name: found[_KEYS.get(each.name, each.name)] for each in fields(cls)}
+            values["upload"] = values["upload"] and Upload(**values["upload"])
+            manifest = cls(**values)
             _check_fields(manifest)
             encoded = manifest.encode()
         except NOT_AS_WRITTEN as error:
@@ -204,6 +236,7 @@ def _check_fields(manifest: Manifest) -> None:
         "keep": type(its.keep) is not bool,
         "version": type(its.version) is not str,
         "bytes": not is_size(its.nbytes),
+        "upload": its.upload is not None and not _is_upload(its.upload),
     }
     if any(wrong.values()):
         raise ValueError(f"what it says of {', '.join(name for name, is_wrong in wrong.items() if is_wrong)}")
@@ -214,6 +247,13 @@ def _check_fields(manifest: Manifest) -> None:
 
 def _is_moment(number: object) -> bool:
     return type(number) in (int, float) and math.isfinite(number)  # type: ignore[arg-type]
+
+
+def _is_upload(found: Upload) -> bool:
+    types = type(found.to), type(found.sets_aside), type(found.must), type(found.keep)
+    keep_last = found.keep_last
+    is_count = keep_last is None or (is_size(keep_last) and keep_last > 0)
+    return types == (str, bool, bool, bool) and is_count and _is_moment(found.timeout)
 
 
 def _check_file(name: str, facts: Mapping[str, Any]) -> None:

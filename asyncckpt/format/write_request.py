@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncckpt.format.manifest import Upload
+
 Existing = Literal["refuse", "replace", "join", "set aside"]
 """What a save does where its path exists: it is refused; a checkpoint that is there is replaced, whole, in one step;
 its files are put beside those of others, DCP's ``.metadata`` after all it names; or what is there gets another name,
@@ -13,26 +15,6 @@ but for a link, which goes. Whoever replaces, or joins, follows a link."""
 
 ANY_PLAN = -1
 """The number of the plan of a rank that has nothing to stage."""
-
-
-@dataclass(frozen=True)
-class Upload:
-    """The checkpoint at ``path`` is to be copied ``to`` another place, of the same step.
-
-    ``sets_aside``: what is there gets another name; else nothing may be there. ``must``: no newer one goes in its
-    place. ``keep_last``, ``keep`` and ``timeout`` are as those of ``WriteRequest``.
-    """
-
-    path: str
-    to: str
-    step: int
-    sets_aside: bool
-    must: bool
-    keep_last: int | None
-    keep: bool
-    timeout: float
-    attempt: str = ""
-    """Of the save whose checkpoint it is: another of the same step is another."""
 
 
 @dataclass(frozen=True)

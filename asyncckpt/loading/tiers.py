@@ -19,7 +19,7 @@ from asyncckpt.loading.source import check_root, find_step, read_manifest, settl
 from asyncckpt.ranks.collectives import from_first
 from asyncckpt.storage import absolute, complete_steps, is_address, set_aside, step_folder
 from asyncckpt.storage.history import Origin, StoredStep, older_step, origin_of
-from asyncckpt.storage.upload_notes import has_uploaded
+from asyncckpt.storage.uploader import has_uploaded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

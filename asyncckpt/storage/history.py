@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError
-from asyncckpt.format.manifest import MANIFEST_NAME, Manifest
+from asyncckpt.format.manifest import MANIFEST_NAME, Manifest, Upload
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.storage import is_address, named_steps, remove_old_checkpoint, step_folder, step_of, storage_for
 from asyncckpt.storage.storage import FileStamp
@@ -37,8 +37,10 @@ _LOOK_EVERY_S = 300.0
 
 
 class StoredStep(NamedTuple):
-    """What stands in the folder of a step. ``created``, ``keep`` and ``began`` are as in its manifest; ``created`` is
-    None where that is missing, damaged, or that of another step.
+    """The checkpoint in the folder of a step.
+
+    ``created``, ``keep``, ``began``, ``attempt`` and ``upload`` are as in its manifest. ``created`` is None if the
+    manifest is missing, damaged, or names another step.
     """
 
     step: int
@@ -49,6 +51,8 @@ class StoredStep(NamedTuple):
     roots: tuple[str, ...]
     """Under which this very checkpoint stands, the nearest first."""
     began: float = 0.0
+    attempt: str = ""
+    upload: Upload | None = None
 
 
 @dataclass(frozen=True)
@@ -271,4 +275,5 @@ def _read(path: str, step: int, stamp: FileStamp) -> StoredStep:
     manifest = Manifest.parse(storage_for(path).read(path), path)
     if manifest.step not in (None, step):
         raise DamagedCheckpointError(f"this is the manifest of step {manifest.step}", path=path, step=step)
-    return StoredStep(step, manifest.created, manifest.keep, stamp.modified, (), manifest.began)
+    facts = manifest.began, manifest.attempt, manifest.upload
+    return StoredStep(step, manifest.created, manifest.keep, stamp.modified, (), *facts)

@@ -1,10 +1,10 @@
-"""The uploader: copies committed checkpoints of a local folder to the root of the run, in the background.
+"""The uploader: copy committed checkpoints of a local folder to the root of the run, in the background.
 
-It goes by notes (``upload_notes.py``), and so goes on where another worker has ended, or died. One worker at a time
-uploads.
+The manifest of a local checkpoint says whether it is to be uploaded, and a marker beside it says that this is done. So
+the next worker goes on where a worker has ended, or died. One worker at a time uploads.
 
-Where the root is slower than checkpoints come, one that waits makes way for a newer one, unless it has to be uploaded.
-What fails is tried again, at the next save or after a pause, unless it cannot be mended.
+If the root is slower than checkpoints come, a waiting checkpoint makes way for a newer one, unless it has to be
+uploaded. A failed upload is tried again, at the next save or after a pause, unless trying again cannot mend it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ from asyncckpt.errors import (
     located,
 )
 from asyncckpt.format.index import Index
-from asyncckpt.format.manifest import MANIFEST_NAME, Manifest, checksum
-from asyncckpt.format.write_request import Existing, Upload
+from asyncckpt.format.manifest import MANIFEST_NAME, UPLOADED_NAME, Manifest, Upload, checksum
+from asyncckpt.format.write_request import Existing
 from asyncckpt.shm.segment import PAGE, round_up
-from asyncckpt.storage.history import prune
+from asyncckpt.storage import step_folder
+from asyncckpt.storage.file_system import lock_alone, make_folder, translated
+from asyncckpt.storage.history import StoredStep, history, prune
 from asyncckpt.storage.storage import FileStamp, InputFile, LinkSource, OpenAttempt, Storage, exists_error
-from asyncckpt.storage.upload_notes import UploadNotes
 from asyncckpt.storage.uploads import Uploaded, UploadsUnderWay
 from asyncckpt.threads import start
 
 logger = logging.getLogger(__name__)
 
+_LOCK_NAME = "asyncckpt.uploads"
 _READ_BYTES = 16 << 20  # at once; a multiple of the page
 # Each has some ten of these in memory, where it goes to an object store.
 _FILES_AT_ONCE = 4
@@ -58,89 +60,94 @@ _FINAL = (CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError
 
 
 class Uploader:
-    """Carries out the notes of one local folder, on a thread of its own."""
+    """Upload the checkpoints of one local folder, on a thread of its own."""
 
     def __init__(
         self, local: str, storage_for: Callable[[str], Storage], tell: Callable[[Uploaded], object] = lambda _: None
     ) -> None:
-        """Start the thread.
+        """Start the thread. It begins with the checkpoints that wait already.
 
         Args:
-            local: The local folder. What is noted there already is begun at once.
-            storage_for: The storage that a path is in.
-            tell: Given the end of each attempt at an upload.
+            local: Local folder.
+            storage_for: Return the storage of a path.
+            tell: Receives the end of each attempt at an upload.
 
         Raises:
             StorageError: The local folder refuses.
         """
-        self._storage_for, self._tell = storage_for, tell
-        self._notes = UploadNotes(local)
+        self._local, self._storage_for, self._tell = local, storage_for, tell
+        with translated("making a file", lock := os.path.join(local, _LOCK_NAME)):
+            make_folder(local)
+            os.close(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._linkable: dict[FileStamp, LinkSource] = {}
-        self._unshown: dict[int, Upload] = {}  # by step: committed, and the local folder did not let the note say so
-        self._noting = threading.Lock()  # guards these, and hidden notes
-        for each in self._notes.hidden():  # of a worker that died just as it committed; no other is at work here
-            try:
-                is_committed = storage_for(local).is_finalized(each.path, each.attempt)
-            except (DamagedCheckpointError, FormatError) as error:
-                is_committed = False
-                logger.warning("%s is not uploaded: %s", each.path, error)
-            self.conclude(each, is_committed=is_committed)
         self._changed = threading.Condition()
-        self._is_wanted = bool(self._notes.all())
+        self._is_wanted = bool(self._waiting())
         self._is_ending = False
         self._prunes = True
-        self._failure: CheckpointError | None = None  # of one that is tried again
-        self._loss: CheckpointError | None = None  # of one that is not; told once
+        self._failure: CheckpointError | None = None  # of an upload that is tried again
+        self._loss: CheckpointError | None = None  # of an upload that is given up; told once
         self._thread = threading.Thread(target=self._run, name="asyncckpt-uploader", daemon=True)
         start(self._thread)
 
-    def note(self, upload: Upload) -> None:
-        """Its checkpoint is about to be committed. Raises ``StorageError``."""
-        with self._noting:
-            self._unshown.pop(upload.step, None)
-            self._notes.add(upload)
-
-    def conclude(self, upload: Upload, *, is_committed: bool) -> None:
-        """How that has ended. Raises ``StorageError``; what is committed is shown later, then."""
-        with self._noting:
-            if not is_committed:
-                self._notes.drop(upload.step)
-                return
-            self._unshown[upload.step] = upload
-            self._notes.show(upload.step)
-            del self._unshown[upload.step]
-
     def begin(self) -> None:
-        """A save is committed: upload what is noted, and try again what has failed."""
+        """Upload the checkpoint that was just committed, and try again the uploads that have failed."""
         with self._changed:
             self._is_wanted, self._failure = True, None
             self._changed.notify_all()
 
     def needs(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` has to stay. Raises nothing."""
+        """Return whether the local checkpoint of ``step`` has to stay. Raise nothing."""
         try:
-            return step in self._notes.steps()
+            return any(each.step == step for each in self._waiting())
         except StorageError as error:
             logger.warning("what is to be uploaded cannot be seen, so nothing is removed: %s", error)
             return True
 
     def under_way(self) -> UploadsUnderWay:
-        """What has not ended, and what went wrong. Raises ``StorageError``."""
+        """Return the uploads that have not ended, and why. Raises ``StorageError``."""
         with self._changed:
-            waiting = [*self._unshown.copy().values(), *self._notes.all()]
+            waiting = [upload.to for _, upload in self._uploads()]
             loss, self._loss = self._loss, None
-            return UploadsUnderWay(tuple(each.to for each in waiting), loss or (self._failure if waiting else None))
+            return UploadsUnderWay(tuple(waiting), loss or (self._failure if waiting else None))
 
     def trainer_gone(self) -> None:
-        """From now on no old checkpoints are removed from the root: another job may have it."""
+        """Remove no old checkpoints from the root from now on: another job may have it."""
         self._prunes = False
 
     def close(self) -> None:
-        """Wait until all is uploaded, or one has failed, or another worker does it."""
+        """Wait until all is uploaded, or an upload has failed, or another worker does it."""
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
         self._thread.join()
+
+    def _waiting(self) -> list[StoredStep]:
+        """Return the local checkpoints that are to be uploaded, in the order of their commits."""
+        return [each for each, _ in self._uploads()]
+
+    def _uploads(self) -> list[tuple[StoredStep, Upload]]:
+        found = history(self._local, strict=False)
+        return [(each, each.upload) for each in found if each.upload is not None and not self._is_done(each)]
+
+    def _is_done(self, found: StoredStep) -> bool:
+        marker = self._marker(found)
+        with contextlib.suppress(OSError), open(marker) as file:
+            return file.read() == found.attempt
+        # Look for the manifest last: retention may have removed the folder, and the marker with it.
+        return not os.path.lexists(os.path.join(os.path.dirname(marker), MANIFEST_NAME))
+
+    def _mark_done(self, found: StoredStep) -> None:
+        """Say that the checkpoint waits no more. Do nothing if it was removed. Raises ``StorageError``."""
+        path = self._marker(found)
+        with (
+            translated("marking an upload as done", path),
+            contextlib.suppress(FileNotFoundError),
+            open(path, "w") as file,
+        ):
+            file.write(found.attempt)
+
+    def _marker(self, found: StoredStep) -> str:
+        return os.path.join(step_folder(self._local, found.step), UPLOADED_NAME)
 
     def _run(self) -> None:
         is_elsewhere = False
@@ -150,108 +157,123 @@ class Uploader:
                 self._changed.wait_for(lambda: self._is_wanted or self._is_ending, limit)
                 is_last, self._is_wanted = self._is_ending, False
             try:
-                self._show_again()
                 is_elsewhere = not self._carry_out_all()
             except Exception:
                 logger.exception("uploading failed")
             if is_last:
                 return
 
-    def _show_again(self) -> None:
-        """What could not be shown when it was committed."""
-        failure: StorageError | None = None
-        with self._noting:
-            for step, upload in list(self._unshown.items()):
-                try:
-                    self._notes.show(step)
-                    del self._unshown[step]
-                except StorageError as error:
-                    logger.error("uploading %s failed: %s", upload.path, error)
-                    failure = error
-        if failure is not None:
-            with self._changed:
-                self._failure = failure
-
     def _carry_out_all(self) -> bool:
-        """Upload what waits, until one has failed. Returns False where another worker is about to."""
-        # Again after the lock: who has found it taken, after the last look, leaves its upload to this one.
-        while self._notes.all():
-            lock = self._notes.lock()
+        """Upload what waits, until an upload has failed. Return False if another worker is about to."""
+        # Again after the lock: a worker that finds the lock taken, after the last look, leaves its upload to this one.
+        while self._waiting():
+            lock = self._lock()
             if lock is None:
                 return False
             try:
-                while (upload := self._next()) is not None:
-                    if not self._carry_out(upload):
+                while (found := self._next()) is not None:
+                    if not self._carry_out(*found):
                         return True
             finally:
                 os.close(lock)
         return True
 
-    def _next(self) -> Upload | None:
-        """What to upload now, of what waits; None: nothing."""
-        waiting = self._notes.all()
-        for each in waiting[:-1]:
-            if each.must:
-                return each
-            logger.warning("%s is not uploaded, as uploads take too long: %s goes instead", each.path, waiting[-1].path)
-            self._notes.remove(each)
+    def _lock(self) -> int | None:
+        """Take the lock: one worker at a time uploads. The descriptor holds it; None: another worker has it."""
+        path = os.path.join(self._local, _LOCK_NAME)
+        with translated("taking a lock", path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if lock_alone(fd) is False:  # None: its file system has no locks
+                os.close(fd)
+                return None
+            return fd
+
+    def _next(self) -> tuple[StoredStep, Upload] | None:
+        """Return the next upload; None if nothing waits."""
+        waiting = self._uploads()
+        for found, upload in waiting[:-1]:
+            if upload.must:
+                return found, upload
+            one, other = (step_folder(self._local, each.step) for each in (found, waiting[-1][0]))
+            logger.warning("%s is not uploaded, as uploads take too long: %s goes instead", one, other)
+            self._mark_done(found)
         return waiting[-1] if waiting else None
 
-    def _carry_out(self, upload: Upload) -> bool:
-        """Upload it. Returns whether to go on with the next."""
-        begun = time.time()
+    def _carry_out(self, found: StoredStep, upload: Upload) -> bool:
+        """Upload a checkpoint. Return whether to go on with the next."""
+        begun, path = time.time(), step_folder(self._local, found.step)
         try:
-            manifest = copy_checkpoint(upload, self._storage_for, self._linkable)
+            manifest = copy_checkpoint(path, self._storage_for, self._linkable)
+            logger.info("%s is uploaded, in %.1f s", path, time.time() - begun)
+            took = None if manifest is None else max(0.0, time.time() - manifest.created)
+            self._tell(Uploaded(upload.to, found.step, took, None if manifest is None else manifest.nbytes))
+            self._note_success()
+            if upload.keep_last is not None and self._prunes:
+                prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == found.step)
+            with self._changed:
+                self._failure = None
+            self._mark_done(found)  # a caller that waits, waits for all of it
+            return True
         except Exception as error:
-            failure = located(error, path=upload.to, rank=0, step=upload.step)
-            logger.error("uploading %s failed: %s", upload.path, failure)
+            failure = located(error, path=upload.to, rank=0, step=found.step)
+            logger.error("uploading %s failed: %s", path, failure)
             is_final = isinstance(failure, _FINAL)
             with self._changed:
                 self._failure, self._loss = (None, failure) if is_final else (failure, self._loss)
             if is_final:
-                self._notes.remove(upload)
-            self._tell(
-                Uploaded(upload.to, upload.step, time.time() - begun, None, f"{type(failure).__name__}: {failure}")
-            )
+                self._mark_done(found)
+            text = f"{type(failure).__name__}: {failure}"
+            self._tell(Uploaded(upload.to, found.step, time.time() - begun, None, text))
             return is_final
-        with self._changed:
-            self._failure = None
-        logger.info("%s is uploaded, in %.1f s", upload.path, time.time() - begun)
-        took = None if manifest is None else max(0.0, time.time() - manifest.created)
-        self._tell(Uploaded(upload.to, upload.step, took, None if manifest is None else manifest.nbytes))
-        self._notes.note_success()
-        if upload.keep_last is not None and self._prunes:
-            prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == upload.step)
-        self._notes.remove(upload)  # whoever waits, waits for all of it
-        return True
+
+    def _note_success(self) -> None:
+        """Note in the file of the lock that this run has reached its root."""
+        with contextlib.suppress(OSError), open(os.path.join(self._local, _LOCK_NAME), "w") as file:
+            file.write("some checkpoints were uploaded\n")
+
+
+def has_uploaded(local: str) -> bool:
+    """Return whether a checkpoint was ever uploaded from the folder ``local``."""
+    with contextlib.suppress(OSError):
+        return os.stat(os.path.join(local, _LOCK_NAME)).st_size > 0
+    return False
 
 
 def copy_checkpoint(
-    upload: Upload, storage_for: Callable[[str], Storage], linkable: dict[FileStamp, LinkSource] | None = None
+    path: str, storage_for: Callable[[str], Storage], linkable: dict[FileStamp, LinkSource] | None = None
 ) -> Manifest | None:
-    """Copy a checkpoint, each byte checked, to where it is complete or not there; if it is there, nothing is done.
+    """Copy a checkpoint as its manifest says, in one step, and check each byte. Do nothing if it is there already.
 
-    ``linkable``: what large files, which this checkpoint may share, are at the other place since the last copy; it is
-    changed to those of this one. Returns its manifest; None where it is there. Raises ``CheckpointNotFoundError``,
-    ``DamagedCheckpointError``, ``CheckpointExistsError``, ``StorageError``.
+    Args:
+        path: Folder of the checkpoint.
+        storage_for: Return the storage of a path.
+        linkable: Large files of the last copy, which this checkpoint may share. Those of this copy take their place.
+
+    Returns:
+        The manifest; None if the checkpoint is there already.
+
+    Raises:
+        CheckpointNotFoundError, DamagedCheckpointError: It cannot be read.
+        CheckpointExistsError, StorageError: It cannot be written.
     """
-    source, target = storage_for(upload.path), storage_for(upload.to)
-    with source.reading(upload.path):
-        manifest = _manifest(source, upload.path)
-        if upload.attempt not in ("", manifest.attempt):
-            raise CheckpointNotFoundError("another checkpoint has taken its place", path=upload.path)
+    source = storage_for(path)
+    with source.reading(path):
+        manifest = _manifest(source, path)
+        if (upload := manifest.upload) is None:
+            raise CheckpointNotFoundError("this checkpoint is not to be uploaded any more", path=path)
+        target = storage_for(upload.to)
         if _is_there(target, upload.to, manifest):
             return None
         existing: Existing = "set aside" if upload.sets_aside else "refuse"
         if not target.may_put(upload.to, existing):
-            raise exists_error(upload.to, existing, upload.step)
-        name = f"{secrets.token_hex(6)}-{upload.step}"
+            raise exists_error(upload.to, existing, manifest.step)
+        name = f"{secrets.token_hex(6)}-{manifest.step}"
         orphan_s = _ORPHAN_S if target.has_locks else upload.timeout
         attempt = target.begin_checkpoint(upload.to, name, manifest.nbytes, orphan_s)
         try:
             linkable = {} if linkable is None else linkable
-            copied = _copy_files(source, upload.path, manifest, attempt, linkable)
-            _write(attempt, MANIFEST_NAME, replace(manifest, attempt=name, keep=upload.keep).encode())
+            copied = _copy_files(source, path, manifest, attempt, linkable)
+            _write(attempt, MANIFEST_NAME, replace(manifest, attempt=name, keep=upload.keep, upload=None).encode())
             if missing := attempt.missing(manifest.files.keys()):
                 raise StorageError(f"{min(missing)} was written, and is not there", path=attempt.path)
             attempt.finalize(existing)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -18,12 +16,10 @@ import torch
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     DamagedCheckpointError,
     StorageError,
 )
-from asyncckpt.format.manifest import MANIFEST_NAME
-from asyncckpt.format.write_request import Upload
+from asyncckpt.format.manifest import MANIFEST_NAME, UPLOADED_NAME, Upload
 from asyncckpt.loading.source import read_manifest, verify
 from asyncckpt.storage import complete_steps, storage_for
 from asyncckpt.storage import uploader as uploader_module
@@ -31,7 +27,6 @@ from asyncckpt.storage.history import prune
 from asyncckpt.storage.local import LocalStorage
 from asyncckpt.storage.partial import PartialFolder
 from asyncckpt.storage.storage import Storage
-from asyncckpt.storage.upload_notes import UploadNotes
 from asyncckpt.storage.uploader import Uploader, copy_checkpoint
 from asyncckpt.storage.uploads import wait_for_uploads
 
@@ -47,11 +42,22 @@ def local(tmp_path: Path) -> Path:
     return folder
 
 
-def upload_of(
-    local: Path, root: Path, step: int, *, keep: bool = False, must: bool = False, keep_last: int | None = None
-) -> Upload:
-    name = f"step-{step:08d}"
-    return Upload(str(local / name), str(root / name), step, False, must, keep_last, keep, 600.0)
+def wanted(
+    local: Path,
+    root: Path,
+    step: int,
+    *,
+    keep: bool = False,
+    must: bool = False,
+    keep_last: int | None = None,
+    sets_aside: bool = False,
+) -> str:
+    """Have the manifest of a local checkpoint say that it is to be uploaded. Return its folder."""
+    folder = local / f"step-{step:08d}"
+    upload = Upload(str(root / folder.name), sets_aside, must, keep_last, keep, 600.0)
+    manifest = replace(read_manifest(str(folder)), upload=upload)
+    (folder / MANIFEST_NAME).write_bytes(manifest.encode())
+    return str(folder)
 
 
 class SlowStorage(LocalStorage):
@@ -72,12 +78,12 @@ class SlowStorage(LocalStorage):
 
 def test_a_copy_is_the_checkpoint(local: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploader_module, "_READ_BYTES", 1 << 20)  # spans of 8 MiB end in the middle of what is read
-    copy_checkpoint(upload_of(local, root, 2, keep=True), storage_for)
+    copy_checkpoint(wanted(local, root, 2, keep=True), storage_for)
     one, other = (read_manifest(str(folder / "step-00000002")) for folder in (local, root))
     assert (one.files, one.created, one.step) == (other.files, other.created, other.step) and other.keep
     assert one.attempt != other.attempt
     assert not verify(str(root / "step-00000002")).damages
-    copy_checkpoint(upload_of(local, root, 2), storage_for)  # it is there already: that is no error
+    copy_checkpoint(wanted(local, root, 2), storage_for)  # it is there already: that is no error
     assert [each.name for each in root.iterdir()] == ["step-00000002"]
 
 
@@ -89,14 +95,14 @@ def test_damage_is_not_copied(local: Path, root: Path, name: str, where: float) 
     data[int(len(data) * where)] ^= 1
     file.write_bytes(data)
     with pytest.raises(DamagedCheckpointError) as caught:
-        copy_checkpoint(upload_of(local, root, 1), storage_for)
+        copy_checkpoint(wanted(local, root, 1), storage_for)
     assert name in str(caught.value)
     if name == "__0_0.distcp":
         assert "large" in str(caught.value) or where > 0.9
         data[int(len(data) * where)] ^= 1
         file.write_bytes(data[:-5000])
         with pytest.raises(DamagedCheckpointError, match="shorter"):
-            copy_checkpoint(upload_of(local, root, 1), storage_for)
+            copy_checkpoint(wanted(local, root, 1), storage_for)
     assert not root.exists() or not list(root.iterdir())
 
 
@@ -111,11 +117,10 @@ def uploader_of(local: Path) -> Iterator[Callable[..., Uploader]]:
         yield make
 
 
-def upload(uploader: Uploader, *uploads: Upload) -> None:
-    for each in uploads:
-        uploader.note(each)
-        uploader.conclude(each, is_committed=True)
-        uploader.begin()
+def upload(uploader: Uploader, *folders: str) -> None:
+    """Commit the checkpoints in ``folders``, as far as the uploader is concerned."""
+    assert folders
+    uploader.begin()
 
 
 def outcome(uploader: Uploader) -> CheckpointError | None:
@@ -138,7 +143,7 @@ def test_what_fails_leaves_nothing_and_is_tried_again(
     uploader = uploader_of()
     with monkeypatch.context() as patch:
         patch.setattr(PartialFolder, call, refuse)
-        upload(uploader, upload_of(local, root, 1))
+        upload(uploader, wanted(local, root, 1))
         for _ in range(2):
             error = outcome(uploader)
             assert isinstance(error, StorageError) and error.step == 1
@@ -153,10 +158,10 @@ def test_what_waits_makes_way_and_stays_until_then(
     allowed = threading.Event()
     slow = SlowStorage(allowed)
     uploader = uploader_of(lambda path: slow if path.startswith(str(root)) else LocalStorage())
-    upload(uploader, upload_of(local, root, 1, keep_last=2))
+    upload(uploader, wanted(local, root, 1, keep_last=2))
     assert slow.begun.wait(60)
-    upload(uploader, upload_of(local, root, 2, must=True, keep_last=2), upload_of(local, root, 3, keep_last=2))
-    upload(uploader, upload_of(local, root, 4, keep_last=2))
+    upload(uploader, wanted(local, root, 2, must=True, keep_last=2), wanted(local, root, 3, keep_last=2))
+    upload(uploader, wanted(local, root, 4, keep_last=2))
     prune(str(local), 1, uploader.needs)
     assert complete_steps(str(local)) == [1, 2, 3, 4]
     allowed.set()
@@ -164,23 +169,21 @@ def test_what_waits_makes_way_and_stays_until_then(
     assert "00000003 is not uploaded, as uploads take too long" in caplog.text
     prune(str(local), 1, uploader.needs)
     assert complete_steps(str(local)) == [4]
-    upload(uploader, upload_of(local, root, 3))
-    assert isinstance(outcome(uploader), CheckpointNotFoundError) and outcome(uploader) is None
 
 
 def test_a_step_that_is_saved_again_meanwhile(
     local: Path, root: Path, uploader_of: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The note is that of the new one, whatever becomes of the one before."""
+    """The new checkpoint is uploaded, too, whatever becomes of the upload before."""
     allowed = threading.Event()
     slow = SlowStorage(allowed)
     uploader = uploader_of(lambda path: slow if path.startswith(str(root)) else LocalStorage())
-    upload(uploader, replace(upload_of(local, root, 4), attempt=read_manifest(str(local / "step-00000004")).attempt))
+    upload(uploader, wanted(local, root, 4))
     assert slow.begun.wait(60)
     with Checkpointer(local) as checkpointer:
         checkpointer.load({"small": torch.zeros(3)}, step=1)
         checkpointer.save(4, {"small": torch.full((3,), 8.0)}).result(60)
-    upload(uploader, replace(upload_of(local, root, 4), attempt=read_manifest(str(local / "step-00000004")).attempt))
+    upload(uploader, wanted(local, root, 4, sets_aside=True))
     allowed.set()
     while complete_steps(str(root)) != [4]:
         outcome(uploader)
@@ -193,27 +196,22 @@ def test_one_worker_at_a_time_uploads(local: Path, root: Path, uploader_of: Call
     allowed = threading.Event()
     slow = SlowStorage(allowed)
     one = uploader_of(lambda path: slow if path.startswith(str(root)) else LocalStorage())
-    upload(one, upload_of(local, root, 1, keep_last=1))
+    upload(one, wanted(local, root, 1, keep_last=1))
     assert slow.begun.wait(60)
     one.trainer_gone()
     other = uploader_of()
-    upload(other, upload_of(local, root, 2))
+    upload(other, wanted(local, root, 2))
     assert len(other.under_way().to) == 2 and not root.exists()
     allowed.set()
     assert outcome(other) is None and complete_steps(str(root)) == [1, 2]
 
 
-@pytest.mark.parametrize("is_committed", [False, True])
-def test_a_worker_that_dies_as_it_commits(
-    local: Path, root: Path, uploader_of: Callable[..., Uploader], is_committed: bool
-) -> None:
-    manifest = read_manifest(str(local / "step-00000004"))
-    note = replace(upload_of(local, root, 4), attempt=manifest.attempt if is_committed else "of another save")
-    UploadNotes(str(local)).add(note)
-    (local / "asyncckpt.uploads" / "step-00000003.json").write_text("{")  # no power, just then
+def test_the_next_worker_uploads_what_is_left(local: Path, root: Path, uploader_of: Callable[..., Uploader]) -> None:
+    for step in (3, 4):
+        wanted(local, root, step, must=True)
+    (local / "step-00000004" / UPLOADED_NAME).write_text("another attempt")  # which stood there before
     uploader = uploader_of()
-    assert outcome(uploader) is None and complete_steps(str(root)) == ([4] if is_committed else [])
-    assert UploadNotes(str(local)).steps() == []
+    assert outcome(uploader) is None and complete_steps(str(root)) == [3, 4]
 
 
 def test_of_two_workers_that_end_one_uploads_the_last(
@@ -222,7 +220,7 @@ def test_of_two_workers_that_end_one_uploads_the_last(
     """One has looked for more, and not let go of the lock: the other, which finds it taken, leaves its own to that."""
     has_looked, may_go_on, find_next = threading.Event(), threading.Event(), Uploader._next
 
-    def next_of(uploader: Uploader) -> Upload | None:
+    def next_of(uploader: Uploader) -> object:
         found = find_next(uploader)
         if uploader is older and found is None:
             has_looked.set()
@@ -231,96 +229,36 @@ def test_of_two_workers_that_end_one_uploads_the_last(
 
     monkeypatch.setattr(Uploader, "_next", next_of)
     older = uploader_of()
-    upload(older, upload_of(local, root, 1))
+    upload(older, wanted(local, root, 1))
     ending = threading.Thread(target=older.close)
     ending.start()
     assert has_looked.wait(60)
     newer = uploader_of()
-    upload(newer, upload_of(local, root, 2))
+    upload(newer, wanted(local, root, 2))
     newer.close()
     may_go_on.set()
     ending.join(60)
-    assert complete_steps(str(root)) == [1, 2] and not UploadNotes(str(local)).all()
-
-
-def test_a_note_that_is_made_while_the_one_before_is_removed_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes = UploadNotes(str(tmp_path))
-    one = replace(upload_of(tmp_path, tmp_path / "root", 1, must=True), attempt="a-1")
-    another = replace(one, attempt="a-2", sets_aside=True)
-    notes.add(one)
-    notes.show(1)
-    read = UploadNotes._read
-
-    def commit_again() -> None:
-        notes.add(another)
-        notes.show(1)
-
-    committer = threading.Thread(target=commit_again)
-
-    def read_and_wait(self: UploadNotes, path: str) -> tuple[int, Upload] | None:
-        found = read(self, path)
-        monkeypatch.setattr(UploadNotes, "_read", read)
-        committer.start()
-        committer.join(0.5)
-        return found
-
-    monkeypatch.setattr(UploadNotes, "_read", read_and_wait)
-    notes.remove(one)
-    committer.join(10)
-    assert [each.attempt for each in notes.all()] == ["a-2"]
+    assert complete_steps(str(root)) == [1, 2]
 
 
 def test_a_damaged_checkpoint_of_a_worker_that_died_keeps_no_other(
-    local: Path, root: Path, uploader_of: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
+    local: Path, root: Path, uploader_of: Callable[..., Uploader]
 ) -> None:
-    UploadNotes(str(local)).add(upload_of(local, root, 4))
+    wanted(local, root, 4)
     (local / "step-00000004" / MANIFEST_NAME).write_text("{")
     uploader = uploader_of()
-    assert "step-00000004 is not uploaded" in caplog.text
-    upload(uploader, upload_of(local, root, 3))
+    upload(uploader, wanted(local, root, 3))
     assert outcome(uploader) is None and complete_steps(str(root)) == [3]
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_note_that_cannot_be_shown_at_once(
-    local: Path, root: Path, uploader_of: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch, times: int
+def test_a_marker_that_cannot_be_written_at_once(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full of the checkpoint that was just committed: its upload is not forgotten."""
-    replace_file, refused = os.replace, iter(range(times))
-
-    def full(*names: str) -> None:
-        if next(refused, None) is not None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        replace_file(*names)
-
+    """The local disk is full: the upload is tried again, and finds the checkpoint where it belongs."""
     uploader = uploader_of()
-    note = upload_of(local, root, 4)
-    uploader.note(note)
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(StorageError, match="No space left"):
-        uploader.conclude(note, is_committed=True)
-    assert uploader.under_way().to == (note.to,)
+    (marker := Path(wanted(local, root, 4)) / UPLOADED_NAME).mkdir()
     uploader.begin()
-    if times > 1:
-        assert isinstance(outcome(uploader), StorageError)
-        uploader.begin()
-    assert outcome(uploader) is None and complete_steps(str(root)) == [4]
-    assert UploadNotes(str(local)).steps() == []
-
-
-def test_a_clock_that_was_set_back_makes_no_newer_one_make_way(
-    local: Path, root: Path, uploader_of: Callable[..., Uploader]
-) -> None:
-    allowed = threading.Event()
-    slow = SlowStorage(allowed)
-    uploader = uploader_of(lambda path: slow if path.startswith(str(root)) else storage_for(path))
-    upload(uploader, upload_of(local, root, 1))
-    assert slow.begun.wait(60)
-    upload(uploader, upload_of(local, root, 2))
-    hour_later = time.time() + 3600
-    os.utime(local / "asyncckpt.uploads" / "step-00000002.json", (hour_later, hour_later))
-    upload(uploader, upload_of(local, root, 3))
-    allowed.set()
-    assert outcome(uploader) is None and complete_steps(str(root)) == [1, 3]
+    assert isinstance(outcome(uploader), StorageError) and complete_steps(str(root)) == [4]
+    marker.rmdir()
+    uploader.begin()
+    assert outcome(uploader) is None and marker.read_text() == read_manifest(str(marker.parent)).attempt

@@ -1,0 +1,60 @@
+"""The ways of a steady save and of a load: how many files they run, and how many calls, in trainer and worker.
+
+The limits only go down. A change that needs more files has found a seam that is missing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from support.call_counts import CallCounts, ask
+from support.call_counts import __file__ as counted_worker
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.link import process as worker_process
+
+
+class Limit(NamedTuple):
+    """At most so many files and calls."""
+
+    files: int
+    calls: int
+
+
+SAVE_IN_TRAINER = Limit(45, 350)
+SAVE_IN_WORKER = Limit(30, 600)
+LOAD = Limit(45, 900)
+
+
+def check(calls: Counter[str], limit: Limit) -> None:
+    table = "\n".join(f"{count:6} {file}" for file, count in calls.most_common())
+    found = Limit(len(calls), calls.total())
+    print(f"{found}\n{table}")  # noqa: T201
+    assert 0 < found.files <= limit.files and found.calls <= limit.calls, f"{found} is more than {limit}:\n{table}"
+
+
+def test_a_steady_save_and_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, real = tmp_path / "calls.json", worker_process.command
+    monkeypatch.setattr(worker_process, "command", lambda: [real()[0], counted_worker, str(answer)])
+    counts = CallCounts()
+    state = {"model": {f"layer{i}": torch.full((100,), float(i)) for i in range(8)}, "step": 0}
+    with counts.installed(), Checkpointer(tmp_path / "root") as checkpointer:
+        for step in range(1, 5):
+            state["step"] = step
+            counts.is_counting = step == 4
+            save = checkpointer.save(step, state)
+            counts.is_counting = False
+            save.result(60)
+            in_worker = ask(answer)
+        check(counts.calls, SAVE_IN_TRAINER)
+        check(in_worker, SAVE_IN_WORKER)
+        counts.calls = Counter()
+        counts.is_counting = True
+        checkpointer.load(state)
+        counts.is_counting = False
+        check(counts.calls, LOAD)
+    assert state["step"] == 4
