@@ -24,7 +24,7 @@ from asyncckpt.engine.saves import RecentSaves
 from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
 from asyncckpt.interval import Advice, parse_duration
-from asyncckpt.link.root_claim import Claim
+from asyncckpt.link.messages import Claim
 from asyncckpt.loading.load import load
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet

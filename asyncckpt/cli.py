@@ -14,7 +14,7 @@ from typing import Any
 
 import asyncckpt
 from asyncckpt import demo
-from asyncckpt.loading.shared_files import CheckedFiles
+from asyncckpt.loading.data_file import CheckedFiles
 from asyncckpt.report.advice import advise
 from asyncckpt.report.answers import UNUSABLE, Answers
 from asyncckpt.report.diff import show_diff

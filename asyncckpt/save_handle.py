@@ -14,7 +14,7 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 
 from asyncckpt.errors import SaveTimeoutError
-from asyncckpt.flag import Flag
+from asyncckpt.threads import Flag
 
 logger = logging.getLogger(__name__)
 

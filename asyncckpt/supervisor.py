@@ -34,11 +34,10 @@ from asyncckpt.errors import (
     located,
 )
 from asyncckpt.events import Event, EventPhase, Listeners
-from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.client import WorkerClient, longest
 from asyncckpt.link.endpoint import endpoint_name, take_log
-from asyncckpt.link.open_saves import longest
+from asyncckpt.link.messages import Claim
 from asyncckpt.link.process import WorkerOptions, detached_workers
-from asyncckpt.link.root_claim import Claim
 from asyncckpt.link.root_lock import take_root
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.storage import absolute

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from asyncckpt.shm.compiled import compiled
+
+def compiled(beside: str, name: str, kind: type[ctypes.CDLL] = ctypes.CDLL) -> Any:
+    """A library of functions; None where it is not there.
+
+    Args:
+        beside: A file in the same folder.
+        name: Of its source, without the ending.
+        kind: Whether a call lets go of Python's lock (``CDLL``), or keeps it (``PyDLL``).
+    """
+    stem = os.path.join(os.path.dirname(beside), name)
+    path = next(filter(os.path.exists, map(stem.__add__, EXTENSION_SUFFIXES)), None)
+    return None if path is None else kind(path)
+
 
 # Arguments: to, from, how many bytes. Not ctypes.memmove, which makes an int of the pointer it returns. Other threads
 # run meanwhile.

@@ -7,7 +7,7 @@ is being written is written to the end, and a slot that is STAGING is thrown awa
 While a slot is STAGING, the page also says how much of its image has arrived: that many of its first bytes are there,
 and stay as they are. The trainer sets that number, and the worker writes that much.
 
-Beside that stands what is *published* in a slot (see ``published_slots.py``). It stays published, whatever becomes of
+Beside that stands what is *published* in a slot (see ``slots.py``). It stays published, whatever becomes of
 its save, until the trainer withdraws it to stage something else there.
 
 Who may change a state: the trainer FREE -> STAGING -> STAGED, and STAGING -> FREE when staging failed; the worker
@@ -19,9 +19,15 @@ published is written by the trainer alone; there, too, the last store of a step 
 from __future__ import annotations
 
 import enum
+import errno
+import fcntl
+import os
+import struct
+import weakref
+from enum import IntEnum
 from typing import NamedTuple
 
-from asyncckpt.shm.segment import PAGE
+from asyncckpt.shm.segment import PAGE, Descriptor, Segment
 
 HEADER_BYTES = PAGE
 # The state, its save, the bytes that have arrived; then what is published: epoch, version, rolled back, folder, ranks.
@@ -118,3 +124,189 @@ class SlotTable:
     def close(self) -> None:
         """Let go of the header page."""
         self._words.release()
+
+
+class Readers(IntEnum):
+    """Who reads a slot: what is published there, or the image of a save, to load it or to keep a copy."""
+
+    OF_PUBLISHED = 0
+    OF_IMAGE = 1
+
+
+def reopen(fd: int, flags: int) -> int:
+    """The same memory file, by an open file description of its own. With ``O_RDONLY`` it cannot be written through."""
+    return os.open(*_same_file(fd, flags))
+
+
+def _same_file(fd: int, flags: int) -> tuple[str, int]:
+    return f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC
+
+
+class Claims:
+    """The writer's locks on the slots of one segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._file = Descriptor.of(os.open, *_same_file(segment.fileno(), os.O_RDWR))
+        _all_claims.add(self)
+
+    def __del__(self) -> None:
+        """Whoever was dropped without being closed keeps no slot from others of the same process."""
+        if hasattr(self, "_file"):
+            self.close()
+
+    def claim(self, slot: int, *readers: Readers) -> bool:
+        """Whether none of those ``readers`` (by default: nobody) reads ``slot``, and none begins to from now on.
+
+        True where it is claimed already.
+        """
+        return _lock(self._file.fileno(), fcntl.F_WRLCK, slot, readers or tuple(Readers))
+
+    def offer(self, slot: int, readers: Readers) -> None:
+        """End the claim on ``slot``: those ``readers`` may take a lease."""
+        _lock(self._file.fileno(), fcntl.F_UNLCK, slot, (readers,))
+
+    def close(self) -> None:
+        """End all claims. Safe to call twice."""
+        self._file.close()
+
+
+def lease(fd: int, slot: int, readers: Readers = Readers.OF_PUBLISHED) -> Descriptor | None:
+    """A reader's lock: a descriptor that keeps ``slot`` of the segment ``fd`` as it is, until it is closed.
+
+    None where the writer has claimed the slot.
+    """
+    own = Descriptor.of(os.open, *_same_file(fd, os.O_RDONLY))
+    if _lock(own.fileno(), fcntl.F_RDLCK, slot, (readers,)):
+        return own
+    own.close()
+    return None
+
+
+def _lock(fd: int, kind: int, slot: int, readers: tuple[Readers, ...]) -> bool:
+    # struct flock: type, whence, start, length, and a process id that has to be 0. All of it is locked, or none.
+    first = slot * len(Readers) + readers[0]
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, first, len(readers), 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+_all_claims: weakref.WeakSet[Claims] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A fork (a data loader's worker, say) must not keep a claim of a trainer that has died."""
+    for claims in list(_all_claims):
+        claims.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+LASTING = 2
+"""The first slots of weights keep their memory: one has the newest version, one is to publish in. Others are there for
+as long as readers keep older versions, and may be given back."""
+
+
+class PublishedSlots:
+    """The trainer's part, for checkpoints and for weights. ``count`` slots are used; the owner may change that."""
+
+    def __init__(self, segment: Segment, count: int) -> None:
+        """``segment`` has the header page; the images may be in others."""
+        self.count = count
+        self._table = SlotTable(segment.view)
+        self._claims = Claims(segment)
+
+    def publications(self) -> dict[PublishedVersion, int]:
+        """What is published, and in which slot, the oldest first."""
+        return dict(sorted(self._table.publications(self.count).items()))
+
+    def claim(self, slot: int) -> bool:
+        """Whether nobody reads ``slot``. If so, nobody can until it is offered again: nothing is published any more."""
+        if not self._claims.claim(slot):
+            return False
+        self._table.withdraw(slot)
+        return True
+
+    def publish(self, slot: int, version: PublishedVersion) -> None:
+        """Let readers see ``version`` in a ``slot`` that was claimed."""
+        self._table.publish(slot, version)
+        self.offer(slot)
+
+    def publish_unless_last(self, slot: int, version: PublishedVersion) -> bool:
+        """As ``publish``, if one of the other slots can be claimed then.
+
+        Returns False, and publishes nothing, where readers have all others, so that none would be left that they cannot
+        keep; or where they have this one already, as another version.
+        """
+        others = [other for other in self.publications().values() if other != slot]
+        if not self._is_unread(slot):
+            return False
+        if len(others) == self.count - 1 and not any(map(self._withdraw, others)):
+            self.offer(slot)
+            return False
+        self.publish(slot, version)
+        return True
+
+    def offer(self, slot: int) -> None:
+        """End the claim on ``slot``, for those who read what is published."""
+        self._claims.offer(slot, Readers.OF_PUBLISHED)
+
+    def offer_image(self, slot: int) -> None:
+        """End the claim on ``slot``, for those who read the image of a save, which is whole."""
+        self._claims.offer(slot, Readers.OF_IMAGE)
+
+    def withdraw_newer(self, version: PublishedVersion) -> None:
+        """Whatever is newer than ``version`` shall not be found any more. Its slots are not claimed."""
+        for other, slot in self.publications().items():
+            if other > version:
+                self._table.withdraw(slot)
+
+    def withdraw_all(self) -> None:
+        """Nobody shall find anything here any more. The slots are not claimed: nothing may be written there."""
+        for slot in range(self.count):
+            self._table.withdraw(slot)
+
+    def close(self) -> None:
+        """Let go of the header page, and give all claims back."""
+        self._table.close()
+        self._claims.close()
+
+    def _is_unread(self, slot: int) -> bool:
+        """Whether nobody reads what is published in ``slot``, and nobody can from now on."""
+        return self._claims.claim(slot, Readers.OF_PUBLISHED)
+
+    def _withdraw(self, slot: int) -> bool:
+        """Take back what is published in ``slot``, unless somebody reads it."""
+        if not self._is_unread(slot):
+            return False
+        self._table.withdraw(slot)
+        return True
+
+
+class ReadableSlots:
+    """A reader's part, for ``count`` slots of a segment that is mapped for reading; the owner may change ``count``."""
+
+    def __init__(self, segment: Segment, count: int) -> None:
+        self.count = count
+        self._segment = segment
+        self._table = SlotTable(segment.view)
+
+    def publications(self) -> dict[PublishedVersion, int]:
+        """What is published, and in which slot."""
+        return self._table.publications(self.count)
+
+    def lease(self, slot: int, version: PublishedVersion) -> Descriptor | None:
+        """A descriptor that keeps ``version`` in ``slot`` until it is closed; None where it is not there any more."""
+        fd = lease(self._segment.fileno(), slot)
+        if fd is not None and self._table.published(slot) != version:
+            fd.close()
+            return None
+        return fd
+
+    def close(self) -> None:
+        """Let go of the header page. Leases last."""
+        self._table.close()

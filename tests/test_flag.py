@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 from support.interrupts import interrupted_everywhere
 
-from asyncckpt.flag import Flag
+from asyncckpt.threads import Flag
 
 
 def test_it_is_waited_for() -> None:
@@ -30,21 +30,21 @@ def test_an_interrupt_leaves_it_usable() -> None:
     """Wherever it comes: whoever comes later neither waits in vain nor misses that it is set."""
     flags = [Flag()]
     rounds = 0
-    for _ in interrupted_everywhere(lambda: flags[-1].set(), "asyncckpt/flag.py"):
+    for _ in interrupted_everywhere(lambda: flags[-1].set(), "asyncckpt/threads.py"):
         flags[-1].set()
         assert flags[-1].wait(0) and flags[-1].wait()
         flags.append(Flag())
         rounds += 1
     assert rounds > 5
     rounds = 0
-    for _ in interrupted_everywhere(lambda: flags[-1].wait(0.001), "asyncckpt/flag.py"):
+    for _ in interrupted_everywhere(lambda: flags[-1].wait(0.001), "asyncckpt/threads.py"):
         flags[-1].set()
         assert flags[-1].wait(0)
         flags.append(Flag())
         rounds += 1
     assert rounds > 10
     flags[-1].set()
-    for _ in interrupted_everywhere(flags[-1].wait, "asyncckpt/flag.py"):
+    for _ in interrupted_everywhere(flags[-1].wait, "asyncckpt/threads.py"):
         assert flags[-1].wait(0)
 
 

@@ -13,7 +13,7 @@ from support.interrupts import interrupted_everywhere
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from asyncckpt import UnsavableStateError, async_save
-from asyncckpt.gc_pause import without_gc
+from asyncckpt.threads import without_gc
 
 
 @without_gc

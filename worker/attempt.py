@@ -7,24 +7,53 @@ whatever has its final name is complete. ``committer.py`` decides when that name
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+import xxhash
+
+from asyncckpt.errors import StorageError, StructureChangedError
 from asyncckpt.format import archive
+from asyncckpt.format.index import Index, spans
+from asyncckpt.format.manifest import (
+    CALLED_AT,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Manifest,
+    checksum,
+    checksums_in,
+    digest_of,
+    index_name,
+    merged,
+    note,
+    of_all_ranks,
+)
 from asyncckpt.format.segment_layout import (
+    ArchiveData,
     CheckpointLayout,
+    DataFile,
     FileSetLayout,
+    LargeFile,
     Region,
+    SpannedFile,
     TorchFileLayout,
 )
-from asyncckpt.format.timings import note
-from asyncckpt.storage.storage import OpenAttempt
-from asyncckpt.worker.staged_image import ImageFile, StagedImage, UnwrittenFile
+from asyncckpt.format.storage_meta import storage_meta
+from asyncckpt.format.write_request import ANY_PLAN
+from asyncckpt.ranks.rounds import Call, check_same_call
+from asyncckpt.storage.history import time_of_creation
+from asyncckpt.storage.storage import OpenAttempt, OutputFile
+from asyncckpt.worker.durable_files import DurableFile, DurableFiles
+from asyncckpt.worker.staged_image import ImageFile, StagedImage, UnwrittenFile, span_digests
 
 
 @dataclass
@@ -137,3 +166,291 @@ class FileAttempt(Attempt):
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
         self.opened.finalize(self.request.existing)
+
+
+@dataclass
+class _LargeFile:
+    """A large file of an attempt.
+
+    ``image``: its bytes, as staged. ``bounds``: of its spans, once all is there. ``digests``: of these; empty: not
+    made. ``links``: how many saves in a row have had it by link; 0: it is written.
+    """
+
+    large: LargeFile
+    name: str
+    image: memoryview
+    bounds: Sequence[int] = ()
+    digests: bytes = b""
+    links: int = 0
+
+
+@dataclass
+class FolderAttempt(Attempt):
+    """An attempt at one rank's part of a folder of files with a manifest. ``durable``: what it may link."""
+
+    layout: CheckpointLayout | FileSetLayout
+    durable: DurableFiles
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._files: dict[str, dict[str, Any]] = {}  # those that are written, for the manifest
+        self._tails: list[bytes] = []  # of the indexes of large files
+        self._linkable: dict[str, DurableFile] = {}
+
+    @property
+    @abstractmethod
+    def _large(self) -> Sequence[LargeFile]:
+        """What is staged, in the order of the image."""
+
+    @property
+    @abstractmethod
+    def _metadata(self) -> Sequence[tuple[str, Region]]:
+        """First rank: ``.metadata`` for each folder of DCP's."""
+
+    def write(self, pool: ThreadPoolExecutor) -> array[int]:
+        """The image is written as it arrives; but what is not expected to have changed is looked at first."""
+        checksums = array("Q")
+        if not self.layout.data_bytes:
+            self.staged_image.wait_beyond(-1, 0)  # for the trainer's word
+        with contextlib.ExitStack() as opened:
+            written: list[tuple[_LargeFile, ImageFile | None]] = []
+            for each in self._large:
+                its = _LargeFile(each, each.name(self.request.rank), self.image(each.begin, each.nbytes))
+                output = None
+                if not self._link(its, pool):
+                    is_huge = self.staged_image.hosted.is_huge
+                    output = opened.enter_context(ImageFile(self._open(each, its.name), pool, its.image, is_huge))
+                    its.bounds = its.bounds or self._follow(each, output)
+                    output.write_rest(its.bounds[-1])
+                written.append((its, output))
+            # Not while the trainer copies: it needs the memory and the cores for that. The disk is ten times as slow.
+            begun = time.perf_counter()
+            for its, _ in written:
+                checksums += self._note(its)
+            note(self.timings, "checksum", begun, self.request.called_at)
+            self._write_beside()
+            self._note_linkable([its for its, _ in written])
+            for its, output in written:
+                if output is not None:
+                    output.finish(its.bounds[-1])
+            begun = time.perf_counter()
+            is_direct = [output.sync() for _, output in written if output is not None]
+            note(self.timings, "sync", begun, self.request.called_at)
+        self.direct = bool(written) and all(is_direct)
+        note(self.timings, "write", self.begun or time.perf_counter(), self.request.called_at)
+        for name, file in self._linkable.items():
+            self._linkable[name] = replace(file, source=self.opened.link_source(name))
+        return checksums
+
+    def _link(self, file: _LargeFile, pool: ThreadPoolExecutor) -> bool:
+        """Have a file that has not changed since the last durable save, as is expected, from there."""
+        request = self.request
+        known = self.durable.expected(request.segment, file.name, request.most_links)
+        if known is None or known.source is None:
+            return False
+        file.bounds = self._follow(file.large, UnwrittenFile(file.image))
+        file.digests = span_digests(file.image, file.bounds, pool)
+        if file.digests == known.digests and self.opened.link(file.name, known.source):
+            file.links = known.links + 1
+        return file.links > 0
+
+    def _note(self, file: _LargeFile) -> array[int]:
+        """Note a file, all of which is there, for the manifest and its index. Returns its checksums."""
+        bounds, image = file.bounds, file.image
+        if self.request.most_links and not file.digests:
+            file.digests = b"".join(digest_of(image[begin:end]) for begin, end in pairwise(bounds))
+        if file.digests:
+            checksums = checksums_in(file.digests, bounds, image)
+        else:
+            checksums = array("Q", (checksum(image[begin:end]) for begin, end in pairwise(bounds)))
+        self._files[file.name] = self._facts(file.large, bounds[-1], self._index_name(len(self._tails)))
+        self._tails.append(Index.tail(bounds[-1], checksums))
+        return checksums
+
+    def _note_linkable(self, files: Sequence[_LargeFile]) -> None:
+        """What is written can be linked by the next save, once this one is committed."""
+        for each in files if self.request.most_links else ():
+            self._linkable[each.name] = DurableFile(array("Q", each.bounds), each.digests, None, each.links)
+
+    def release(self) -> None:
+        if self._linkable:
+            data_files = [each for each in self._large if isinstance(each, DataFile)]
+            frozen = {each.name(self.request.rank) for each in data_files if each.is_frozen}
+            self.durable.note(self.request.segment, self._linkable, frozen)
+        super().release()
+
+    def _follow(self, file: LargeFile, output: ImageFile | UnwrittenFile) -> Sequence[int]:
+        """Write a file as it arrives, until all of it has. Returns the boundaries of its spans, the last its length."""
+        if not isinstance(file, SpannedFile):
+            raise NotImplementedError(type(file))
+        output.follow(lambda nbytes, whole: min(self.wait_beyond(file.begin + nbytes) - file.begin, whole))
+        return self.region(file.spans).cast("Q")
+
+    def _open(self, file: LargeFile, name: str) -> OutputFile:
+        return self.opened.create(name, large=True)
+
+    def _facts(self, file: LargeFile, nbytes: int, index: str) -> dict[str, Any]:
+        """What the manifest says of it."""
+        return {"bytes": nbytes, "index": index}
+
+    def _index_name(self, number: int) -> str:
+        return index_name(self.request.rank, number)
+
+    def _write_beside(self) -> None:
+        """What there is beside the large files, while these are being written: it may be a twentieth of the bytes."""
+        for number, (each, tail) in enumerate(zip(self._large, self._tails, strict=True)):
+            self._write_small(self._index_name(number), self.region(each.index_head), tail)
+        for folder, region in self._metadata if self.request.rank == 0 else ():
+            tail = storage_meta(os.path.join(self.request.path, folder).rstrip("/"), self.request.attempt)
+            self._write_small(os.path.join(folder, METADATA_NAME), self.region(region)[:-1], tail)
+
+    def seal(self) -> bytes:
+        call = Call.of_save(self.request.step, self.request.path)
+        timings = {CALLED_AT: self.request.called_at, **self.timings}
+        report = {"files": self._files, "timings": timings, "plan": self.request.plan, "call": call}
+        report["replicas"] = self.staged_image.replicas
+        return json.dumps(report).encode()
+
+    def commit(self, reports: Sequence[dict[str, Any]]) -> None:
+        request = self.request
+        check_same_call([Call(*report["call"]) for report in reports])  # with constant structure nobody has asked
+        self._check_plans(reports)
+        files = merged(report["files"] for report in reports)
+        path = os.path.dirname(request.path)
+        manifest = Manifest(
+            attempt=request.attempt,
+            step=request.step,
+            created=time.time() if request.step is None else time_of_creation(path, request.since),
+            world_size=len(reports),
+            keep=request.keep,
+            nbytes=sum(facts["bytes"] for facts in files.values()),
+            files=files,
+            timings=of_all_ranks([report["timings"] for report in reports]),
+            began=request.began,
+            version=request.version,
+            upload=request.upload,
+        )
+        self._write_small(MANIFEST_NAME, manifest.encode())
+        self._check_complete(reports)
+        self.opened.finalize(request.existing)
+
+    def discard(self) -> None:
+        """All of it on the first rank, else this rank's files.
+
+        Only the first finalizes, and is sure that what it removes is not finalized meanwhile. The others name their
+        files by the path of the attempt, where nothing stands once it is finalized.
+        """
+        self.opened.discard(None if self.request.rank == 0 else self._names())
+
+    def _names(self) -> list[str]:
+        """The files that this rank may have created; with others, where ranks write them together."""
+        large = [each.name(self.request.rank) for each in self._large]
+        return [*large, *map(self._index_name, range(len(large)))]
+
+    def _create(self, name: str) -> OutputFile:
+        return self.opened.create(name, large=False)
+
+    def _write_small(self, name: str, *parts: bytes | memoryview) -> None:
+        """Write ``parts`` one after the other to a new file, durably."""
+        digest = xxhash.xxh3_64()
+        nbytes = 0
+        with contextlib.closing(self._create(name)) as file:
+            for part in parts:
+                file.write(memoryview(part), nbytes)
+                digest.update(part)
+                nbytes += len(part)
+            file.sync()
+        self._files[name] = {"bytes": nbytes, "xxh3": digest.hexdigest()}
+
+    def _check_plans(self, reports: Sequence[dict[str, Any]]) -> None:
+        """That the parts of all ranks are of one structure: with constant structure no rank has asked another."""
+        plans = [report["plan"] for report in reports]
+        known = next((plan for plan in plans if plan != ANY_PLAN), ANY_PLAN)
+        for rank, plan in enumerate(plans):
+            if plan not in (known, ANY_PLAN):
+                raise StructureChangedError(
+                    f"rank {rank} has saved a state of another structure (other names, for one) than rank 0, and"
+                    " assume_constant_structure was promised; save the same on all ranks, or do not promise that",
+                    rank=rank,
+                )
+
+    def _check_complete(self, reports: Sequence[dict[str, Any]]) -> None:
+        """That all ranks have written into the same folder is for the job to arrange: a shared file system."""
+        missing_names = self.opened.missing({name for report in reports for name in report["files"]})
+        for rank, report in enumerate(reports):
+            missing = report["files"].keys() & missing_names
+            if missing:
+                raise StorageError(
+                    f"rank {rank} has written {sorted(missing)[0]}, and rank 0 does not see it here: all ranks must"
+                    " save to the same path, on a file system that all nodes share",
+                    path=self.opened.path,
+                    rank=rank,
+                )
+
+
+@dataclass
+class CheckpointAttempt(FolderAttempt):
+    """An attempt at one rank's part of a checkpoint."""
+
+    layout: CheckpointLayout
+
+    @property
+    def _large(self) -> Sequence[LargeFile]:
+        return self.layout.data_files
+
+    @property
+    def _metadata(self) -> Sequence[tuple[str, Region]]:
+        return [("", self.layout.metadata)]
+
+
+@dataclass
+class FileSetAttempt(FolderAttempt):
+    """An attempt at one rank's part of a set of files."""
+
+    layout: FileSetLayout
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._first_index: OutputFile | None = None
+        self._pickle_bytes = iter(self.request.pickle_bytes)
+
+    @property
+    def _large(self) -> Sequence[LargeFile]:
+        return self.layout.files
+
+    @property
+    def _metadata(self) -> Sequence[tuple[str, Region]]:
+        return self.layout.metadata
+
+    def write(self, pool: ThreadPoolExecutor) -> array[int]:
+        """The first index is there at once: by it the folder is known for ours, whatever else is in it."""
+        self._first_index = super()._create(self._index_name(0)) if self._large else None
+        return super().write(pool)
+
+    def _follow(self, file: LargeFile, output: ImageFile | UnwrittenFile) -> Sequence[int]:
+        """An archive is completed in the slot."""
+        if not isinstance(file, ArchiveData):
+            return super()._follow(file, output)
+        image = self.image(file.begin, file.nbytes)
+        end, starts = self.complete_archive(image, file.begin, file.sizes, next(self._pickle_bytes), output)
+        return spans(starts, end)
+
+    def seal(self) -> bytes:
+        for name, data in self.request.small_files:
+            self._write_small(name, data)
+        return super().seal()
+
+    def discard(self) -> None:
+        if self._first_index is not None:
+            with contextlib.suppress(StorageError):
+                self._first_index.close()
+        super().discard()
+
+    def _create(self, name: str) -> OutputFile:
+        if self._first_index is None or name != self._index_name(0):
+            return super()._create(name)
+        first, self._first_index = self._first_index, None
+        return first
+
+    def _names(self) -> list[str]:
+        return [*super()._names(), *dict(self.request.small_files)]

@@ -17,12 +17,10 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointError, WorkerDiedError
-from asyncckpt.format.held_image import HeldImage
-from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.format.write_request import HeldImage, WriteRequest
 from asyncckpt.link import messages
 from asyncckpt.link.endpoint_messages import Follow, Serve
-from asyncckpt.link.messages import receive, send
-from asyncckpt.link.root_claim import Claim, Claimed
+from asyncckpt.link.messages import Claim, Claimed, receive, send
 from asyncckpt.link.root_lock import RootLock
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.link.socket_connection import SocketConnection

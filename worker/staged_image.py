@@ -59,9 +59,9 @@ class StagedImage:
     can_succeed: Callable[[], bool]
     state: ImageState = ImageState.STAGING
     timings: dict[str, float] = field(default_factory=dict)
-    """See ``timings.py``; the trainer's are known when all is staged."""
+    """See ``manifest.py``; the trainer's are known when all is staged."""
     replicas: dict[str, int] = field(default_factory=dict)
-    """See ``replicas.py``; known when all is staged. Empty: this save compares nothing, or the trainer died."""
+    """See ``committer.py``; known when all is staged. Empty: this save compares nothing, or the trainer died."""
     inode: int | None = None
     """That of a single file, once it is written."""
     failure: CheckpointError | None = None

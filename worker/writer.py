@@ -31,10 +31,9 @@ from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import State
 from asyncckpt.storage.storage import Storage, exists_error
 from asyncckpt.threads import Pool, start
-from asyncckpt.worker.attempt import Attempt, FileAttempt
+from asyncckpt.worker.attempt import Attempt, CheckpointAttempt, FileAttempt, FileSetAttempt
 from asyncckpt.worker.committer import Committer, located_in
 from asyncckpt.worker.durable_files import DurableFiles
-from asyncckpt.worker.folder_attempt import CheckpointAttempt, FileSetAttempt
 from asyncckpt.worker.staged_image import ImageState, StagedImage
 
 logger = logging.getLogger(__name__)

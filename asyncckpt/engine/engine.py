@@ -27,7 +27,7 @@ from asyncckpt.engine.saves import Copier, SaveOperation, Saves, check_writable
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, interrupts_as_they_are, is_interrupt
 from asyncckpt.format.write_request import Existing
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.root_claim import Claim
+from asyncckpt.link.messages import Claim
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.planning.file_set import FileSet

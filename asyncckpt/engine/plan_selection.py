@@ -43,8 +43,7 @@ from asyncckpt.planning.stored_plan import StoredPlan, restored_plan
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.address import own_domain
-from asyncckpt.ranks.group import Group
-from asyncckpt.ranks.ring import RankPlace, copied_ranks
+from asyncckpt.ranks.group import Group, RankPlace, copied_ranks
 from asyncckpt.ranks.rounds import Call, check_same_call
 from asyncckpt.staging.buffer import StagingBuffer, copy_bytes
 from asyncckpt.staging.buffer_pool import BufferPool

@@ -39,15 +39,12 @@ from asyncckpt.errors import (
     unless_interrupt,
 )
 from asyncckpt.events import Event, EventPhase, end_of_save
-from asyncckpt.flag import Flag
-from asyncckpt.format.manifest import own_version
+from asyncckpt.format.manifest import note, own_version
 from asyncckpt.format.segment_layout import CheckpointLayout
-from asyncckpt.format.timings import note
 from asyncckpt.format.write_request import Existing, WriteRequest
 from asyncckpt.interval import Advice
-from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.client import TrackedSave, WorkerClient, longest
 from asyncckpt.link.messages import Committed
-from asyncckpt.link.open_saves import TrackedSave, longest
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.replicas import Sample
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
@@ -60,6 +57,7 @@ from asyncckpt.staging.slot_copy import held_memory, note_copy
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import exists_error
 from asyncckpt.supervisor import note_loss
+from asyncckpt.threads import Flag
 
 logger = logging.getLogger(__name__)
 

@@ -16,15 +16,13 @@ from itertools import accumulate
 import torch
 
 from asyncckpt.errors import CheckpointError, OutOfMemoryError
-from asyncckpt.exporting.batches import BATCH_BYTES, Batch, Conversion, batches
-from asyncckpt.exporting.file_plan import FilePlan, Window
+from asyncckpt.exporting.batches import BATCH_BYTES, Batch, Conversion, FilePlan, Window, batches
 from asyncckpt.exporting.stored import StoredState, fetch
-from asyncckpt.gc_pause import without_gc
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import address_of
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.storage.storage import OutputFile
-from asyncckpt.threads import Pool
+from asyncckpt.threads import Pool, without_gc
 
 # Batches that are filled or written at once: while some are read, others are written.
 _THREADS = 6

@@ -21,17 +21,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
+from asyncckpt.exporting.batches import FilePlan, PlacedTensor, Window
 from asyncckpt.exporting.selection import Selection
 from asyncckpt.format.index import Index, Item, spans
-from asyncckpt.format.manifest import METADATA_NAME, Manifest, data_name, index_name, own_version
+from asyncckpt.format.manifest import METADATA_NAME, Manifest, data_name, index_name, of_all_ranks, own_version
 from asyncckpt.format.storage_meta import storage_meta
-from asyncckpt.format.timings import of_all_ranks
-from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.metadata import pickle_metadata
 from asyncckpt.storage import step_of
 from asyncckpt.storage.history import time_of_creation
+from asyncckpt.threads import without_gc
 
 
 class CheckpointTarget:

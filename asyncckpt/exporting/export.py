@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from asyncckpt.errors import CheckpointNotFoundError, MismatchError, StorageError, UnsavableStateError
+from asyncckpt.exporting.batches import FilePlan
 from asyncckpt.exporting.checkpoint_source import open_checkpoint
 from asyncckpt.exporting.copying import write
 from asyncckpt.exporting.dcp_target import CheckpointTarget
-from asyncckpt.exporting.file_plan import FilePlan
 from asyncckpt.exporting.output import output, place_for
 from asyncckpt.exporting.safetensors_target import plan_safetensors
 from asyncckpt.exporting.selection import (
@@ -33,15 +33,15 @@ from asyncckpt.exporting.stock_source import open_stock
 from asyncckpt.exporting.stored import StoredState
 from asyncckpt.exporting.torch_file_target import plan_torch_file
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
-from asyncckpt.gc_pause import without_gc
+from asyncckpt.loading.contents import SetsOfFiles
 from asyncckpt.loading.data_file import read_pool
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.set_of_file import SetsOfFiles
 from asyncckpt.loading.source import StorageSource, find_step, is_stock
 from asyncckpt.storage import absolute, named_steps, step_folder, storage_for
 from asyncckpt.storage.file_system import translated
 from asyncckpt.storage.history import newest_step
 from asyncckpt.storage.storage import OpenAttempt
+from asyncckpt.threads import without_gc
 
 _COPY_BYTES = 1 << 20
 

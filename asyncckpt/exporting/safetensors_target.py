@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor
+from asyncckpt.exporting.batches import FilePlan, PlacedTensor
 from asyncckpt.exporting.selection import Selection
 from asyncckpt.exporting.stored import StoredTensor
 from asyncckpt.planning.safetensors_plan import in_order, lay_out

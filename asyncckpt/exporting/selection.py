@@ -11,8 +11,8 @@ import torch
 
 from asyncckpt.errors import MismatchError, UnsavableStateError
 from asyncckpt.exporting.stored import StoredState, StoredTensor
-from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.structure import Keys
+from asyncckpt.threads import without_gc
 
 Rename = Callable[[str], str] | Mapping[str, str] | str
 """Gives a name of a value in the place of its own: a function; names by old names; or a text, see ``renaming``."""

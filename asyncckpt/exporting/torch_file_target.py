@@ -11,7 +11,7 @@ import torch
 from torch.serialization import normalize_storage_type
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.exporting.file_plan import FilePlan, PlacedTensor, Window
+from asyncckpt.exporting.batches import FilePlan, PlacedTensor, Window
 from asyncckpt.exporting.selection import Selection
 from asyncckpt.exporting.stored import StoredTensor
 from asyncckpt.format.archive import Archive, Record, crc32, header, lay_out, tail_room

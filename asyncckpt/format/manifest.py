@@ -12,8 +12,9 @@ import math
 import os
 import re
 import sys
+import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,29 @@ from typing import Any
 import xxhash
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError, FormatError
+
+CALLED_AT = "called_at"
+"""The name of what is no duration: when ``save`` was called, in seconds since the epoch."""
+
+
+def note(timings: MutableMapping[str, float], phase: str, begun: float, called_at: float) -> None:
+    """A phase ends now.
+
+    Args:
+        timings: Get how long it took, and when it began.
+        phase: Its name.
+        begun: When it did, by ``time.perf_counter``.
+        called_at: When ``save`` was called, by ``time.time``, on this host.
+    """
+    timings[f"{phase}_s"] = seconds = time.perf_counter() - begun
+    timings[f"{phase}_from_s"] = max(0.0, time.time() - seconds - called_at)
+
+
+def of_all_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
+    """What a manifest keeps: by name, the number of each rank; None where a rank has none, as its trainer died."""
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    return {name: [round(rank[name], 6) if name in rank else None for rank in ranks] for name in names}
+
 
 FORMAT = 6
 MANIFEST_NAME = "asyncckpt.json"
@@ -137,7 +161,7 @@ class Manifest:
     ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``, or, of a large file,
     to ``{"bytes": int, "index": name}``.
 
-    ``timings``: by name, that of each rank (see ``timings.py``).
+    ``timings``: by name, that of each rank (see ``manifest.py``).
 
     ``upload``: the intent to copy this checkpoint to another place; None: it stays here alone.
     """

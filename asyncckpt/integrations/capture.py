@@ -28,7 +28,7 @@ from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError, UnsavableStateError
 from asyncckpt.integrations.seen_tensors import SeenTensors
-from asyncckpt.link.root_claim import Claim
+from asyncckpt.link.messages import Claim
 from asyncckpt.loading.source import wait_for_attempts
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.ranks.collectives import from_first

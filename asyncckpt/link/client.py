@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from asyncckpt.errors import (
     CheckpointError,
@@ -19,17 +22,230 @@ from asyncckpt.errors import (
     is_interrupt,
     located,
 )
-from asyncckpt.format.held_image import HeldImage
+from asyncckpt.format.write_request import HeldImage, WriteRequest
 from asyncckpt.link import messages
-from asyncckpt.link.open_saves import OpenSaves, TrackedSave
+from asyncckpt.link.messages import Claim, Claimed
 from asyncckpt.link.process import WorkerOptions, WorkerProcess, how_it_ended
-from asyncckpt.link.questions import Questions
-from asyncckpt.link.root_claim import Claim, Claimed
 from asyncckpt.shm.segment import Segment
 from asyncckpt.storage.uploads import Uploaded
-from asyncckpt.threads import no_thread
+from asyncckpt.threads import Flag, no_thread
 
 logger = logging.getLogger(__name__)
+
+# What a worker needs at the end, when the first rank says nothing: a last question, and a look at what is in storage.
+_LAST_LOOK_S = 5.0
+
+
+def longest(timeout: float) -> float:
+    """Seconds after which a save has ended that has to be committed after ``timeout``: its worker says so by then."""
+    return timeout + 2 * grace(timeout) + _LAST_LOOK_S
+
+
+class TrackedSave(Protocol):
+    """A save that the worker was told of; its own calls come on whatever thread learns of it."""
+
+    request: WriteRequest
+    begun_at: float  # when the worker was told, by time.monotonic
+    copied: Flag  # nobody copies into its slot (any more)
+    is_whole: bool  # its image is complete
+    is_written: bool  # the worker has no more to do with its slot
+    is_withdrawn: bool  # it will fail, on all ranks, for a newer one
+    is_durable: bool  # it is committed
+    is_replicated: bool  # other hosts have copies of it
+    has_ended: bool  # the worker's part has ended, well or badly
+
+    def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:
+        """The worker lets go of the slot. ``inode``: of a single file, by which it is known when it has its name.
+        ``timings``: all so far; ``write_s`` where it was written.
+        """
+
+    def on_replicated(self, failure: CheckpointError | None) -> None:
+        """Other hosts have copies of its image; for ``failure`` they do not, and will not."""
+
+    def on_end(self, outcome: messages.Committed | CheckpointError, *, heard: bool = True) -> None:
+        """Its end. Not ``heard``: the worker is dead, and has not said how the save ended."""
+
+
+class OpenSaves:
+    """Those that the worker was told of, by their numbers, until they have ended and their slots are free."""
+
+    def __init__(self) -> None:
+        # Taken by itself: an exception of a signal handler can keep a condition, but not a lock, from being left.
+        self.lock = threading.RLock()
+        """Guards them."""
+        self.changed = threading.Condition(self.lock)
+        """Notified whenever a save gets on."""
+        self._open: dict[int, TrackedSave] = {}
+        self._copied: dict[int, TrackedSave] = {}  # those that are to be, until it is known whether they are
+        self._progress_at = 0.0  # when some save last got on, by time.monotonic
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def add(self, save: TrackedSave) -> None:
+        """The worker is told of it."""
+        save.begun_at = time.monotonic()
+        with self.lock:
+            self._open[save.request.save_id] = save
+            if save.request.is_copied:
+                self._copied[save.request.save_id] = save
+
+    def discard(self, save: TrackedSave) -> None:
+        """The worker was not told of it."""
+        with self.lock:
+            self._open.pop(save.request.save_id, None)
+            self._copied.pop(save.request.save_id, None)
+
+    def any_overdue(self) -> bool:
+        """Whether the worker has not said in time how a save ended. It may be stopped, and go on at any moment."""
+        with self.lock:
+            return any(self.is_overdue(save) for save in self._open.values() if not save.has_ended)
+
+    def is_overdue(self, save: TrackedSave) -> bool:
+        """Whether a worker that says nothing, of it or of others, has stopped: its own limit ends a save earlier."""
+        return time.monotonic() >= max(save.begun_at, self._progress_at) + longest(save.request.timeout)
+
+    def on_copied(self, save: TrackedSave) -> None:
+        """Nobody copies into its slot any more."""
+        with self.lock:
+            save.copied.set()
+            self.changed.notify_all()
+
+    def on_written(
+        self, save_id: int, inode: int | None = None, timings: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """The worker lets go of its slot."""
+        with self.lock:
+            if (save := self._open.get(save_id)) is not None:  # else the worker died meanwhile
+                save.on_written(inode, timings)
+                self._changed(save)
+
+    def on_end(self, save_id: int, outcome: messages.Committed | CheckpointError) -> None:
+        """It has ended. Where another rank has failed it, its slot may still be being written."""
+        with self.lock:
+            save = self._open.get(save_id)
+            if save is not None and not save.has_ended:  # else it was cancelled, or the worker died and took it along
+                save.on_end(outcome)
+                self._changed(save)
+
+    def on_replicated(self, save_id: int, failure: CheckpointError | None) -> None:
+        """Other hosts have copies of it, or, for ``failure``, will not. It may have ended by then."""
+        with self.lock:
+            save = self._copied.pop(save_id, None)
+            self.changed.notify_all()  # a slot may be free that was being read
+        if save is not None:
+            save.on_replicated(failure)
+
+    def look_again(self) -> None:
+        """Something that is waited for may be there."""
+        with self.lock:
+            self.changed.notify_all()
+
+    def close(self) -> list[TrackedSave]:
+        """The worker is gone: all slots are free. Returns those that were open."""
+        with self.lock:
+            saves, self._open = list(self._open.values()), {}
+            copied, self._copied = list(self._copied.values()), {}
+            for save in saves:
+                save.on_written(None, {})
+            self.changed.notify_all()
+        for save in copied:
+            save.on_replicated(WorkerDiedError("the worker ended before other hosts had copies"))
+        return saves
+
+    def _changed(self, save: TrackedSave) -> None:
+        self._progress_at = time.monotonic()
+        if save.has_ended and save.is_written:
+            del self._open[save.request.save_id]
+        self.changed.notify_all()
+
+
+def grace(timeout: float) -> float:
+    """Seconds beyond ``timeout``, the limit of the rank that collects, for its conclusion to get to the others."""
+    return min(5.0, timeout / 4)
+
+
+T = TypeVar("T")
+
+
+class _Open:
+    """A question that is not answered yet."""
+
+    def __init__(self) -> None:
+        self.answered: SimpleQueue[None] = SimpleQueue()
+        self.answer: Any = None
+        self.segment: Segment | None = None
+
+
+class Questions:
+    """Those to one worker. Any thread may ask; one takes the answers."""
+
+    def __init__(
+        self,
+        send: Callable[[messages.FromTrainer, int | None], None],
+        give_back: Callable[[Any, Segment | None], None],
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            send: Sends a message, and a descriptor behind it.
+            give_back: Gives back what came with an answer that nobody waits for.
+        """
+        self._send, self._give_back = send, give_back
+        self._numbers = itertools.count(1)
+        self._open: dict[int, _Open] = {}
+
+    def ask(
+        self, question: Any, expect: type[T], timeout: float, doing: str, fd: int | None = None
+    ) -> tuple[T, Segment | None]:
+        """Ask, and wait for the answer.
+
+        Args:
+            question: One of those that a ``Question`` may have.
+            expect: The class of its answer.
+            timeout: Seconds to wait.
+            doing: What takes that long, for the error.
+            fd: A descriptor that follows the question.
+
+        Returns:
+            The answer, and the memory that came with it.
+
+        Raises:
+            SaveTimeoutError: It has not come in time.
+            CheckpointError: What the worker refused with, or has ended with.
+        """
+        number = next(self._numbers)
+        mine = self._open[number] = _Open()
+        try:
+            self._send(messages.Question(number, question), fd)
+            mine.answered.get(timeout=timeout)
+            answer = mine.answer
+            if isinstance(answer, messages.Refused):
+                raise answer.error
+            if not isinstance(answer, expect):
+                raise CheckpointError(f"the worker answered {answer!r} to {question!r}: please report this")
+        except BaseException as error:
+            if self._open.pop(number, None) is None:  # it has been answered
+                self._give_back(mine.answer, mine.segment)
+            if isinstance(error, Empty):
+                raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s") from None
+            raise
+        return answer, mine.segment
+
+    def on_answer(self, message: messages.Answer, segment: Segment | None) -> None:
+        """An answer has come, with that memory."""
+        waiting = self._open.get(message.number) or _Open()
+        waiting.answer, waiting.segment = message.answer, segment
+        # From here on it is there. The one of the two threads that takes the question away has left it to the other.
+        if self._open.pop(message.number, None) is None:
+            self._give_back(message.answer, segment)
+        waiting.answered.put(None)
+
+    def close(self, error: CheckpointError) -> None:
+        """No answer comes any more."""
+        for number in list(self._open):
+            self.on_answer(messages.Answer(number, messages.Refused(error)), None)
+
 
 _CHECK_S = 0.5  # how often a wait looks whether it makes sense
 _END_S = 5.0  # how long one that is killed may take to end

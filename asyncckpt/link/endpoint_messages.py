@@ -37,8 +37,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncckpt.format.held_image import HeldImage, ImageKey, ImageSummary
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, WeightsLayout
+from asyncckpt.format.write_request import HeldImage, ImageKey, ImageSummary
 
 
 class Inspect:

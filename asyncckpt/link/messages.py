@@ -48,12 +48,45 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.format.held_image import CopiedRank, HeldImage
 from asyncckpt.format.segment_layout import SegmentLayout
-from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.format.write_request import CopiedRank, HeldImage, WriteRequest
 from asyncckpt.link.endpoint_messages import Follow, Followed, Serve, Served
-from asyncckpt.link.root_claim import Claim, Claimed
 from asyncckpt.storage.uploads import AskUploads, Uploaded, UploadsUnderWay
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The lock of the folder ``root``, which is to be of the job ``job_id``; None: of any.
+
+    ``local``: the folder that is saved to, if it is another one, and from which that worker uploads to the root.
+    """
+
+    root: str
+    job_id: str | None
+    local: str | None = None
+
+
+@dataclass(frozen=True)
+class RootHolder:
+    """Who has the lock. ``scope``: where its process ids are valid. ``leaving``: its trainer has gone, and it finishes
+    what that had staged.
+    """
+
+    host: str
+    scope: str
+    worker: int
+    trainer: int
+    job_id: str | None
+    leaving: bool
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """``holder``: who has the lock; None: this worker, or nobody. ``trouble``: why there is no lock; None: there is."""
+
+    holder: RootHolder | None = None
+    trouble: str | None = None
+
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -145,7 +178,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Staged:
-    """``timings``: the trainer's, see ``timings.py``. ``replicas``: digests of values, see ``replicas.py``."""
+    """``timings``: the trainer's, see ``manifest.py``. ``replicas``: digests of values, see ``committer.py``."""
 
     save_id: int
     timings: dict[str, float] = field(default_factory=dict)
@@ -269,7 +302,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Committed:
-    """``timings``: see ``timings.py``. ``direct``: whether the page cache was bypassed. ``nbytes``: of the image."""
+    """``timings``: see ``manifest.py``. ``direct``: whether the page cache was bypassed. ``nbytes``: of the image."""
 
     save_id: int
     path: str

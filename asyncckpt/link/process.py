@@ -20,7 +20,7 @@ from asyncckpt.errors import WorkerDiedError
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, runtime_folder
 from asyncckpt.link.messages import Ready, receive
 from asyncckpt.link.socket_connection import SocketConnection
-from asyncckpt.shm.descriptor import close
+from asyncckpt.shm.segment import close
 from asyncckpt.threads import process_limit
 
 _LAST_WORDS_BYTES = 4096

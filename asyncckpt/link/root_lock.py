@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 
 from asyncckpt.errors import JobTakenError, unless_interrupt
 from asyncckpt.link.endpoint import ROOT_LOCK, endpoint_name, endpoint_scope, runtime_folder
-from asyncckpt.link.root_claim import Claim, Claimed, RootHolder
+from asyncckpt.link.messages import Claim, Claimed, RootHolder
 from asyncckpt.link.takeover import is_running
 from asyncckpt.storage import is_address
 from asyncckpt.storage.file_system import lock_alone

@@ -16,8 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from asyncckpt.errors import OutOfMemoryError, unless_interrupt
-from asyncckpt.shm.descriptor import Descriptor
-from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.segment import Descriptor, Segment
 
 # How long to try again where the kernel refuses to send, for want of memory, say; and how often.
 _TRY_S, _PAUSE_S = 1.0, 0.01

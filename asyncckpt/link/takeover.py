@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
-from asyncckpt.format.held_image import HeldImage, ImageKey
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout
+from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.link.endpoint import connect, endpoint_names, job_taken_error, peer_pid
 from asyncckpt.link.endpoint_messages import (
     AskImage,

@@ -12,6 +12,7 @@ import uuid
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,12 +22,19 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from asyncckpt.errors import DamagedCheckpointError, MismatchError, StorageError
+from asyncckpt.errors import DamagedCheckpointError, MismatchError, StorageError, unless_interrupt
 from asyncckpt.format.index import Item
 from asyncckpt.format.manifest import METADATA_NAME
 from asyncckpt.loading.conversion import copy_converted, is_lossy, warn_out_of_range
@@ -36,7 +44,6 @@ from asyncckpt.loading.direct_load import left_out, some, unexpected, warn_left_
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room
 from asyncckpt.loading.source import Source, StorageSource
-from asyncckpt.loading.stock_metadata import check_metadata
 from asyncckpt.loading.unpickle import load_metadata, load_object
 from asyncckpt.planning.forms import has_shards, is_partial
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, leaf_keys, put_leaf
@@ -45,6 +52,51 @@ from asyncckpt.storage import absolute, is_address, storage_for
 from asyncckpt.storage.storage import FileStamp
 
 logger = logging.getLogger(__name__)
+
+_LARGEST = 1 << 63  # no size, and no offset, is as large
+
+
+def check_metadata(metadata: Metadata, path: str) -> None:
+    """Raise ``DamagedCheckpointError`` for what is of another type or size than DCP would write, of ``path``."""
+    try:
+        for name, about in metadata.state_dict_metadata.items():
+            if not isinstance(name, str) or not _is_value(about):
+                raise ValueError(f"what it says of {name!r}")
+        for index, place in (metadata.storage_data or {}).items():
+            name = index.fqn
+            if not (isinstance(index, MetadataIndex) and isinstance(name, str) and _is_place(place)):
+                raise ValueError(f"where it says that {name!r} is stored")
+            its = metadata.state_dict_metadata.get(name)
+            if isinstance(its, TensorStorageMetadata) and not _are_sizes(index.offset or its.size, len(its.size)):
+                raise ValueError(f"which part of {name!r} it says is stored")
+    except unless_interrupt(Exception) as error:  # attributes may be missing, or be anything, as they were unpickled
+        raise DamagedCheckpointError(
+            f"{METADATA_NAME} is damaged: {type(error).__name__}: {error}", path=path
+        ) from error
+
+
+def _is_value(about: Any) -> bool:
+    if not isinstance(about, TensorStorageMetadata):
+        return isinstance(about, BytesStorageMetadata)
+    ndim = len(about.size)
+    is_right = isinstance(about.properties.dtype, torch.dtype) and _are_sizes(about.size, ndim)
+    return is_right and all(
+        isinstance(each, ChunkStorageMetadata) and _are_sizes(each.offsets, ndim) and _are_sizes(each.sizes, ndim)
+        for each in about.chunks
+    )
+
+
+def _is_place(place: Any) -> bool:
+    return isinstance(place.relative_path, str) and _are_sizes((place.offset, place.length), 2)
+
+
+def _are_sizes(numbers: Any, count: int) -> bool:
+    """Whether these are so many sizes or offsets, none of them larger than can be."""
+    return isinstance(numbers, tuple | list) and len(numbers) == count and all(map(_is_size, numbers))
+
+
+def _is_size(number: Any) -> bool:
+    return isinstance(number, Integral) and 0 <= int(number) < _LARGEST
 
 
 def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool, **options: Any) -> None:

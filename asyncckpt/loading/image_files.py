@@ -15,17 +15,15 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
-from asyncckpt.format.held_image import HeldImage, ImageKey
 from asyncckpt.format.index import Index
 from asyncckpt.format.manifest import checksum
 from asyncckpt.format.segment_layout import Region
+from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.loading.data_file import RUN_BYTES, ChecksummedFile, FilePart, MemoryFile
-from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.huge import own_buffer
 from asyncckpt.shm.memcpy import Destinations, memory_at
-from asyncckpt.shm.segment import Segment
-from asyncckpt.shm.slot_locks import Readers, lease
-from asyncckpt.shm.slots import SlotTable, State
+from asyncckpt.shm.segment import Descriptor, Segment
+from asyncckpt.shm.slots import Readers, SlotTable, State, lease
 
 if TYPE_CHECKING:
     from asyncckpt.transfer.holder import RemoteImage

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import CheckpointError, interrupts_as_they_are, is_interrupt, located, unless_interrupt
-from asyncckpt.gc_pause import without_gc
 from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import DirectLoad, draft
 from asyncckpt.loading.progress import Progress
@@ -25,6 +24,7 @@ from asyncckpt.planning.per_rank import PerRank, per_rank_values
 from asyncckpt.planning.structure import give_states, stateful_to_dict, stateful_types
 from asyncckpt.ranks.collectives import gather, many, on_all
 from asyncckpt.storage import absolute, storage_for
+from asyncckpt.threads import without_gc
 
 # A load that takes longer has a progress bar.
 _LONG_S = 3.0

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.format.held_image import ImageKey, ImageSummary
-from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.format.write_request import ImageKey, ImageSummary, WriteRequest
 from asyncckpt.link.endpoint import endpoint_names, endpoint_scope
 from asyncckpt.link.endpoint_messages import Images
 from asyncckpt.link.takeover import ReaderClient, is_running

@@ -18,17 +18,16 @@ from asyncckpt.errors import (
     StorageError,
     unless_interrupt,
 )
-from asyncckpt.format.held_image import ImageKey
 from asyncckpt.format.manifest import place_of_data
 from asyncckpt.format.storage_meta import data_names_in
-from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.format.write_request import ImageKey, WriteRequest
 from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.image_files import FetchedImage, ImageFiles, MappedImage
 from asyncckpt.loading.memory_search import FoundImages, HeldAttempt, ImagePlace, Unusable
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.ranks.collectives import from_first, gather
-from asyncckpt.shm.slot_locks import Readers, lease
+from asyncckpt.shm.slots import Readers, lease
 from asyncckpt.storage import step_folder, storage_for
 from asyncckpt.storage.history import StoredStep, history
 from asyncckpt.transfer.requests import TransferAddress

@@ -25,8 +25,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.index import Index
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, is_index
 from asyncckpt.link.root_lock import LOCK_NAME, is_finishing
-from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
-from asyncckpt.loading.shared_files import CheckedFile, CheckedFiles, distrusted
+from asyncckpt.loading.data_file import CheckedFile, CheckedFiles, ChecksummedFile, StoredFile, distrusted, read_pool
 from asyncckpt.storage import absolute, complete_steps, step_folder, step_of, storage_for
 from asyncckpt.storage.history import history, newest_step, stored_step
 from asyncckpt.storage.storage import InputFile

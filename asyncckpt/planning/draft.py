@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.format.index import Index, Item, spans
 from asyncckpt.format.manifest import data_name
-from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.dcp_planner import PLANNED_BY, check_shards, fresh, is_sharded, kept_items, options, planning
 from asyncckpt.planning.frozen import matcher
 from asyncckpt.planning.layout import DataLayout, PlannedFile, TensorSpec
@@ -39,6 +38,7 @@ from asyncckpt.planning.plan import (
 from asyncckpt.planning.replicas import Replicas
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key
 from asyncckpt.ranks.group import Group
+from asyncckpt.threads import without_gc
 
 
 class DraftInput(NamedTuple):

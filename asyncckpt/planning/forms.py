@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import unless_interrupt
-from asyncckpt.shm.compiled import compiled
+from asyncckpt.shm.memcpy import compiled
 
 PlainForm: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and the shape of a plain tensor."""

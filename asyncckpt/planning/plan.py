@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.format.held_image import CopiedRank
 from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
-from asyncckpt.gc_pause import without_gc
+from asyncckpt.format.write_request import CopiedRank
 from asyncckpt.planning.layout import DataLayout, PlannedFile
 from asyncckpt.planning.objects import Raw, StoredObjects
 from asyncckpt.planning.replicas import Replicas, Sample
@@ -34,6 +33,7 @@ from asyncckpt.planning.structure import (
     plain_part,
     stateful_types,
 )
+from asyncckpt.threads import without_gc
 
 StateDict = Mapping[str, Any]
 

@@ -23,11 +23,11 @@ from asyncckpt.errors import UnsavableStateError, unless_interrupt
 from asyncckpt.format.archive import header, lay_out, tail_room
 from asyncckpt.format.index import Index, Item
 from asyncckpt.format.segment_layout import Region, TorchFileLayout
-from asyncckpt.gc_pause import without_gc
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.objects import bytes_to_reserve
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.shm.segment import round_up
+from asyncckpt.threads import without_gc
 
 # Most of what a pickle consists of: some twenty for each tensor, and of each the pickler asks whether it is a storage.
 _NO_STORAGES = {

@@ -17,25 +17,30 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, WorkerDiedError, located
-from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.gc_pause import without_gc
-from asyncckpt.link.client import WorkerClient
+from asyncckpt.errors import (
+    CheckpointError,
+    RankFailedError,
+    SaveTimeoutError,
+    UnsavableStateError,
+    WorkerDiedError,
+    located,
+)
+from asyncckpt.format.write_request import CopiedRank, WriteRequest
+from asyncckpt.link.client import WorkerClient, grace
 from asyncckpt.link.endpoint_messages import Serve, Served
 from asyncckpt.link.messages import Host, Hosting, Join, Rendezvous
-from asyncckpt.link.open_saves import grace
 from asyncckpt.ranks.address import address_to_listen_at, loopback_scope, own_address
 from asyncckpt.ranks.collectives import from_first
-from asyncckpt.ranks.packing import pack, unpack
-from asyncckpt.ranks.rounds import Rounds, round_name
+from asyncckpt.ranks.rounds import Rounds, pack, round_name, unpack
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.storage import resolve
+from asyncckpt.threads import without_gc
 
 logger = logging.getLogger(__name__)
 
@@ -392,3 +397,39 @@ def _answer(outcome: bytes | CheckpointError) -> Any:
     if isinstance(outcome, CheckpointError):
         raise outcome
     return unpack(outcome)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank is: in which ``domain``; and how large a segment for copies of its images is, in bytes."""
+
+    domain: str
+    nbytes: int
+
+
+def copied_ranks(places: Sequence[RankPlace], replicas: int) -> list[tuple[CopiedRank, ...]]:
+    """The ranks that each rank is to keep copies of.
+
+    Args:
+        places: Where the ranks are, in their order.
+        replicas: On how many other hosts there are to be copies.
+
+    Raises:
+        UnsavableStateError: There are not as many other hosts.
+    """
+    domains: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        domains.setdefault(place.domain, []).append(rank)
+    if replicas >= len(domains):
+        raise UnsavableStateError(
+            f"Config.replicas is {replicas}, which takes {replicas + 1} hosts or more, and the ranks are on"
+            f" {len(domains)}"
+        )
+    ring = list(domains.values())
+    kept: list[list[CopiedRank]] = [[] for _ in places]
+    for at, ranks in enumerate(ring):
+        for jump in range(1, replicas + 1):
+            others = ring[(at + jump) % len(ring)]
+            for number, rank in enumerate(ranks):
+                kept[others[number % len(others)]].append(CopiedRank(rank, places[rank].nbytes))
+    return [tuple(each) for each in kept]

@@ -14,17 +14,30 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import pickle
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, decode, encode
+from asyncckpt.link.client import grace
 from asyncckpt.link.messages import Rendezvous
-from asyncckpt.link.open_saves import grace
 from asyncckpt.ranks.store import ENDS
 from asyncckpt.ranks.store_connection import Patience, StoreClient, StoreConnection
+
+
+def pack(value: object) -> bytes:
+    """``value`` as it goes over the store, where it is sealed."""
+    return zlib.compress(pickle.dumps(value), 1)
+
+
+def unpack(data: bytes) -> Any:
+    """The value that ``pack`` made these bytes of."""
+    return pickle.loads(zlib.decompress(data))
+
 
 T = TypeVar("T")
 

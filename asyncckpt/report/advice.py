@@ -12,10 +12,8 @@ from typing import Any
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.interval import Advice, Loss, parse_duration
-from asyncckpt.report.answers import Answers
-from asyncckpt.report.formats import duration, number
-from asyncckpt.report.measured import Measured
-from asyncckpt.report.places import manifests_at
+from asyncckpt.report.answers import Answers, duration, manifests_at, number
+from asyncckpt.report.listing import Measured
 
 # Of these the interval is taken: older ones may have been removed, and some of them kept.
 _NEWEST = 3

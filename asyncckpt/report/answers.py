@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import logging
 import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from asyncckpt.errors import CheckpointError, DamagedCheckpointError
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from asyncckpt.format.manifest import METADATA_NAME, Manifest
+from asyncckpt.loading.contents import checkpoints_at
+from asyncckpt.loading.source import is_stock, read_manifest
+from asyncckpt.storage import storage_for
 
 logger = logging.getLogger(__name__)
 
@@ -128,3 +133,86 @@ def _finite(facts: Any) -> Any:
     if isinstance(facts, dict):
         return {key: _finite(value) for key, value in facts.items()}
     return [_finite(each) for each in facts] if isinstance(facts, list | tuple) else facts
+
+
+_DURATIONS = ((2 * 86400, 86400, "d"), (2 * 3600, 3600, "h"), (120, 60, "min"), (1, 1, "s"))
+
+
+def number(count: int, noun: str) -> str:
+    """So many of something."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def shape_of(shape: tuple[int, ...]) -> str:
+    """The shape of a tensor."""
+    return "x".join(map(str, shape))
+
+
+def time_of(seconds: float) -> str:
+    """A moment, from seconds since the epoch."""
+    try:
+        return datetime.datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
+    except (ValueError, OverflowError, OSError):  # no year that there is
+        return f"{seconds:g}"
+
+
+def size_of(nbytes: float) -> str:
+    """So many bytes."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """So long, with three digits."""
+    for least, unit, name in _DURATIONS:
+        if seconds >= least:
+            return f"{_digits(seconds / unit)} {name}"
+    return f"{_digits(seconds * 1e3)} ms"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+Kind = Literal["asyncckpt", "file set", "dcp"]
+
+
+def newest_of(answers: Answers, paths: list[str]) -> str | None:
+    """What was created last, which after going back is not the highest step; None: nothing can be read, as was said."""
+    found: list[tuple[float, int, str]] = []
+    for number_of, path in enumerate(paths):
+        with answers.about(path), still_there(path, ""):
+            # What stock DCP wrote does not say when: it comes before all that does.
+            found.append((-math.inf if is_stock(path) else read_manifest(path).created, number_of, path))
+    return max(found)[2] if found else None
+
+
+def kind_of(manifest: Manifest) -> Kind:
+    """Return the kind that a manifest is of."""
+    return "asyncckpt" if METADATA_NAME in manifest.files else "file set"
+
+
+def manifests_at(answers: Answers, given: str) -> Iterator[tuple[str, Manifest]]:
+    """Yield the paths and manifests of the checkpoints at ``given``, and say what cannot be read of them."""
+    with answers.about(given):
+        paths = checkpoints_at(given)
+        if paths == [given] and is_stock(given):
+            raise CheckpointNotFoundError(
+                "stock DCP wrote this: only checkpoints of asyncckpt say how long they took", path=given
+            )
+        for path in paths:
+            with answers.about(path), still_there(path, given):
+                yield path, read_manifest(path)
+
+
+@contextlib.contextmanager
+def still_there(path: str, given: str) -> Iterator[None]:
+    """Pass over a checkpoint that was listed and is gone since, as by retention; not one that was ``given``."""
+    try:
+        yield
+    except CheckpointError:
+        if path == given or storage_for(path).exists(path):
+            raise

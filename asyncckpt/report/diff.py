@@ -24,9 +24,7 @@ from asyncckpt.loading.contents import Shard, Value, checkpoints_at, values_of
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import StorageSource, is_stock
-from asyncckpt.report.answers import DIFFERENT, GOOD, UNUSABLE, Answers
-from asyncckpt.report.formats import number, shape_of, size_of
-from asyncckpt.report.places import newest_of
+from asyncckpt.report.answers import DIFFERENT, GOOD, UNUSABLE, Answers, newest_of, number, shape_of, size_of
 from asyncckpt.storage import absolute, storage_for
 
 _HEADERS = ("name", "change", "in A", "in B", "size")

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.report.answers import Answers
-from asyncckpt.report.formats import number, size_of
+from asyncckpt.report.answers import Answers, number, size_of
 
 if TYPE_CHECKING:
     from asyncckpt.exporting.export import Exported

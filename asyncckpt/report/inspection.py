@@ -9,10 +9,8 @@ from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.loading.contents import Value, checkpoints_at, contents
 from asyncckpt.loading.source import is_stock, read_manifest
-from asyncckpt.report.answers import Answers
-from asyncckpt.report.formats import duration, number, shape_of, size_of, time_of
+from asyncckpt.report.answers import Answers, duration, kind_of, newest_of, number, shape_of, size_of, time_of
 from asyncckpt.report.listing import facts_of
-from asyncckpt.report.places import kind_of, newest_of
 from asyncckpt.storage import storage_for
 
 

@@ -15,11 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.errors import StorageError
-from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.timings import CALLED_AT
-from asyncckpt.report.answers import UNUSABLE, Answers
-from asyncckpt.report.formats import number
-from asyncckpt.report.places import manifests_at
+from asyncckpt.format.manifest import CALLED_AT, Manifest
+from asyncckpt.report.answers import UNUSABLE, Answers, manifests_at, number
 
 _LANES = ("trainer", "copy", "write", "checksum", "commit")
 """In their order: what the trainer does in the call; the copy, where that goes on after the call (``overlap``); the

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.format.manifest import METADATA_NAME
-from asyncckpt.loading.contents import checkpoints_at
+from asyncckpt.loading.contents import SetsOfFiles, checkpoints_at
+from asyncckpt.loading.data_file import CheckedFiles
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.set_of_file import SetsOfFiles
-from asyncckpt.loading.shared_files import CheckedFiles
 from asyncckpt.loading.source import Report, is_stock, read_manifest, verify, verify_files
-from asyncckpt.report.answers import DAMAGED, GOOD, Answers
-from asyncckpt.report.formats import number, size_of
-from asyncckpt.report.places import Kind, kind_of, still_there
+from asyncckpt.report.answers import DAMAGED, GOOD, Answers, Kind, kind_of, number, size_of, still_there
 from asyncckpt.storage import absolute, is_address, storage_for
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import Any
 from asyncckpt.errors import CheckpointError
 from asyncckpt.link.running_workers import RunningWorker, end_worker, running_workers
 from asyncckpt.publication import facts_of_job
-from asyncckpt.report.answers import Answers
-from asyncckpt.report.formats import number, size_of
+from asyncckpt.report.answers import Answers, number, size_of
 
 
 def show_workers(answers: Answers, _: None, args: argparse.Namespace) -> None:

@@ -20,18 +20,16 @@ import torch
 from asyncckpt.devices.kinds import ReadyEvents, first_device
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import CheckpointError, OutOfMemoryError
-from asyncckpt.format.held_image import COPY_SLOTS, HeldImage
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
-from asyncckpt.link.client import WorkerClient
+from asyncckpt.format.write_request import COPY_SLOTS, HeldImage
+from asyncckpt.link.client import TrackedSave, WorkerClient
 from asyncckpt.link.messages import Clear, Cleared, Describe, Described, GiveBack, Release, Take
-from asyncckpt.link.open_saves import TrackedSave
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
-from asyncckpt.shm.published_slots import PublishedSlots
 from asyncckpt.shm.segment import Segment, round_up
-from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable, State
+from asyncckpt.shm.slots import HEADER_BYTES, PublishedSlots, PublishedVersion, SlotTable, State
 from asyncckpt.staging.device_copy import Fence, pinned_cuts
 from asyncckpt.staging.host_copy import CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager

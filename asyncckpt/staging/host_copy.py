@@ -23,13 +23,12 @@ from typing import Protocol
 import torch
 
 from asyncckpt.errors import CheckpointError, UnsavableStateError
-from asyncckpt.flag import Flag
 from asyncckpt.planning.forms import are_plain, plain_addresses
 from asyncckpt.planning.layout import Place, TensorSpec
 from asyncckpt.planning.structure import picker
 from asyncckpt.shm.memcpy import copy_many
 from asyncckpt.shm.segment import Segment
-from asyncckpt.threads import start
+from asyncckpt.threads import Flag, start
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import torch
 from asyncckpt.devices import kinds
 from asyncckpt.devices.kinds import ReadyEvents
 from asyncckpt.errors import SaveTimeoutError
-from asyncckpt.flag import Flag
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging.device_copy import DeviceCopy, Fence, QueuedCopies
 from asyncckpt.staging.host_copy import CopyThreads, CopyUnit, SlotViews, batch_units, copy_units, host_units
+from asyncckpt.threads import Flag
 
 _copies: weakref.WeakValueDictionary[int, Flag] = weakref.WeakValueDictionary()
 

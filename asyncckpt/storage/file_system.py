@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError, unless_interrupt
 from asyncckpt.format.manifest import MANIFEST_NAME, Manifest, is_checkpoint_file, is_index
-from asyncckpt.shm.descriptor import close
+from asyncckpt.shm.segment import close
 
 LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.01

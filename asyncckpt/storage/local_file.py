@@ -8,8 +8,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 
-from asyncckpt.shm.descriptor import close
-from asyncckpt.shm.segment import PAGE
+from asyncckpt.shm.segment import PAGE, close
 from asyncckpt.storage.file_system import open_regular, translated
 from asyncckpt.storage.storage import InputFile, OutputFile
 

@@ -12,12 +12,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.format.held_image import COPY_SLOTS, CopiedRank, HeldImage
 from asyncckpt.format.manifest import checksum
 from asyncckpt.format.segment_layout import CheckpointLayout
+from asyncckpt.format.write_request import COPY_SLOTS, CopiedRank, HeldImage
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.shm.slot_locks import Claims, Readers
-from asyncckpt.shm.slots import State
+from asyncckpt.shm.slots import Claims, Readers, State
 
 
 @dataclass

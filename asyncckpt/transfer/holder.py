@@ -7,8 +7,8 @@ import threading
 import time
 from types import TracebackType
 
-from asyncckpt.format.held_image import HeldImage, ImageKey
 from asyncckpt.format.manifest import DIGEST_BYTES
+from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.threads import start
 from asyncckpt.transfer import requests

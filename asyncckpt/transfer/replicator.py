@@ -17,10 +17,9 @@ from functools import partial
 from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, SaveDroppedError
-from asyncckpt.format.held_image import CopiedRank, ImageKey
-from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.format.write_request import CopiedRank, ImageKey, WriteRequest
+from asyncckpt.link.client import grace
 from asyncckpt.link.messages import Rendezvous, Replicated
-from asyncckpt.link.open_saves import grace
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.ranks.rounds import Rounds, round_name
 from asyncckpt.ranks.store_connection import Patience

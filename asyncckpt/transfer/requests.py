@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncckpt.format.held_image import HeldImage, ImageKey
+from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.shm.slots import PublishedVersion
 
 

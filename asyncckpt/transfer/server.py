@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from asyncckpt.format.held_image import ImageKey
+from asyncckpt.format.write_request import ImageKey
 from asyncckpt.link.segment_store import LeasedImage, SegmentStore
 from asyncckpt.ranks.store import listen
 from asyncckpt.transfer import requests

@@ -15,11 +15,9 @@ from collections.abc import Iterator, Sequence
 from asyncckpt.format.manifest import DIGEST_BYTES, digest_of
 from asyncckpt.format.segment_layout import Region, WeightsLayout
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.hosted_segment import HostedSegment
-from asyncckpt.shm.segment import Segment, round_up
-from asyncckpt.shm.slot_locks import lease
-from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.shm.segment import Descriptor, Segment, round_up
+from asyncckpt.shm.slots import PublishedVersion, lease
 
 SPAN_BYTES = 256 << 10
 # Digests that are told at once, of some 64 MiB: those of whole images are made when they are first asked for.

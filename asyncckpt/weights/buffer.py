@@ -13,11 +13,10 @@ from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.format.segment_layout import WeightsLayout
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.memory import take_memory
 from asyncckpt.link.messages import Describe, Described, Release
-from asyncckpt.shm.published_slots import LASTING, PublishedSlots
+from asyncckpt.link.segment_store import take_memory
 from asyncckpt.shm.segment import Segment
-from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
+from asyncckpt.shm.slots import HEADER_BYTES, LASTING, PublishedSlots, PublishedVersion
 from asyncckpt.staging.host_copy import CopyThreads, SlotViews
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.weights.plan import WeightPlan

@@ -26,11 +26,9 @@ from asyncckpt.supervisor import Supervisor
 from asyncckpt.weights.buffer import WeightBuffer
 from asyncckpt.weights.layout import copied_as
 from asyncckpt.weights.plan import WeightPlan
-from asyncckpt.weights.publishing_ranks import PublishingRanks, ranks_of
 from asyncckpt.weights.serving import ServedPublication
-from asyncckpt.weights.shards import Sharding
-from asyncckpt.weights.stream_copy import StreamCopy
-from asyncckpt.weights.streamed_copies import StreamedCopies
+from asyncckpt.weights.shards import PublishingRanks, Sharding, ranks_of
+from asyncckpt.weights.streamed_copies import StreamCopy, StreamedCopies
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

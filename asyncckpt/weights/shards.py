@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -14,9 +15,56 @@ from xxhash import xxh3_64_hexdigest
 
 from asyncckpt.errors import RankFailedError, UnsavableStateError, decode, encode, located
 from asyncckpt.planning.structure import PLAIN, has_no_bytes, plain_part, stateful_to_dict
-from asyncckpt.weights.layout import TensorEntry
-from asyncckpt.weights.parts import Ranges, common, missing, shown
-from asyncckpt.weights.publishing_ranks import PublishingRanks
+from asyncckpt.weights.layout import Ranges, TensorEntry, common, missing, shown
+
+
+class PublishingRanks(Protocol):
+    """The ranks that publish together: this one is ``rank`` of ``ranks``. All make the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The ``value`` of each rank, in their order. Raises ``RankFailedError``: one is gone, or does not answer."""
+
+
+class OneRank:
+    """A process that publishes alone."""
+
+    rank, ranks = 0, 1
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class ProcessGroupRanks:
+    """Those of a process group of ``torch.distributed``."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        """Raises ``ValueError`` where this process is not in it."""
+        self._process_group = process_group
+        self.rank, self.ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+        if self.rank < 0:
+            raise ValueError("this process is not in the process group it should publish with")
+
+    def all_gather(self, value: Any) -> list[Any]:
+        told: list[Any] = [None] * self.ranks
+        try:
+            dist.all_gather_object(told, value, group=self._process_group)
+        except RuntimeError as error:
+            raise RankFailedError(f"the ranks that publish together lost each other: {error}") from error
+        return told
+
+
+def ranks_of(process_group: dist.ProcessGroup | PublishingRanks | None) -> PublishingRanks:
+    """Those of ``process_group``; None: this process alone."""
+    if process_group is None:
+        return OneRank()
+    return ProcessGroupRanks(process_group) if isinstance(process_group, dist.ProcessGroup) else process_group
+
 
 T = TypeVar("T")
 

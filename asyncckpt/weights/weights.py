@@ -13,12 +13,10 @@ import torch
 
 from asyncckpt.devices.kinds import wait_for
 from asyncckpt.errors import ClosedError, MismatchError
-from asyncckpt.shm.descriptor import Descriptor
-from asyncckpt.shm.slot_locks import reopen
-from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.weights.layout import TensorEntry, copied_as
+from asyncckpt.shm.segment import Descriptor
+from asyncckpt.shm.slots import PublishedVersion, reopen
+from asyncckpt.weights.layout import Ranges, TensorEntry, copied_as, missing, shown
 from asyncckpt.weights.lease import Lease
-from asyncckpt.weights.parts import Ranges, missing, shown
 
 logger = logging.getLogger(__name__)
 

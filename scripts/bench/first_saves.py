@@ -37,8 +37,7 @@ from asyncckpt.planning.metadata import StoredPlaces
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.stored_plan import StoredPlan
 from asyncckpt.ranks import group
-from asyncckpt.ranks.packing import pack
-from asyncckpt.ranks.rounds import Call, Rounds, round_name
+from asyncckpt.ranks.rounds import Call, Rounds, pack, round_name
 
 _TIMEOUT_S = 300.0
 _STEP, _ATTEMPT = 1, "attempt"

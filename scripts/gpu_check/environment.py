@@ -15,7 +15,7 @@ from bench import machine
 from bench.limits import WriteLimit
 
 import asyncckpt
-from asyncckpt.shm.compiled import compiled
+from asyncckpt.shm.memcpy import compiled
 from gpu_check.budget import Budget
 from gpu_check.figures import Figure
 from gpu_check.task import Task

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncckpt.format.held_image import HeldImage
 from asyncckpt.format.segment_layout import Region
+from asyncckpt.format.write_request import HeldImage
 from asyncckpt.link import process as worker_process
 from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from asyncckpt.link.takeover import Takeover

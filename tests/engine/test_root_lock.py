@@ -23,7 +23,7 @@ from asyncckpt.config import Config
 from asyncckpt.errors import JobTakenError, StorageError
 from asyncckpt.link import endpoint, root_lock
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.root_claim import Claim, Claimed
+from asyncckpt.link.messages import Claim, Claimed
 from asyncckpt.link.root_lock import LOCK_NAME, RootLock
 from asyncckpt.loading.source import find_step
 from asyncckpt.storage.file_system import lock_alone

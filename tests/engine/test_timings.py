@@ -13,8 +13,7 @@ from support.ranks import QUICK, run
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.timings import of_all_ranks
+from asyncckpt.format.manifest import Manifest, of_all_ranks
 from asyncckpt.loading.source import read_manifest
 
 # In the order in which these begin: none begins before one that stands before it.

@@ -25,7 +25,8 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import StorageError, WorkerDiedError
 from asyncckpt.loading.source import verify
 from asyncckpt.planning.file_set import FileSet
-from asyncckpt.storage import links, step_folder
+from asyncckpt.storage import partial as links
+from asyncckpt.storage import step_folder
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -15,7 +15,7 @@ import pytest
 from support.attempts import checkpoint_attempt
 
 from asyncckpt.format.manifest import checksum
-from asyncckpt.link import memory, segment_store
+from asyncckpt.link import segment_store
 from asyncckpt.link.endpoint import announced_bytes, host_lock
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm import budget
@@ -82,7 +82,7 @@ def test_a_worker_that_ends_while_it_takes_memory_leaves_nothing(runtime: Path) 
 def test_a_worker_that_is_stopped_meanwhile_does_not_keep_the_others(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, store: SegmentStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory, "_TURN_S", 0.05)
+    monkeypatch.setattr(segment_store, "_TURN_S", 0.05)
     with host_lock(0):
         _, segment = store.allocate(PAGE)
     assert segment.nbytes == PAGE and "without looking" in caplog.text

@@ -16,7 +16,7 @@ from multiprocess.connection import Connection
 from support.attempts import checkpoint_attempt
 
 from asyncckpt.errors import SaveTimeoutError
-from asyncckpt.format.held_image import ImageKey
+from asyncckpt.format.write_request import ImageKey
 from asyncckpt.link import endpoint as endpoint_module
 from asyncckpt.link import messages, takeover
 from asyncckpt.link.endpoint import Endpoint, connect, endpoint_name

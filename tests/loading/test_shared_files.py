@@ -19,8 +19,7 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.format.index import Item
 from asyncckpt.loading import load as reader
-from asyncckpt.loading.data_file import ChecksummedFile, StoredFile
-from asyncckpt.loading.shared_files import CheckedFiles, sharing
+from asyncckpt.loading.data_file import CheckedFiles, ChecksummedFile, StoredFile, sharing
 from asyncckpt.loading.source import StorageSource, verify
 from asyncckpt.storage.local import LocalStorage
 

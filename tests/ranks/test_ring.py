@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.ranks.ring import RankPlace, copied_ranks
+from asyncckpt.ranks.group import RankPlace, copied_ranks
 
 
 @pytest.mark.parametrize("hosts", [[2, 2], [1, 1, 1], [3, 2, 2, 1], [8, 8, 8, 8, 8]])

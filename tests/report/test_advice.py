@@ -12,8 +12,8 @@ import torch
 
 from asyncckpt import Checkpointer, cli
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.report.formats import duration
-from asyncckpt.report.measured import Measured
+from asyncckpt.report.answers import duration
+from asyncckpt.report.listing import Measured
 
 TIMES = [(1e-5, "0.01 ms"), (0.0312, "31.2 ms"), (1, "1 s"), (119, "119 s"), (150, "2.5 min"), (14400, "4 h")]
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from asyncckpt import cli
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.report.formats import size_of
+from asyncckpt.report.answers import size_of
 from asyncckpt.report.listing import DiskUse
 from asyncckpt.storage.local import LocalStorage
 from asyncckpt.storage.storage import FileIdentity

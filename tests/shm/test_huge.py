@@ -13,9 +13,8 @@ import pytest
 
 from asyncckpt.loading.data_file import read_plain
 from asyncckpt.shm import huge
-from asyncckpt.shm.descriptor import Descriptor
 from asyncckpt.shm.huge import is_huge, own_buffer, take_huge
-from asyncckpt.shm.segment import HUGE_PAGE, PAGE, Segment
+from asyncckpt.shm.segment import HUGE_PAGE, PAGE, Descriptor, Segment
 from asyncckpt.storage import storage_for
 
 _COLLAPSE = 25

@@ -9,12 +9,9 @@ import time
 
 import pytest
 
-from asyncckpt.shm import slot_locks
-from asyncckpt.shm.descriptor import Descriptor
-from asyncckpt.shm.published_slots import PublishedSlots, ReadableSlots
-from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.shm.slot_locks import Readers
-from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion, SlotTable
+from asyncckpt.shm import slots as slot_locks
+from asyncckpt.shm.segment import PAGE, Descriptor, Segment
+from asyncckpt.shm.slots import HEADER_BYTES, PublishedSlots, PublishedVersion, ReadableSlots, Readers, SlotTable
 
 
 def test_what_is_half_told_is_not_told() -> None:

@@ -49,7 +49,7 @@ class CallCounts:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
 
 def ask(path: Path) -> Counter[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncckpt.errors import OutOfMemoryError
-from asyncckpt.link import memory, segment_store
+from asyncckpt.link import segment_store
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.storage import uploader
 from asyncckpt.worker import __main__ as worker
@@ -37,7 +37,7 @@ def _held(name: str, real: Any) -> Callable[..., Any]:
     return call
 
 
-_take_memory, _take = memory.take_memory, SegmentStore.take
+_take_memory, _take = segment_store.take_memory, SegmentStore.take
 
 
 def _take_some(segment: Any, wait_released: Any = lambda: False, end: int | None = None, begin: int = 0) -> None:

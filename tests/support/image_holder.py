@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncckpt.format.held_image import COPY_SLOTS, ImageKey
 from asyncckpt.format.manifest import checksum
 from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
-from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.format.write_request import COPY_SLOTS, ImageKey, WriteRequest
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.shm.slots import State

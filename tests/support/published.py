@@ -9,8 +9,7 @@ from contextlib import ExitStack
 
 from asyncckpt.format.segment_layout import WeightsLayout
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.shm.published_slots import PublishedSlots, ReadableSlots
-from asyncckpt.shm.slots import HEADER_BYTES, PublishedVersion
+from asyncckpt.shm.slots import HEADER_BYTES, PublishedSlots, PublishedVersion, ReadableSlots
 from asyncckpt.transfer.locator import Locator
 from asyncckpt.transfer.mirror import Mirror
 from asyncckpt.transfer.requests import TransferAddress

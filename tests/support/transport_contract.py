@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from asyncckpt.format.held_image import ImageKey
+from asyncckpt.format.write_request import ImageKey
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.shm.slot_locks import Claims
+from asyncckpt.shm.slots import Claims
 from asyncckpt.transfer.holder import Holder, RemoteImage
 from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.server import TransferServer

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from asyncckpt.errors import JobTakenError
-from asyncckpt.link import endpoint, open_saves
+from asyncckpt.link import client as open_saves
+from asyncckpt.link import endpoint
 from asyncckpt.link import process as worker_process
 from asyncckpt.link.takeover import Takeover
 

@@ -10,9 +10,9 @@ import pytest
 from support.image_holder import IMAGE, copy_bytes, hold
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.format.held_image import CopiedRank, HeldImage
+from asyncckpt.format.write_request import CopiedRank, HeldImage
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.shm.slot_locks import Readers, lease
+from asyncckpt.shm.slots import Readers, lease
 from asyncckpt.transfer.copies import Copies
 
 NBYTES = 1 << 20

@@ -11,7 +11,7 @@ import pytest
 from support.image_holder import KEY, SPAN_BYTES, copy_bytes, lay_out, stage
 
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.format.held_image import CopiedRank, ImageKey
+from asyncckpt.format.write_request import CopiedRank, ImageKey
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.memcpy import memcpy
 from asyncckpt.transfer import image_copy

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.weights.parts import Ranges, common, missing, ranges, shown
+from asyncckpt.weights.layout import Ranges, common, missing, ranges, shown
 
 
 @st.composite

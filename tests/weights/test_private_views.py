@@ -8,7 +8,7 @@ import pytest
 
 from asyncckpt.shm.huge import take_huge
 from asyncckpt.shm.segment import HUGE_PAGE, PAGE, Segment
-from asyncckpt.weights.private_views import PrivateViews
+from asyncckpt.weights.lease import PrivateViews
 
 
 @pytest.mark.parametrize("nbytes", [PAGE, 3 * PAGE + 7, HUGE_PAGE, 3 * HUGE_PAGE + PAGE + 7])

@@ -24,7 +24,7 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, StorageError
 from asyncckpt.integrations.torchtitan.held import newest_held
 from asyncckpt.integrations.torchtitan.steps import complete_steps, remove_older
-from asyncckpt.link.root_claim import Claim
+from asyncckpt.link.messages import Claim
 from asyncckpt.link.root_lock import check_job
 from asyncckpt.loading.load import load
 from asyncckpt.loading.memory_source import MemorySource, load_image

@@ -18,9 +18,8 @@ from typing import Any
 
 from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, located
 from asyncckpt.integrations.verl.topology import Member, Role
-from asyncckpt.link.open_saves import grace
-from asyncckpt.ranks.packing import pack, unpack
-from asyncckpt.ranks.rounds import Rounds, round_name
+from asyncckpt.link.client import grace
+from asyncckpt.ranks.rounds import Rounds, pack, round_name, unpack
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.transfer.locator import Locator
 from asyncckpt.transfer.requests import TransferAddress
