@@ -37,7 +37,7 @@ def test_it_ends_however_it_ends() -> None:
 
 
 def test_it_ends_wherever_it_is_interrupted() -> None:
-    for _ in interrupted_everywhere(_within, "gc_pause.py"):
+    for _ in interrupted_everywhere(_within, "threads.py"):
         assert gc.isenabled()
 
 

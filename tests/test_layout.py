@@ -19,7 +19,7 @@ FOLDERS = {"asyncckpt": HERE / "asyncckpt", "asyncckpt.worker": HERE / "worker",
 # The import line: a room knows rooms of earlier lines, and none of its own. Every file and folder directly in
 # ``asyncckpt/`` is a room.
 LINE = (
-    ("errors", "config", "flag", "gc_pause"),
+    ("errors", "config"),
     ("events", "interval", "threads"),
     ("format", "telemetry"),
     ("shm",),
