@@ -25,6 +25,7 @@ except ImportError as error:
     raise ImportError(f"{error}; what goes between hosts needs it: pip install 'asyncckpt[hosts]'") from error
 
 from asyncckpt.ranks.store import NONCE_BYTES, keep_alive, proof
+from asyncckpt.shm.slots import PublishedVersion
 
 _LENGTH = struct.Struct("!Q")
 _NONCE = struct.Struct("!4xQ")
@@ -34,13 +35,10 @@ _PROOF_BYTES = len(proof(b"", b""))
 _PIECE_BYTES = 512 << 10
 # No message is longer; the descriptions of some images of 100,000 tensors are some MiB.
 _MOST_BYTES = 1 << 30
-# The modules with the classes of all that is said; none of them does anything when it is made.
+# The modules whose classes are the messages: they do nothing when they are made.
 _VOCABULARY = frozenset(
     f"asyncckpt.{module}"
-    for module in (
-        *("worker.transfer.requests", "worker.held_image", "worker.segment_layout", "worker.write_request"),
-        *("worker.uploads", "shm.slots"),
-    )
+    for module in ("transfer.requests", "format.manifest", "format.segment_layout", "format.write_request")
 )
 _FORGED = "what came was not said by a process of this job"
 
@@ -203,8 +201,9 @@ class _Unpickler(pickle.Unpickler):
     """Takes what is said on such connections, and nothing else: who knows the key may read, and run nothing here."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module in _VOCABULARY else None
-        if not isinstance(found, type):
+        is_known = module in _VOCABULARY or (module, name) == (PublishedVersion.__module__, PublishedVersion.__name__)
+        found = super().find_class(module, name) if is_known else None
+        if not isinstance(found, type) or found.__module__ != module:
             raise ConnectionAbortedError(f"{module}.{name} was said, which is no word of this protocol")
         return found
 
