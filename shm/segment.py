@@ -168,7 +168,7 @@ class Segment:
 
     @property
     def address(self) -> int:
-        """The address in this process at which the mapping begins."""
+        """The address of the mapping in this process."""
         return address_of(self.view)
 
     def private_view(self) -> memoryview:
@@ -241,7 +241,7 @@ class Segment:
             self.closed = True
 
     def leave_to_parent(self) -> None:
-        """In a forked child: release the memory, even if views of it are left. Nobody may use those views any more."""
+        """Release the memory in a forked child, even if views of it are left. Nobody may use those views any more."""
         if not self.closed:
             # Replace this mapping by an inaccessible mapping, so that the addresses stay taken until all views are
             # gone.
@@ -310,7 +310,7 @@ _of_this_process: weakref.WeakSet[Segment] = weakref.WeakSet()
 def _after_fork_in_child() -> None:
     """Release all writable segments, because a fork must not keep memory that the trainer gives back.
 
-    Such a fork is, for example, a data loader's worker.
+    A data loader's worker is an example of a fork.
     """
     for segment in list(_of_this_process):
         segment.leave_to_parent()

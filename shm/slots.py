@@ -4,15 +4,15 @@ A slot holds one image. Its life is FREE -> STAGING -> STAGED -> WRITING -> FREE
 that the worker still knows them after the trainer has died. A STAGED slot holds a whole state, and the worker writes
 it. The worker finishes a WRITING slot and discards a STAGING slot.
 
-While a slot is STAGING, the page also says how many bytes of its image have arrived. These first bytes do not change
-any more. The trainer sets the number, and the worker writes up to it.
+While a slot is STAGING, the page also says how many bytes of its image have arrived. The bytes that have arrived do not
+change any more. The trainer sets their number, and the worker writes up to it.
 
 The page also holds the version that is *published* in a slot (see ``PublishedSlots``). It stays published, whether or
 not its save succeeds, until the trainer withdraws it to stage another image there.
 
-Who may change a state: the trainer FREE -> STAGING -> STAGED, and STAGING -> FREE if staging failed; the worker STAGED
--> WRITING -> FREE, and any -> FREE for a save that is given up. Each change is one aligned 8-byte store, the last store
-of its step. A process killed between two stores leaves one of the states above, never a mixture. Only the trainer
+The trainer may change FREE -> STAGING -> STAGED, and STAGING -> FREE if staging failed. The worker may change STAGED ->
+WRITING -> FREE, and any state -> FREE for a save that is given up. Each change is one aligned 8-byte store, the last
+store of its step. A process killed between two stores leaves one of the states above, never a mixture. Only the trainer
 writes the published version, and there, too, the last store of a step decides.
 """
 

@@ -172,8 +172,8 @@ def remove_old_checkpoint(path: str) -> None:
 def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> bool:
     """Return whether a save is finalized. If it is not, it never will be.
 
-    Call this on a rank that has written its part and cannot learn the outcome, or whose worker is dead so that nobody
-    writes its part. The answer is the same on all ranks and does not change any more.
+    Call this on a rank that has written its part and cannot learn the outcome. Call it also if the rank's worker is
+    dead, so that nobody writes its part. The answer is the same on all ranks and does not change any more.
 
     Args:
         request: The save.

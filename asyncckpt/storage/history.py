@@ -58,7 +58,7 @@ class StoredStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """The point at which a run continues: the ``step`` that it has loaded.
+    """The point where a run continues: the ``step`` that it has loaded.
 
     ``newest`` is the time of creation of the newest checkpoint at that time; checkpoints of this run are newer.
     ``left`` are the later steps, which the run leaves behind if it saves their numbers again. ``unfinished`` are

@@ -1,7 +1,7 @@
 """Storage on local and shared file systems: folders of files, finalized by a rename.
 
-An *orphan* is a leftover of a killed worker beside checkpoints. It is recognized by its name, by its contents, by its
-owner (this user), by the absence of a lock, and by its age: nothing in it was changed recently.
+An *orphan* is a leftover of a killed worker beside checkpoints. Its name and its contents are those of an attempt, and
+its owner is this user. Nobody holds a lock on it, and nothing in it was changed recently.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ def remove_parts(objects: Objects, place: str, record: PlaceRecord) -> None:
 def is_named(objects: Objects, parts: str, but: str = "") -> bool:
     """Return whether any checkpoint, except at the place ``but``, consists of the files at ``parts``.
 
-    Such a checkpoint is the attempt's own place, or a place that it was set aside to. Raises ``StorageError``.
+    It is the attempt's own checkpoint, or a checkpoint that was set aside. Raises ``StorageError``.
     """
     owner = posixpath.dirname(parts)
     others = [each for each in objects.folders(posixpath.dirname(owner)) if each.startswith(f"{owner}.")]

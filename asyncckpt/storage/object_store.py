@@ -227,7 +227,7 @@ class ObjectStorage(Storage):
         return next(filter(None, map(self._objects.head, self._keys(path))), None)
 
     def _keys(self, path: str) -> Iterator[str]:
-        """Yield the keys at which a file may stand: among the files of a finalized attempt, or at its own name."""
+        """Yield the possible keys of a file: among the files of a finalized attempt, or its own name."""
         key = self._key(path)
         if PARTS not in key and posixpath.basename(key) != MANIFEST_NAME:
             places = _folders_of(key)

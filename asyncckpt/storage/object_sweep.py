@@ -1,7 +1,7 @@
 """Removal of orphans: leftovers of killed workers on an object store.
 
-An *orphan* is an attempt that no record has finalized, and whose newest object is old. It is revoked before it is
-removed, because its worker may only be slow.
+An *orphan* is an old attempt that no record has finalized. The age of an attempt is the age of its newest object. The
+sweep revokes an orphan before it removes it, because the orphan's worker may only be slow.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def renew(objects: Objects, place: str) -> None:
     """Rewrite a record that only lists revoked attempts, so that it is new again. Raises ``StorageError``.
 
     Call this when an attempt begins at ``place``. No store deletes an object on a condition. So a sweep that deletes
-    the old record could delete the record by which the new attempt is finalized.
+    the old record could delete a record that the new attempt has just finalized.
     """
     found, version = read_record(objects, place)
     if version is not None and not found.is_finalized:

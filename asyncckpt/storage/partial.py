@@ -58,7 +58,7 @@ def recorded(name: str, folder: int) -> tuple[int, ...]:
     """Return facts of the file ``name`` in the open ``folder`` that differ after any later change of the file.
 
     The kernel's times advance in ticks of some milliseconds. A change in the same tick as the last write would leave
-    the time of modification as it is. So the file gets a time that is not a tick of the kernel.
+    the time of modification unchanged. So the file gets a time that is not a tick of the kernel.
     """
     facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if facts.st_nlink == 1:  # otherwise the facts were recorded before the file was linked
@@ -139,7 +139,7 @@ FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
 
 
 def attempt_path(final: str, attempt: str) -> str:
-    """Return the path at which ``final`` is written until the ``attempt`` is finalized."""
+    """Return the path of the ``attempt`` at ``final`` until it is finalized."""
     parent, name = os.path.split(final)
     if len(os.fsencode(name)) + len(attempt) > _LONGEST_NAME:
         name = SHORTENED + xxhash.xxh3_128_hexdigest(os.fsencode(name))

@@ -39,13 +39,15 @@ def digest(attempt: str) -> str:
 
 
 def parts_name(its: str, folder: str = "") -> str:
-    """Return the name below which the attempt with the digest ``its`` keeps DCP's data files of ``folder`` ("": top).
+    """Return the name below which the attempt with the digest ``its`` keeps DCP's data files of ``folder``.
+
+    ``folder`` is "" at the top of the checkpoint.
     """
     return f"{PARTS}{its}-{folder.count('/') + 1}" if folder else PARTS + its
 
 
 def part_key(parts: str, name: str) -> str:
-    """Return the key of the file ``name`` of an attempt whose files are at ``parts``.
+    """Return the key of the file ``name`` of an attempt with its files at ``parts``.
 
     In a set, a data file of DCP in a folder stands below that folder. Stock readers find it through the folder's
     ``.metadata``, which can only name files below its own folder.
