@@ -4,8 +4,7 @@ Each record is stored without compression. A local header before its bytes is pa
 behind them holds their checksum (CRC-32). So the headers are known before the bytes are, and are the same in every
 save. Record for record this is the output of ``torch.save``, including the padding. So ``torch.load`` may calculate the
 offset of a storage without a look at the file (``torch.utils.serialization.config.load.calculate_storage_offsets``).
-Only the order differs: the pickle, whose length changes from save to save, follows the storages, so that no storage
-ever moves.
+Only the order differs: the pickle, of varying length, follows the storages, so that no storage ever moves.
 
 The format is PKWARE's APPNOTE.TXT. Its 64-bit fields are used if a size or an offset needs them.
 """
@@ -91,7 +90,7 @@ def lay_out(alignment: int, room: int, *sizes: int) -> list[Record]:
 
 
 def tail_room(alignment: int, storages: int) -> int:
-    """Return a number of bytes that is enough for all that follows the pickle."""
+    """Return a number of bytes that is enough for everything behind the pickle."""
     small = _small_records(alignment, 0)
     longest = len(f"{_FOLDER}/data/{storages}") + len(_extra_64(_LIMIT, _LIMIT))
     directory = (storages + 1) * (_CENTRAL.size + longest) + len(small) * _SMALL_BYTES
@@ -148,7 +147,7 @@ def complete(
     wait_for: Callable[[int], None],
     advance: Callable[[int], None],
 ) -> int:
-    """Complete an archive: checksum the storages and the pickle, and write all that depends on the checksums.
+    """Complete an archive: checksum the storages and the pickle, and write the parts that depend on the checksums.
 
     Args:
         image: Holds the storages and the pickle as laid out. The bytes between and behind them are changed.

@@ -52,9 +52,9 @@ class SpannedFile(LargeFile):
 class DataFile(SpannedFile):
     """A data file of DCP, in ``folder`` of the checkpoint ("" is the top).
 
-    Its name has a ``prefix``, and its ``number`` among the rank's files in that folder. ``is_settled``: it holds
-    tensors that are not expected to change any more. ``is_shared``: it stands in the segment once, and does not change
-    as long as the segment has this layout.
+    Its name has a ``prefix``, and its ``number`` among the rank's files in that folder. ``is_settled``: it holds values
+    that are not expected to change any more. ``is_shared``: it stands in the segment once, and does not change as long
+    as the segment has this layout.
     """
 
     number: int
@@ -123,7 +123,7 @@ class CheckpointLayout:
 
     @property
     def shared_begin(self) -> int:
-        """The offset of an imaginary image whose own part directly precedes the shared part."""
+        """The offset of an imaginary image with its own part directly before the shared part."""
         return self.shared_at - (self.data_bytes - self.shared_bytes)
 
 
@@ -132,7 +132,7 @@ class FileSetLayout:
     """The places of the large files of a set in a segment. ``data_bytes`` and ``slots`` are as in ``CheckpointLayout``.
 
     ``files``: files that consist only of the trainer's bytes come first. ``metadata`` has a ``.metadata`` for each
-    folder of DCP. These folders can be published, in that order.
+    folder of DCP. The folders can be published, in that order.
     """
 
     files: tuple[LargeFile, ...]
