@@ -124,8 +124,7 @@ class Group:
         return f"{hmac.new(secret, f'attempt {number}'.encode(), 'sha256').hexdigest()[:12]}-{number}"
 
     def connect_worker(self, start: Callable[[int], WorkerClient]) -> WorkerClient:
-        """Return this rank's worker, given by ``start``, connected to the other workers. The first call is a
-        collective.
+        """Return this rank's worker, given by ``start`` and connected to the others. The first call is a collective.
 
         If the worker replaces a dead worker, it finds the store at its old address, or, on the first rank, hosts it
         there. Raises as ``start``; ``RankFailedError``, ``WorkerDiedError``, ``SaveTimeoutError``.

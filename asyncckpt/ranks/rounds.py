@@ -227,7 +227,10 @@ class Rounds:
         self._call(lambda store: store.fields(self._keys("gone")))
 
     def clear(self, kind: str, number: int, keep: int = KEPT_ROUNDS) -> None:
-        """First rank: end the round ``kind`` of save ``number``. Its keys are removed after ``keep`` further rounds."""
+        """First rank: end the round ``kind`` of save ``number``.
+
+        Its reports are removed now, its other keys after ``keep`` further rounds.
+        """
         keys = self._keys(round_name(kind, number))
         old = self._keys(round_name(kind, number - keep))
 

@@ -171,7 +171,7 @@ class StoreConnection:
         self._rendezvous = rendezvous
         self._calling = threading.Lock()
         self._client: StoreClient | None = None
-        self._lock = threading.Lock()  # Not the condition's default lock, see OpenSaves
+        self._lock = threading.Lock()  # acquired directly, not by the condition: see OpenSaves
         self._changed = threading.Condition(self._lock)
         self._tasks: deque[tuple[Callable[[StoreClient], Any], float, Future[Any]]] = deque()
         self._is_busy = self._is_closing = self._closed = False

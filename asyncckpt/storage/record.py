@@ -1,9 +1,9 @@
 """The record of a place on an object store: the one object that decides which attempt is finalized there.
 
-The record is the object ``asyncckpt.json``. It holds the manifest of the finalized attempt, if there is one, then a
-line with the place of the attempt's files and the attempts that were revoked. Every change is conditional: it fails if
-somebody else has changed the record meanwhile. So if one process finalizes an attempt and another revokes it, one of
-them comes first, and the other sees it.
+The record is the object ``asyncckpt.json``. It begins with the manifest of the finalized attempt, if there is one. Then
+follows a line with the place of the attempt's files, and with the attempts that were revoked. Every change is
+conditional: it fails if somebody else has changed the record meanwhile. So if one process finalizes an attempt and
+another revokes it, one of them comes first, and the other sees it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ the depth of the folder follows, see ``part_key``."""
 # Size to which a record with a manifest is padded. A record without a manifest is shorter, so a listing tells them
 # apart.
 _FINALIZED_BYTES = 4096
-# Number of revoked attempts to remember. A worker whose attempt is older than so many others is gone.
+# Number of revoked attempts to remember. A worker is gone if so many later attempts were revoked.
 _MOST_REVOKED = 64
 _MOST_CHANGES = 100
 
