@@ -100,7 +100,7 @@ class EndpointService:
             time.sleep(min(_POLL_S, seconds))
 
     def _lingers(self) -> float:
-        """Return for how many seconds more this worker lingers if nobody else connects."""
+        """Return the seconds that this worker still lingers if no other process connects."""
         with self._lock:
             if self._peers or self._lingers_since is None:
                 return self._lingers_for

@@ -59,7 +59,7 @@ class ServedPublication:
         return self._own
 
     def update(self, addresses: Sequence[TransferAddress]) -> Locator:
-        """Publish the current ``addresses`` of the ranks, as ``at`` returned them. Do nothing if there are none."""
+        """Return the locator for ``addresses``, by rank, as ``at`` returned them. Write a new locator to the file."""
         locator = Locator(self._key, tuple(addresses), self._config.transport)
         if addresses and locator != self._locator:  # the same on all ranks
             if self._file:
