@@ -156,7 +156,7 @@ class Writer:
         self._durable.doubt(segment)
 
     def finish(self) -> None:
-        """Write all staged images after the end of the trainer, also images that it did not report, and end the thread."""
+        """Write all staged images after the trainer's end, also images that it did not report, and end the thread."""
         with self._changed:
             for image in self._begun.values():
                 if image.is_marked_staged():
