@@ -1,4 +1,4 @@
-"""The process that has NIXL (``nixl_process.py``), as the process that it moves bytes for has it."""
+"""The client of the process that loads NIXL (``nixl_process.py``)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 from asyncckpt.link.process import run_module, same_modules
 from asyncckpt.transfer.nixl_process import COMMAND_BYTES
 
-# How long it may take to start, and any command but to read.
+# Timeout for the start of the process, and for every command except ``read``.
 ANSWER_S = 30.0
 _LAST_WORDS_BYTES = 1000
 
 
 class NixlProcess:
-    """Any thread may call. What is asked raises ``OSError`` where it cannot be done, or the process has ended."""
+    """A NIXL process. Any thread may call. Commands raise ``OSError`` if they fail or the process has ended."""
 
     def __init__(self) -> None:
-        """Start it. Raises ``OSError``."""
+        """Start the process. Raises ``OSError``."""
         self._lock = threading.Condition()
         self._numbers = itertools.count(1)
         self._asked: dict[int, Future[Any]] = {}
@@ -55,16 +55,16 @@ class NixlProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     def is_usable(self, within: float = 0.0) -> bool:
-        """Whether it runs, and, ``within`` seconds, nothing is under way there that was abandoned."""
+        """Wait at most ``within`` seconds for abandoned commands to end. Return whether the process can be used."""
         with self._lock:
             return self._lock.wait_for(lambda: self.has_ended or not self._abandoned, within) and not self.has_ended
 
     def ask(self, command: str, *arguments: object, fds: Sequence[int] = ()) -> Any:
-        """Do something; returns the answer."""
+        """Run a command, and return the answer. Raises ``TimeoutError``."""
         number, answer = self.begin(command, *arguments, fds=fds)
         try:
             return answer.result(ANSWER_S)
@@ -73,7 +73,7 @@ class NixlProcess:
             raise TimeoutError(f"NIXL takes too long to {command}") from error
 
     def begin(self, command: str, *arguments: object, fds: Sequence[int] = ()) -> tuple[int, Future[Any]]:
-        """Have it begin to do something; returns the number of that, and what will be the answer."""
+        """Send a command. Return the number of the command, and the future of the answer."""
         number, answer = next(self._numbers), Future[Any]()
         with self._lock:
             if self.has_ended:
@@ -88,7 +88,7 @@ class NixlProcess:
         return number, answer
 
     def abandon(self, number: int, on_end: Callable[[], object]) -> None:
-        """Nobody waits for that any more: it raises. ``on_end`` is called when it has ended there, if ever."""
+        """Stop waiting for a command: its future raises. ``on_end`` is called when the command ends, if ever."""
         with self._lock:
             answer = self._asked.pop(number, None)
             if answer is not None:
@@ -98,7 +98,7 @@ class NixlProcess:
             on_end()
 
     def close(self) -> None:
-        """End it at once: nothing is read or written there any more. Safe to call twice."""
+        """Kill the process, so that nothing is read or written there any more. Safe to call twice."""
         self._process.kill()
         self._process.wait()
         with contextlib.suppress(OSError):
