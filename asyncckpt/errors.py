@@ -127,7 +127,7 @@ class NothingMeasuredError(CheckpointError):
 
 
 class VersionError(CheckpointError):
-    """The version of the weights is not newer than the last one, and ``roll_back`` is not set."""
+    """A version of weights is not newer than the last one without ``roll_back``, or the ranks disagree on it."""
 
 
 class WeightsTimeoutError(CheckpointError, TimeoutError):
