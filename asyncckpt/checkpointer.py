@@ -182,7 +182,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         All ranks load the same checkpoint; each rank reads the parts it needs.
 
-        The checkpoint may have been saved by any number of ranks, in any placement. After a restart it comes from
+        The checkpoint may have been saved by any number of ranks, in any placement. After a crash it comes from
         memory if the workers of all ranks still hold it, written or not. Otherwise it comes from storage, once no save
         in this root is under way (the wait takes at most ``Config.timeout`` seconds). The newest checkpoint of the
         local folder and of the root counts; if one copy is damaged, the other copy is loaded. ``loaded`` tells the

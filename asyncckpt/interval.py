@@ -39,7 +39,7 @@ class Loss:
 
     @property
     def part(self) -> float:
-        """Return the fraction of all time that is lost. 0.01 is one percent; at 1 the training makes no progress."""
+        """Return the fraction of all time that is lost. 0.01 is one percent; from 1 on there is no progress."""
         return self.save_part + self.failure_part
 
 

@@ -52,7 +52,7 @@ class Pool(ThreadPoolExecutor):
                 raise no_thread(error) from error
 
 
-# For a waiter when the previous waiter was interrupted just before it released the gate.
+# Seconds after which a waiter looks again: an interrupted waiter may not have opened the gate for the next one.
 _LOOK_AGAIN_S = 1.0
 
 

@@ -25,7 +25,7 @@ def check_not_capturing() -> None:
 
 
 def check_guarded_capture(*, copies_are_under_way: bool) -> None:
-    """Check at the begin of a guarded optimizer step whether it is captured; if so, warn that replays do not wait.
+    """Check at the start of a guarded optimizer step whether it is captured; if so, warn that replays do not wait.
 
     Raises ``CheckpointError`` while copies are under way, because the graph would wait for events from outside it.
     """

@@ -181,7 +181,8 @@ def use(device: torch.device) -> AbstractContextManager[None]:
 def ready_events(tensors: Sequence[torch.Tensor]) -> ReadyEvents:
     """Return the events of the devices of ``tensors``, and perhaps of other devices, on the calling thread's streams.
 
-    The calling thread has to be the caller's own thread. If a device has no kind, wait until all its work is done.
+    Call this on the thread of the user's call, because the events are of its current streams. If a device has no kind,
+    wait until all its work is done.
     """
     unknown = _module_of_unknown()
     used = [kind.used() for kind in KINDS.values() if kind.is_initialized()]

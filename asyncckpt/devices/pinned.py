@@ -34,7 +34,7 @@ class Memory(Protocol):
 
     @property
     def address(self) -> int:
-        """Return the address of the first byte, at the begin of a page."""
+        """Return the address of the first byte, at the start of a page."""
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +63,7 @@ class PinnedMemory:
         self.end = 0
         """The end of the registered memory, in bytes."""
         self._memory, self._cuts = memory, cuts
-        self.addresses: list[int] = []  # the begins of the registered ranges
+        self.addresses: list[int] = []  # the starts of the registered ranges
         self._refusals = 0
         self._device = device
         self._owner = os.getpid()

@@ -19,7 +19,7 @@ _INTEGERS = frozenset(
 
 
 def is_lossy(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a conversion loses more than digits: float to integer, complex to real, a smaller range."""
+    """Return whether a conversion loses more than digits: float to integer, complex to real, smaller integers."""
     if stored in _INTEGERS and wanted in _INTEGERS:
         has, takes = torch.iinfo(stored), torch.iinfo(wanted)
         return has.min < takes.min or has.max > takes.max

@@ -102,7 +102,7 @@ class CheckedFiles:
 # storage sets a larger one.
 RUN_BYTES = 2 << 20
 # More threads than cores on a small machine: while some threads check and copy, others keep the disk busy. One thread
-# checks and copies some 4 GB/s. Enough threads keep up with a link to a device; more would disturb other ranks.
+# checks and copies some 4 GB/s. This number keeps up with a link to a device; more would disturb other ranks.
 READ_THREADS = min(16, max(4, len(os.sched_getaffinity(0))))
 # Threads for an object store, where each request waits for the network.
 _REQUESTS = 16

@@ -151,10 +151,10 @@ class _LookedAt:
 
 
 def _looked_at(planner: LoadPlanner, path: str, *, weights_only: bool) -> LoadPlanner:
-    """Return the planner. With ``weights_only``, if it unpickles as DCP's does, it refuses bytes that could run code.
+    """Return the planner, wrapped if ``weights_only`` so that bytes that could run code are refused.
 
-    A planner with its own ``load_bytes`` is returned unchanged, because only that planner knows the format of the
-    bytes.
+    Only a planner that unpickles as DCP's does is wrapped. A planner with its own ``load_bytes`` is returned unchanged,
+    because only that planner knows the format of the bytes.
     """
     if not weights_only or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
         return planner

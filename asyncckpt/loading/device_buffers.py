@@ -1,7 +1,7 @@
 """Pinned buffers for loading tensors to devices. While one buffer is sent, the next ones are filled.
 
-A copy from memory that is not pinned goes through the driver's own memory, some bytes at a time. It blocks the copying
-thread, and other threads cannot use that memory meanwhile.
+A copy from memory that is not pinned goes through the driver's own memory, some bytes at a time. It occupies a thread
+meanwhile.
 """
 
 from __future__ import annotations

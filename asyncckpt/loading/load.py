@@ -26,7 +26,7 @@ from asyncckpt.ranks.collectives import gather, many, on_all
 from asyncckpt.storage import absolute, storage_for
 from asyncckpt.threads import without_gc
 
-# A load that takes more seconds has a progress bar.
+# A load that takes longer, in seconds, shows a progress bar.
 _LONG_S = 3.0
 
 

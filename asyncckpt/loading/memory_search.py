@@ -36,7 +36,7 @@ _KEY_BYTES = 32
 # Maximum seconds for a worker to notice that its trainer is dead, and seconds between questions.
 _NOTICE_S = 5.0
 _POLL_S = 0.02
-# Asked in parallel, because a worker that is stopped is waited for until its timeout.
+# Number of workers that are asked in parallel, because a stopped worker is waited for until its timeout.
 _ASKED_AT_ONCE = 32
 
 

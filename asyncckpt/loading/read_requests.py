@@ -87,7 +87,7 @@ class ReadRequests:
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._addresses: list[int] = []  # 0: collected, or empty
-        self._filled: list[torch.Tensor] = []  # the tensors at the other addresses
+        self._filled: list[torch.Tensor] = []  # the tensors at the addresses other than 0
         self.out_of_range: Counter[str] = Counter()
         """Number of values of each stored tensor that are out of range in the tensor to fill."""
         self._collected: dict[int, Any] = {}  # by the number of the row: the request, or the key of an object

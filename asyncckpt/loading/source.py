@@ -182,7 +182,7 @@ def checkpoints_in(path: str) -> list[str]:
     """Return the checkpoints of this library directly in the folder ``path``, sorted by name, whatever their names."""
     storage = storage_for(path)
     inside = [os.path.join(path, name) for name in sorted(storage.names_in(path)) if not name.startswith(".")]
-    # Names with a dot are attempts.
+    # Folders without a manifest are attempts.
     return [each for each in inside if storage.exists(os.path.join(each, MANIFEST_NAME))]
 
 

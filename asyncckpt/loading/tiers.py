@@ -78,7 +78,7 @@ class Tiers:
     ) -> Origin:
         """Return the origin of a run that has loaded ``step``.
 
-        See ``origin_of`` for the others. Raises ``StorageError``.
+        See ``origin_of`` for the other arguments. Raises ``StorageError``.
         """
         return origin_of(step, *self.roots, unfinished=unfinished, goes_back=goes_back, began=began)
 

@@ -21,7 +21,7 @@ class Measured:
 
     ``called_at``: the call of ``save``, in seconds since the epoch. ``stall_s``: how long the call blocked the slowest
     rank. ``durable_after_s``: from the call until all ranks had written and the manifest was made. ``cost_s``,
-    ``lag_s``: the same two values without waits for a free slot. ``write_s``: from the first rank's begin of writing
+    ``lag_s``: the same two values without waits for a free slot. ``write_s``: from the first rank's start of writing
     until the last rank's end. ``bytes_per_s``: the speed in that time.
     """
 
@@ -74,13 +74,13 @@ _HEADERS = ("step", "written at", "size", "on disk", "stall", "durable after", "
 
 
 class DiskUse:
-    """Count the disk space of checkpoints that may share files.
+    """Counter of the disk space of checkpoints that may share files.
 
     A shared file counts once, with the checkpoint that is listed first.
     """
 
     def __init__(self) -> None:
-        """Begin with no checkpoint."""
+        """Start with no checkpoint."""
         self._counted: set[tuple[int, int]] = set()  # device and inode of files with several names
 
     def of_ours(self, path: str, manifest: Manifest) -> int:

@@ -138,7 +138,7 @@ def _lanes_of(spans: Iterable[LaneSpan]) -> list[tuple[str, list[LaneSpan]]]:
     """Return the lanes of a rank by name, each with spans that do not overlap.
 
     Overlapping spans get another lane of that name: those of two jobs, or of a save that is committed while the next
-    one is.
+    save is.
     """
     lanes: list[tuple[str, list[LaneSpan]]] = []
     for lane in _LANES:
