@@ -111,7 +111,7 @@ class Listener:
         self._begin()
 
     def _begin(self) -> None:
-        self._owner, self._starting = os.getpid(), threading.RLock()  # a signal handler may interrupt the lock
+        self._owner, self._starting = os.getpid(), threading.RLock()  # a signal handler may interrupt its holder
         self._waiting: SimpleQueue[Event | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_ended = False

@@ -1,7 +1,7 @@
 """Compute how often to save: the interval that loses the least time to saves and failures.
 
-J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17 (1974); J.
-T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
+J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17 (1974);
+J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
 Systems 22 (2006). Both minimize the time of saves and of work that is repeated after failures.
 """
 
@@ -45,8 +45,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Advice:
-    """Suggested interval between saves, and the measurements behind it. All values are seconds, except ``saves``, a
-    count.
+    """Suggested interval between saves, and its measurements. All values are seconds, except ``saves``, a count.
 
     ``stall_s`` and ``durable_s`` are medians over that many ``saves``: how long a call blocks the training, and how
     long after the call the checkpoint is durable. Both leave out waits for a free slot. ``mtbf_s``: mean time between

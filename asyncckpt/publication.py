@@ -97,10 +97,10 @@ class Versions:
         self._newest = self._newest_read = published.version
 
     def log(self, version: int, why_not: str | None) -> None:
-        """Log that ``version`` is not published because of ``why_not``. If several in a row are not published, only the
-        first is logged.
+        """Log that ``version`` is not published because of ``why_not``.
 
-        If ``why_not`` is None, the version is published. Then log how many versions before it were not.
+        If several in a row are not published, only the first is logged. If ``why_not`` is None, the version is
+        published. Then log how many versions before it were not.
         """
         if why_not is None:
             if self._skipped > 1:

@@ -136,7 +136,7 @@ class Supervisor:
             self.check_open()  # ``give_up`` may have left the worker just now, so that it is not dead
             self._on_death()
             self.client.close(self._config.timeout)
-            self.client = None  # only ``client`` is known to be running, see ``_leave_unfinished``
+            self.client = None  # no worker is known to run any more, see ``_leave_unfinished``
             self._record_death()
         if self.client is None:
             self._check_limit(rank)

@@ -93,7 +93,7 @@ class MappedImage(ImageFiles):
     """An image in a segment that is mapped in this process. The image must not change until this is closed."""
 
     def __init__(self, held: HeldImage, segment: Segment, lease: Descriptor, *, owns: bool = True) -> None:
-        """Map the image. ``lease`` prevents reuse of its slot, and is closed with this. ``owns``: close ``segment``, too."""
+        """Map the image. ``lease`` prevents reuse of the slot; closed with this. ``owns``: close ``segment``, too."""
         super().__init__(held)
         self._segment, self._closing = segment, ExitStack()
         if owns:

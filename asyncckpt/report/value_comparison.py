@@ -60,7 +60,7 @@ def measure(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float | None]:
 
     Returns:
         The count, and the largest absolute difference of two finite elements in float64. The difference is None if no
-        two elements are finite, or torch cannot convert the dtype.
+            two elements are finite, or torch cannot convert the dtype.
     """
     count, largest = 0, None
     for a, b in zip(*(torch.split(each.reshape(-1), _CONVERTED) for each in (one, other)), strict=True):
