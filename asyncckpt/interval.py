@@ -106,7 +106,12 @@ class Advice:
 
         On average a failure comes half an interval after the last call. The last durable checkpoint is older than that
         call by the time until a save is durable.
+
+        Raises:
+            ValueError: The interval is negative, or 0 although a save takes time.
         """
+        if not 0 <= interval_s < math.inf or (interval_s == 0 and self.stall_s):
+            raise ValueError(f"no interval between saves: {interval_s} s")
         lost = interval_s / 2 + self.durable_s + (self.restart_s or 0.0)
         save_part = self.stall_s / interval_s if self.stall_s else 0.0
         return Loss(interval_s, lost, save_part, lost / self.mtbf_s)

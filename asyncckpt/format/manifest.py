@@ -280,7 +280,7 @@ def _is_upload(found: Upload) -> bool:
     types = type(found.to), type(found.sets_aside), type(found.must), type(found.keep)
     keep_last = found.keep_last
     is_count = keep_last is None or (is_size(keep_last) and keep_last > 0)
-    return types == (str, bool, bool, bool) and is_count and _is_moment(found.timeout)
+    return types == (str, bool, bool, bool) and is_count and _is_timing(found.timeout)
 
 
 def _check_file(name: str, facts: Mapping[str, Any]) -> None:

@@ -139,7 +139,7 @@ def left_out(state_dict: Mapping[str, Any], asked: Iterable[str], known: Iterabl
     return sorted(
         name
         for name in missing
-        if name.startswith(empty) or (name.partition(".")[0] in tops and of_any_rank(name) not in per_rank)
+        if of_any_rank(name) not in per_rank and (name.startswith(empty) or name.partition(".")[0] in tops)
     )
 
 

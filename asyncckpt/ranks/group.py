@@ -282,13 +282,15 @@ class Group:
 
     def _tell_untold(self) -> None:
         """Report the outcomes of saves for which the other ranks, or their workers, still wait."""
-        while self._untold and self._rounds is not None:
-            number, failure = self._untold.popitem()
+        if self._rounds is None:
+            return
+        for number, failure in list(self._untold.items()):
             with _logged("telling the other ranks how a save has ended"):
                 if failure is None:
                     self._rounds.conclude(round_name("save", number), b"")
                 else:
                     self._conclude_failed(self._rounds, number, failure)
+                del self._untold[number]  # only now: an outcome that did not arrive is told by the next call
 
     def _conclude_failed(self, rounds: Rounds, number: int, failure: CheckpointError) -> None:
         for kind in (*KINDS, "save"):  # the round in which the other ranks are waiting is not known

@@ -189,8 +189,8 @@ def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> 
         try:
             storage = storage_for(request.path)
             is_finalized, leftover = storage.resolve(request.path, request.attempt, request.existing, inode)
-        except StorageError as error:
-            outcome.set_exception(error)
+        except Exception as error:
+            outcome.set_exception(error if isinstance(error, StorageError) else StorageError(repr(error)))
             return
         outcome.set_result(is_finalized)
         storage.remove(leftover)

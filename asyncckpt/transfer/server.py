@@ -103,14 +103,15 @@ class TransferServer:
             with self._lock:
                 self._strangers[connection] = None
                 if self._closed or len(self._strangers) > _STRANGERS:
-                    _shut(next(iter(self._strangers)))
+                    _shut(connection if self._closed else next(iter(self._strangers)))
             thread = threading.Thread(target=self._serve, args=[connection], name="asyncckpt-transfer", daemon=True)
             self._threads.add(thread)
             try:
                 thread.start()
             except RuntimeError:  # too many threads
                 self._threads.discard(thread)
-                self._strangers.pop(connection)
+                with self._lock:
+                    self._strangers.pop(connection)
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
