@@ -1,6 +1,6 @@
 """``python -m asyncckpt.transfer.nixl_process FD``: the process that loads NIXL and moves bytes for its parent.
 
-``nixl_client.py`` starts the process and sends commands over a socket, each a line of JSON. Each answer has the number
+``nixl.py`` starts the process and sends commands over a socket, each a line of JSON. Each answer has the number
 of its command:
 
     offer     let others read a segment (its descriptor comes along)                    what the readers have to know
