@@ -199,10 +199,6 @@ class Segment:
             for page in range(offset, offset + nbytes, PAGE):
                 self.view[page] = self.view[page]
 
-    def fill_zeros(self, begin: int, end: int) -> None:
-        """Write zeros from byte ``begin`` up to ``end``."""
-        ctypes.memset(self.address + begin, 0, end - begin)
-
     def protect(self) -> None:
         """Make the mapping read-only in this process. Writes to it are segmentation faults from now on."""
         if _libc.mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), mmap.PROT_READ) != 0:

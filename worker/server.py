@@ -225,9 +225,6 @@ class Server:
                 answer = self._serving.follow(locator)
             case messages.KeepCopies():
                 answer = self._keep_copies(asked.question)
-            case messages.Clear(number):
-                self._segment_store.clear(number)
-                answer = messages.Cleared()
             case messages.Describe(number, layout):
                 self._segment_store.hosted(number).describe(layout)
                 answer = messages.Described()

@@ -156,7 +156,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._group: Group | None = None
         self._memory: HeldImages | None = None
         self._versions, self._buffers = Versions(), BufferPool(self.config)
-        mine = self._detach_buffers, self._hand_over, lambda linger: self.close(linger=linger)
+        mine = self._close_buffers, self._hand_over, lambda linger: self.close(linger=linger)
         self._supervisor = Supervisor(self.config, job, *mine, claim, ranks=lambda: self._group)
         self._copier, self._saves = Copier(overlaps=self.config.overlap), Saves(self.config)
         self._plans = PlanSelection(self.config, self._buffers, self._supervisor)
@@ -362,8 +362,7 @@ class Engine(AbstractContextManager["Engine"]):
             return
         self._copier.close()
         failure = self._supervisor.leave(linger=linger)
-        self._detach_buffers()
-        self._buffers.close()
+        self._close_buffers()
         if self._group is not None:
             self._group.close()
         self._supervisor.close()
@@ -438,10 +437,10 @@ class Engine(AbstractContextManager["Engine"]):
             self._memory = HeldImages(predecessor.segments, predecessor.images)
             self._versions.inherit(predecessor.published_versions())
 
-    def _detach_buffers(self) -> None:
+    def _close_buffers(self) -> None:
         """Let go of the memory, which has lost its worker."""
         self._copier.wait()  # it writes into the memory that goes now
-        self._buffers.leave()
+        self._buffers.close()
 
 
 def _is_only_logged(error: BaseException, config: Config) -> bool:

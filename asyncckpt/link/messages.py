@@ -33,8 +33,6 @@ One socket pair joins trainer and worker. What is marked with a * travels as a `
     worker   UploadsUnderWay              this, and why it is not there yet
     worker   Uploaded                     an attempt to copy one has ended, at any time
     worker   Logged                       what it has to say, for the trainer's log, at any time
-    trainer  Clear *                      what is in a segment is gone: it will be laid out anew
-    worker   Cleared                      nobody finds it any more
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
 
@@ -192,15 +190,6 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class Clear:
-    segment: int
-
-
-class Cleared:
-    """Nobody finds it any more."""
-
-
-@dataclass(frozen=True)
 class Take:
     """Take the memory of a segment from byte ``begin`` up to ``end`` too, beside all else. ``Taken`` says when."""
 
@@ -342,7 +331,6 @@ class Answer:
         | Served
         | Followed
         | CopiesKept
-        | Cleared
         | Refused
     )
 

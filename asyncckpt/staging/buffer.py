@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -23,7 +23,7 @@ from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
 from asyncckpt.format.write_request import COPY_SLOTS, HeldImage
 from asyncckpt.link.client import TrackedSave, WorkerClient
-from asyncckpt.link.messages import Clear, Cleared, Describe, Described, GiveBack, Release, Take
+from asyncckpt.link.messages import Describe, Described, GiveBack, Release, Take
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.plan import CheckpointPlan
@@ -44,62 +44,33 @@ Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
 
 
 @dataclass
-class DetachedBuffer:
-    """Memory whose worker is gone: a segment, its layout, and the images that are still held in it.
+class InheritedMemory:
+    """A segment of the worker that the trainer before this one has left: its layout, and the images that it holds.
 
-    ``number``: the segment's number in the worker that has adopted it; 0: no worker has. The memory stays ``pinned``,
-    because pinning it again takes 0.1 s a GB. ``is_free``: nobody needs the bytes in it.
+    ``number``: the segment's number in the worker that has adopted it; 0: no worker has.
     """
 
     segment: Segment
     layout: CheckpointLayout | FileSetLayout | TorchFileLayout
-    held: tuple[HeldImage, ...] = ()
+    held: tuple[HeldImage, ...]
     number: int = 0
-    pinned: PinnedMemory | None = None
-    is_free: bool = False
 
-    def close(self) -> None:
-        """Let go of the memory. Safe to call twice."""
-        self.is_free = False  # first: an exception may come in between
-        if self.pinned is not None:
-            self.pinned.close()
-        self.segment.close()
+    def fits(self, layout: CheckpointLayout | FileSetLayout | TorchFileLayout, constants: Constants) -> bool:
+        """Return True if it was for the same plan, down to the last constant byte."""
+        if self.number == 0 or self.segment.closed or self.layout != layout:
+            return False
+        view = self.segment.view
+        return all(view[region.offset : region.offset + region.nbytes] == data for region, data in constants)
 
 
-def fitting(
-    detached: Sequence[DetachedBuffer],
-    layout: CheckpointLayout | FileSetLayout | TorchFileLayout,
-    constants: Constants,
-    nbytes: int,
-    least: int,
-) -> DetachedBuffer | None:
-    """Return a detached buffer for a plan, or None.
-
-    A buffer fits if it had the same layout, with the same constant bytes. A free one also fits if it is ``nbytes`` long
-    and has memory for nearly all of the first ``least`` bytes.
-    """
-    for each in detached:
-        if each.number == 0 or each.segment.closed:
-            continue
-        # The worker asks whether there is memory for more, and this would not: only some pages may be missing, as
-        # another layout of the same tensors needs for its files.
-        if each.is_free and each.segment.nbytes >= nbytes and each.segment.taken_bytes >= least - least // _FEW:
-            return each
-        view = each.segment.view
-        same = each.layout == layout
-        if same and all(view[region.offset : region.offset + region.nbytes] == data for region, data in constants):
-            return each
-    return None
-
-
-def give_back(detached: list[DetachedBuffer], client: WorkerClient) -> None:
-    """Give back all ``detached`` memory, which ``client`` has adopted."""
-    while detached:
-        unfit = detached[-1]  # taken from the list when it is gone, for an exception may come in between
-        unfit.close()
+def give_back(inherited: list[InheritedMemory], client: WorkerClient) -> None:
+    """Give back all ``inherited`` memory, which ``client`` has adopted."""
+    while inherited:
+        unfit = inherited[-1]  # taken from the list when it is gone, for an exception may come in between
+        unfit.segment.close()
         if unfit.number:
             client.tell(Release(unfit.number))
-        detached.pop()
+        inherited.pop()
 
 
 # After so many saves in a row without overlap the memory of the last slot goes back. After so many, memory that was
@@ -206,17 +177,17 @@ class StagingBuffer:
         client: WorkerClient,
         slots: int,
         timeout: float,
-        detached: list[DetachedBuffer],
+        inherited: list[InheritedMemory],
         taken: int | None = None,
     ) -> None:
         """Take the memory, and write the constants.
 
         Args:
             plan: The plan of the images.
-            client: The worker; it has adopted ``detached``.
+            client: The worker; it has adopted ``inherited``.
             slots: The number of images, at most.
             timeout: Seconds that each answer of the worker may take.
-            detached: Memory that outlived its worker. One that fits is used again; if none fits, all is given back.
+            inherited: Memory of the trainer before this one. If none fits, all is given back.
             taken: The number of slots with memory from the beginning; None: all.
 
         Raises:
@@ -232,26 +203,25 @@ class StagingBuffer:
         *self._offsets, nbytes = (first + number * plan.layout.nbytes for number in range(slots + 1))
         self.layout = plan.segment_layout(tuple(self._offsets), regions)
         taken = slots if taken is None else taken
-        adopted = fitting(detached, self.layout, fixed, nbytes, first + taken * plan.layout.nbytes)
+        adopted = next((each for each in inherited if each.fits(self.layout, fixed)), None)
         try:
             if adopted is None:
-                give_back(detached, client)
+                give_back(inherited, client)
             self._take_memory(adopted, nbytes, taken, timeout)
             self._set_up(adopted.held if adopted is not None else (), fixed)
-            self._was_published = bool(self._published.publications())
             client.ask(Describe(self.number, self.layout), Described, timeout, "describing shared memory")
-            detached[:] = [each for each in detached if each is not adopted]
+            inherited[:] = [each for each in inherited if each is not adopted]
         except BaseException:
             if hasattr(self, "_published"):
                 self._published.close()
-            if adopted is None and hasattr(self, "segment"):  # what was detached stays so, with the images in it
+            if adopted is None and hasattr(self, "segment"):  # inherited memory stays so, with the images in it
                 self._release()
             raise
 
-    def _take_memory(self, adopted: DetachedBuffer | None, nbytes: int, taken: int, timeout: float) -> None:
-        """Take memory for ``taken`` slots, or use that of a detached buffer, with the slots of its images."""
+    def _take_memory(self, adopted: InheritedMemory | None, nbytes: int, taken: int, timeout: float) -> None:
+        """Take memory for ``taken`` slots, or use inherited memory, with the slots of its images."""
         if adopted is not None:
-            self.number, self.segment, self._pinned = adopted.number, adopted.segment, adopted.pinned
+            self.number, self.segment = adopted.number, adopted.segment
         else:
             end = self._offsets[0] + taken * self.plan.layout.nbytes
             self.number, self.segment = self.client.allocate(nbytes, timeout, end)
@@ -263,11 +233,7 @@ class StagingBuffer:
             others = (slot for slot in range(len(self.saves)) if slot not in needed)
             needed |= {slot for slot in others if not self._published.claim(slot)}
             self._memory.taken = max(taken, *(slot + 1 for slot in needed), 0)
-            if self._pinned is not None:
-                self._pinned.cut_back(self._memory.end)
             self.segment.give_back(self._memory.end)
-            if adopted.is_free:  # what is in gaps is the same in all slots: it has checksums and digests, too
-                self.segment.fill_zeros(HEADER_BYTES, self._memory.end)
         self.segment.touch(self._memory.end)
         if self._published.publications():
             self._memory.keep_two()
@@ -336,7 +302,6 @@ class StagingBuffer:
 
     def publish(self, slot: int, published: PublishedVersion) -> bool:
         """As ``PublishedSlots.publish_unless_last``."""
-        self._was_published = True
         self._memory.keep_two()
         return self._published.publish_unless_last(slot, published)
 
@@ -351,10 +316,6 @@ class StagingBuffer:
     def offer(self, slot: int) -> None:
         """Let others read the image in ``slot``, which is whole."""
         self._published.offer_image(slot)
-
-    def ended(self) -> bool:
-        """Return True if all saves have ended. Until then the worker reads the constants."""
-        return all(save is None or save.has_ended for save in self.saves)
 
     def idle(self) -> bool:
         """Return True if all slots are written and nobody copies into them, so that the memory can be given back."""
@@ -394,30 +355,13 @@ class StagingBuffer:
         image = self.segment.view[begin : begin + self.plan.layout.nbytes]
         self.plan.objects.write(slot, image, self.plan.layout.objects)
 
-    def free(self, timeout: float) -> DetachedBuffer | None:
-        """Let go of the memory, for another plan of the same worker. Nothing in it may be under way.
-
-        Return None, and change nothing, if somebody reads there, if it was published, or if a save has not ended.
-        """
-        if (
-            self.is_closed
-            or self._was_published
-            or self._memory.is_coming
-            or not self.ended()
-            or not all(map(self._published.claim, range(len(self.saves))))
-        ):
-            return None
-        self.is_closed = True
-        # Before anything is written there: after that nobody may find what was there before.
-        self.client.ask(Clear(self.number), Cleared, timeout, "giving up what is in memory")
-        if self._pinned is not None:
-            self._pinned.close()  # it is cut where copies of this plan end
-        return replace(self.leave(), number=self.number, pinned=None, is_free=True)
-
     def close(self) -> None:
         """Give the memory back; nothing in it may be under way, or the worker is gone. Safe to call twice."""
         self.is_closed = True
-        self.leave()
+        for stager in self._stagers:
+            stager.close()
+        self._published.close()
+        self.slots.close()
         self._release()
 
     def _release(self) -> None:
@@ -426,14 +370,6 @@ class StagingBuffer:
         if self.client.alive:
             self.client.tell(Release(self.number))
         self.segment.close()
-
-    def leave(self) -> DetachedBuffer:
-        """Let go of the memory, whose worker is gone, but keep it for another worker."""
-        for stager in self._stagers:
-            stager.close()
-        self._published.close()
-        self.slots.close()
-        return DetachedBuffer(self.segment, self.layout, pinned=self._pinned)
 
     def _is_free(self, slot: int) -> bool:
         save = self.saves[slot]

@@ -118,7 +118,7 @@ def _check_one_of_all(trainings: Trainings) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("overlap", [False, True], ids=["copied", "overlapping"])
-@pytest.mark.parametrize("part", ["asyncckpt/engine/", "asyncckpt/staging/", "asyncckpt/worker/"])
+@pytest.mark.parametrize("part", ["asyncckpt/engine/", "asyncckpt/staging/", "asyncckpt/link/"])
 def test_after_an_interrupt_at_any_instruction(root: Path, part: str, overlap: bool) -> None:
     trainings = Trainings(root, Config(overlap=overlap, keep_last=3))
     trainings.begin_anew()
