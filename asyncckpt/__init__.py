@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where each public name stands.
+# The module of each public name.
 _MODULES = {
     "CheckpointError": "errors",
     "Checkpointer": "checkpointer",
@@ -76,13 +76,13 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> object:
     value: object
     if name == "__version__":
-        from importlib import metadata  # here, as each worker that starts would take an eighth longer
+        from importlib import metadata  # here, because the import would make the start of each worker an eighth longer
 
         try:
             value = metadata.version(__name__)
         except metadata.PackageNotFoundError:
             value = "unknown: it is not installed"
-    elif name in _MODULES or name.endswith("Error"):  # an error has to be named to be caught, by whoever meets it
+    elif name in _MODULES or name.endswith("Error"):  # callers need the names to catch errors
         value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``python -m asyncckpt``: the same as the command ``asyncckpt``."""
+"""Run ``python -m asyncckpt``: the same as the command ``asyncckpt``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a training loop calls to save and load: a folder with one checkpoint a step."""
+"""Checkpointer: the calls of a training loop to save and load. Its folder has one checkpoint a step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.loads import Loaded, Loads
-from asyncckpt.engine.recent_saves import RecentSaves
+from asyncckpt.engine.plan_selection import check_file_set_place
 from asyncckpt.engine.retention import retention_of
-from asyncckpt.engine.save_input import check_file_set_place
-from asyncckpt.engine.saves import synchronize_staging
+from asyncckpt.engine.saves import RecentSaves, synchronize_staging
 from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
 from asyncckpt.interval import Advice, parse_duration
@@ -44,11 +43,12 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
-    """Saves and loads the checkpoints ``root/step-00000100``, with ``Config.local_root`` by way of a local folder.
+    """Save and load the checkpoints ``root/step-00000100``. With ``Config.local_root`` they go through a local folder.
 
-    Make one at the start of a run and close it at the end, or use it as a context manager. The methods are for one
-    thread at a time. A state dict is what ``torch.distributed.checkpoint`` takes: nested dicts and lists with tensors,
-    and whatever pickles; values with ``state_dict()`` and ``load_state_dict()``, however deep, are asked for theirs.
+    Make one checkpointer at the start of a run and close it at the end, or use it as a context manager. Its methods are
+    not thread-safe: call them from one thread at a time. A state dict is the same as for
+    ``torch.distributed.checkpoint``: nested dicts and lists of tensors and of values that pickle. Values with
+    ``state_dict()`` and ``load_state_dict()``, at any depth, are saved and loaded by these methods.
     """
 
     def __init__(
@@ -59,19 +59,21 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         *,
         on_event: Callable[[Event], object] | str | Sequence[Callable[[Event], object] | str] = (),
     ) -> None:
-        """In a job of many ranks every rank makes one, and all make the same calls in the same order.
+        """Make a checkpointer. In a job of many ranks every rank makes one.
+
+        All ranks make the same calls in the same order.
 
         Args:
-            root: The folder, made if it is missing; the same on all ranks, on a file system they share. Or an address
-                on an object store, ``s3://bucket/run``, also ``gs://`` and ``az://``.
-            config: What there is to choose; None: what the environment says (``Config.from_env``).
+            root: The folder, made if it is missing. It is the same on all ranks, on a file system they share. An
+                address on an object store works too: ``s3://bucket/run``, ``gs://`` and ``az://``.
+            config: The configuration; None: read it from the environment (``Config.from_env``).
             process_group: The ranks that save together; None: the whole job.
-            on_event: Who is told what becomes of saves and loads, as ``Config.on_event``, and beside those.
+            on_event: Listeners for events of saves and loads, in addition to ``Config.on_event``, and of the same form.
 
         Raises:
             CheckpointExistsError: The folder is itself a checkpoint, or holds only checkpoints of other kinds.
-            StorageError: The folder cannot be made, or this is an address of another kind.
-            ValueError: A variable of the environment makes no sense.
+            StorageError: The folder cannot be made, or the address is of an unknown kind.
+            ValueError: An environment variable has an invalid value.
         """
         config = Config.given(config)
         config = replace(config, on_event=(*config.listeners, *Config(on_event=on_event).listeners))
@@ -82,40 +84,42 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._process_group, self._loads = process_group, Loads(self._engine, self._tiers, process_group)
         self._hooks: list[Any] = []
         self._recent = RecentSaves()
-        self._staging: list[Save] = []  # those whose tensors may still be read
+        self._staging: list[Save] = []  # saves that may still read tensors
         self._terminated = self._is_terminating = self._has_saved = False
         self._began = 0.0  # first rank: when a run began that has loaded nothing
         self._had_sigterm: Any = None
         self.loaded: Loaded | None = None
-        """What the last ``load`` has loaded, and from where."""
+        """The result of the last ``load``: its step, and its source. It is None before a load."""
 
     @property
     def config(self) -> Config:
-        """As it was given."""
+        """Return the configuration, with all listeners."""
         return self._engine.config
 
     def prepare(self, state_dict: StateDict | FileSet) -> None:
-        """Do now what the first save of ``state_dict`` would have to: start the worker, plan, take and touch the
-        memory. Best called before the first training step. Raises as ``save`` does.
+        """Do the work of the first save of ``state_dict`` now: start the worker, plan, allocate and touch memory.
+
+        Best called before the first training step. Raises as ``save`` does.
         """
         self._engine.prepare(state_dict, path=step_folder(self._tiers.roots[0], 0))
 
     def save(self, step: SupportsIndex, state_dict: StateDict | FileSet, *, upload: bool | None = None) -> Save:
-        """Save ``state_dict`` as the checkpoint of ``step``, or a set of files, which ``load`` does not read.
+        """Save ``state_dict`` as the checkpoint of ``step``. A ``FileSet`` is saved too, but ``load`` does not read it.
 
-        Returns when its tensors are copied: the checkpoint will hold their values of this moment, and the caller may go
-        on and change them. (With ``Config.overlap``: see ``guard``.) Writing goes on in the worker; the handle tells
-        how it went, and so do ``wait`` and ``close``, for failures that no handle was asked about.
+        Returns when the tensors are copied. The checkpoint holds their values of this moment, and the caller may change
+        them. (With ``Config.overlap`` the copy goes on: see ``guard``.) The worker writes in the background. The handle
+        reports the outcome; a failure that no handle was asked for is raised by ``wait`` or ``close``.
 
-        After a load that went back, a later step that was there takes another name when it is saved again.
+        If a load has gone back to an older step, a later step that exists is renamed when that step is saved again.
 
-        ``upload``: with ``Config.local_root``, whether it is also uploaded, the same on all ranks; None: as
-        ``Config.upload_every`` says, and yes for a job that was asked to end (``terminating``).
+        ``upload``: with ``Config.local_root``, whether the step is also uploaded; the same on all ranks. With None: as
+        ``Config.upload_every`` says, and yes for a job after SIGTERM (``terminating``).
 
-        Raises ``CheckpointExistsError`` if that step is saved already, ``UnsavableStateError``, ``OutOfMemoryError``,
-        ``WorkerDiedError``, ``JobTakenError``, ``SaveTimeoutError``, ``ClosedError``; then nothing was saved, and the
-        next save may work. Raises the failure of an earlier save that nobody was told of, after this one is staged:
-        writing it goes on. (With ``Config.failure="warn"`` none but ``ClosedError``: the handle has it.)
+        Raises ``CheckpointExistsError`` if the step is saved already, ``UnsavableStateError``, ``OutOfMemoryError``,
+        ``WorkerDiedError``, ``JobTakenError``, ``SaveTimeoutError``, ``ClosedError``. Then nothing was saved, and the
+        next save may succeed. Also raises the failure of an earlier save if that failure was not reported yet; then
+        this save is staged, and its write goes on. (With ``Config.failure="warn"`` only ``ClosedError`` is raised, and
+        the handle has the failure.)
         """
         step = whole_number(step, "step")
         origin = self._loads.origin
@@ -135,24 +139,25 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def publish(
         self, save: Save, version: int | None = None, *, roll_back: bool = False, folder: str | None = None
     ) -> Publication:
-        """Let readers on this host have what was staged for a save. No copy is made.
+        """Publish the staged tensors of a save to readers on this host. No copy is made.
 
-        All ranks call this after ``save`` and before the next one. Readers find it by
-        ``WeightSubscriber.of_checkpoints(root)``, and see all tensors of the state; while they read, that slot is left
-        alone. One slot always stays for saves: with the usual two one version is readable, with three two.
+        All ranks call this after ``save`` and before the next save. Readers find the version by
+        ``WeightSubscriber.of_checkpoints(root)``, and see all tensors of the state. The slot is not reused while they
+        read. One slot always stays free for saves: with the usual two slots one version is readable, with three slots
+        two.
 
         Args:
-            save: What to publish.
-            version: As what; None: as its step. Versions grow.
-            roll_back: Allow a version that does not, for a training that has gone back.
-            folder: Of a set of files: the folder of DCP's that readers see; None: the only one.
+            save: The handle of the save to publish.
+            version: The number of the version; None: the step of the save. Versions grow.
+            roll_back: Allow a version that does not grow, for a training that has gone back.
+            folder: For a set of files: the DCP folder that readers see; None: the only one.
 
         Returns:
-            What became of it: nothing is published where a reader holds on to what would have to go.
+            The outcome. Nothing is published (``skipped``) if readers hold the slot that would have to be freed.
 
         Raises:
             VersionError: The version is not newer than the last one.
-            CheckpointError: There is no such folder, or not only one. Also raises as ``save`` does.
+            CheckpointError: There is no such folder, or more than one. Also raises as ``save`` does.
         """
         if not isinstance(save, Save):
             raise TypeError(f"publish takes the handle that save has returned, not a {type(save).__name__}")
@@ -172,34 +177,39 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         memory: bool = True,
         strict: bool = True,
     ) -> int:
-        """Load a checkpoint into ``state_dict``, in place. All ranks load the same one, each what its part needs.
+        """Load a checkpoint into ``state_dict``, in place.
 
-        Any number of ranks may have saved it, in any placement. In the place of a trainer that died it comes from
-        memory, if the workers of all ranks still have it there, written or not; else from storage, when no save in this
-        root is under way any more (this waits ``Config.timeout`` seconds). Of what is in the local folder and in the
-        root the newest counts; where one copy is damaged, the other is loaded. ``loaded`` tells where it came from.
+        All ranks load the same checkpoint; each rank reads the parts it needs.
+
+        The checkpoint may have been saved by any number of ranks, in any placement. After a crash it comes from
+        memory if the workers of all ranks still hold it, written or not. Otherwise it comes from storage, once no save
+        in this root is under way (the wait takes at most ``Config.timeout`` seconds). The newest checkpoint of the
+        local folder and of the root counts; if one copy is damaged, the other copy is loaded. ``loaded`` tells the
+        source.
 
         Args:
-            state_dict: What to fill: tensors where they are, other values are replaced, ``Stateful`` ones told.
-            step: Which one; None: the newest.
-            verify: Check every byte as it is copied. After an error part of the state may be loaded, bad bytes with it.
-            weights_only: Load nothing that could run code; ``torch.serialization.add_safe_globals`` allows classes.
-            fallback: Try the next older one when one cannot be read, and log an error; a damaged one is renamed to
-                ``step-00000100.damaged-1``, and its step can be saved again. A checkpoint of another version of
-                asyncckpt is not damaged: its ``FormatError`` is raised.
-            memory: Whether it may come from memory.
-            strict: Raise if the checkpoint lacks a value of the state dict. Without, the value stays as it is, and
-                ``loaded.missing`` and ``loaded.unexpected`` have the names, as of ``load_state_dict``.
+            state_dict: The state to fill. Tensors are filled in place, other values are replaced, ``Stateful`` values
+                get ``load_state_dict``.
+            step: The step to load; None: the newest.
+            verify: Check every byte against its checksum while copying. After an error the state may be partly loaded,
+                and may contain bad bytes.
+            weights_only: Load nothing that could run code. ``torch.serialization.add_safe_globals`` allows classes.
+            fallback: If a checkpoint cannot be read, log an error and try the next older one. A damaged checkpoint is
+                renamed to ``step-00000100.damaged-1``, and its step can be saved again. A checkpoint of another version
+                of asyncckpt is not damaged: its ``FormatError`` is raised.
+            memory: Whether the checkpoint may come from memory.
+            strict: Raise if the checkpoint lacks a value of the state dict. With False the value is left unchanged.
+                ``loaded.missing`` and ``loaded.unexpected`` have the names, as for ``load_state_dict`` of a module.
 
         Returns:
-            Its step.
+            The step that was loaded.
 
         Raises:
-            CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it cannot be read.
-            FormatError: Another version of asyncckpt has written it.
-            JobTakenError: The root is of another ``Config.job_id``.
+            CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is no checkpoint, or it cannot be read.
+            FormatError: Another version of asyncckpt has written the checkpoint.
+            JobTakenError: The root belongs to another ``Config.job_id``.
             RankFailedError: The ranks do not load the same step.
-            MismatchError, UntrustedValueError: The state does not fit it, or a value could run code.
+            MismatchError, UntrustedValueError: The state does not fit the checkpoint, or a value could run code.
         """
         self._engine.check_open()
         ranks, shows = self._process_group, self.config.progress
@@ -209,24 +219,27 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         return self.loaded.step
 
     def steps(self) -> list[int]:
-        """The steps with a complete checkpoint, ascending."""
+        """Return the steps that have a complete checkpoint, ascending."""
         return self._tiers.steps()
 
     def latest(self) -> int | None:
-        """The step that ``load`` would load: the newest in storage, or in the memory of a trainer that died, or None.
-        The same on all ranks, which all have to ask. Waits as ``load`` does.
+        """Return the step that ``load`` would load, or None.
+
+        The step is the newest in storage, or in the memory of a dead trainer's worker.
+
+        All ranks have to call this, and get the same answer. Waits as ``load`` does.
         """
         return self._loads.latest()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for all saves. Raises the first failure nobody was told of, ``SaveTimeoutError`` after ``timeout`` s."""
+        """Wait for all saves. Raises the first unreported failure; ``SaveTimeoutError`` after ``timeout`` s."""
         self._engine.wait(timeout)
 
     def wait_uploads(self, timeout: float | None = None) -> None:
-        """Wait until all saves have ended, and all that is uploaded is in the root. All ranks have to call this.
+        """Wait until all saves have ended and every step to upload is in the root. All ranks have to call this.
 
-        What goes wrong with an upload is logged, and fails no save: this raises it, on all ranks. It is tried again
-        after some time, and with the next save, unless its place is taken, or the local copy damaged. Raises
+        An upload error is logged and fails no save. This method raises the error, on all ranks. The upload is retried
+        after some time, and with the next save, unless its place is taken or the local copy is damaged. Raises
         ``SaveTimeoutError`` after ``timeout`` seconds (None: ``Config.timeout``).
         """
         limit = self.config.timeout if timeout is None else timeout
@@ -243,34 +256,35 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     @property
     def failures(self) -> int:
-        """How many saves have failed so far."""
+        """Return the number of saves that have failed so far."""
         return self._engine.failures
 
     def suggested_interval(self, mtbf: float | str, *, restart: float | str | None = None) -> Advice:
-        """How often to save, from what the last saves of this process have cost this rank, and no other.
+        """Suggest how often to save, from the cost of the last saves of this process to this rank alone.
 
-        ``mtbf``: mean time between failures, in seconds, or as "4h". ``restart``: what a restart takes; None: left out.
+        ``mtbf``: mean time between failures, in seconds, or as "4h". ``restart``: duration of a restart, in the same
+        form; None: restarts are left out.
 
-        Raises ``NothingMeasuredError`` where no save has been committed yet, ``ValueError`` for no such times.
+        Raises ``NothingMeasuredError`` if no save has been committed yet, ``ValueError`` if a duration is invalid.
         """
         times = [parse_duration(each) if isinstance(each, str) else each for each in (mtbf, restart)]
         return self._recent.advice(times[0] or 0.0, times[1])
 
     def watch_sigterm(self) -> None:
-        """From now on SIGTERM does not end this process, but makes ``terminating`` true; for the main thread.
+        """Handle SIGTERM from now on: the signal makes ``terminating`` true, and does not end this process.
 
-        Launchers send it some time before SIGKILL (torchrun: 30 s), enough for a last save. All ranks have to call
-        this. ``close`` gives the signal back to whom it was.
+        Call this on the main thread. Launchers send SIGTERM some time before SIGKILL (torchrun: 30 s), enough for a
+        last save. All ranks have to call this. ``close`` restores the previous signal handler.
         """
         self._engine.start()
         if self._had_sigterm is None:
             self._had_sigterm = _past_closed(signal.signal(signal.SIGTERM, self._note_sigterm))
 
     def terminating(self) -> bool:
-        """Whether some rank was sent SIGTERM since ``watch_sigterm``: save, and end.
+        """Return whether some rank has received SIGTERM since ``watch_sigterm``. If so, save and end.
 
-        To be called by all ranks after the same steps, between which the state is whole; the answer is the same on all.
-        It costs the ranks of a job a message to the first rank's worker, a fraction of a millisecond.
+        All ranks call this after the same steps, at a point where the state is complete. The answer is the same on all
+        ranks. The cost is a message to the first rank's worker, a fraction of a millisecond.
         """
         self._is_terminating = self._engine.any_says(self._terminated)
         return self._is_terminating
@@ -279,28 +293,31 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._terminated = True
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """For ``Config.overlap``: have ``optimizer`` wait, before each step, until all saves have their copies.
+        """Make ``optimizer`` wait, before each step, until all saves have copied their tensors.
 
-        On devices it is the step that waits, on the current stream, and not the host, which goes on queueing. Replays
-        of a graph do not: call ``synchronize_staging`` before each (capturing a step warns, or raises).
+        This is for ``Config.overlap``.
+
+        On devices the step waits on the current stream; the host does not wait, and goes on queueing. Replays of a
+        graph do not wait: call ``synchronize_staging`` before each replay. (A step that is captured into a graph warns,
+        or raises.)
         """
         self._hooks.append(optimizer.register_step_pre_hook(self.synchronize_staging))
 
     def synchronize_staging(self, *_: object) -> None:
-        """What ``guard`` has an optimizer do: what is queued from here on waits until all saves have their copies."""
+        """Make work that is queued from here on wait until all saves have copied their tensors."""
         synchronize_staging(self._staging, self.config.timeout)
 
     def close(self) -> None:
-        """Wait for all saves, end the worker, give the memory back; safe to call twice.
+        """Wait for all saves, end the worker and free the memory. Safe to call twice.
 
-        Raises the first failure nobody was told of, or ``SaveTimeoutError`` if the worker is still writing after
-        ``Config.timeout`` seconds; then it goes on alone.
+        Raises the first failure not reported yet. Raises ``SaveTimeoutError`` if the worker is still writing after
+        ``Config.timeout`` seconds; then the worker goes on alone.
         """
         self._close(linger=False)
 
     def _close(self, *, linger: bool) -> None:
         had, self._had_sigterm = self._had_sigterm, None
-        if had is not None and signal.getsignal(signal.SIGTERM) == self._note_sigterm:  # else another has it by now
+        if had is not None and signal.getsignal(signal.SIGTERM) == self._note_sigterm:  # otherwise it was replaced
             signal.signal(signal.SIGTERM, had)
         for hook in self._hooks:
             hook.remove()
@@ -317,14 +334,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self.close()
             return
         try:
-            # A training that ends by an error is likely to be started again; also by what nvrx restarts it with.
+            # A training that ends by an error is likely to be restarted, perhaps in the same process by
+            # nvidia-resiliency-ext.
             self._close(linger=not issubclass(kind, (KeyboardInterrupt, SystemExit)))
         except CheckpointError as trouble:
-            logger.error("while the training ends by an error: %s", str(trouble))  # that one matters more
+            logger.error("while the training ends by an error: %s", str(trouble))  # the other error matters more
 
 
 def _past_closed(handler: Any) -> Any:
-    """``handler``; or, if that is of a checkpointer that another has taken over from, the one from before it."""
+    """Return ``handler``, or the handler before it if ``handler`` belongs to a checkpointer that is closed.
+
+    A checkpointer is closed without a call of ``close`` if another one has taken over from it.
+    """
     owner = getattr(handler, "__self__", None)
     if isinstance(owner, Checkpointer) and owner._had_sigterm is not None:
         try:
@@ -341,11 +362,11 @@ def _is_copying(save: Save) -> bool:
 def _begin(roots: Sequence[str]) -> float:
     """Begin a training that has loaded nothing, and warn if there are checkpoints: its user may have forgotten to load.
 
-    Returns a moment, in seconds since the epoch, that is later than the time of creation of each checkpoint there.
+    Returns a moment, in seconds since the epoch, that is later than the creation time of every checkpoint there.
     """
-    known = [root for root in roots if not is_address(root)]  # no save waits for a store
+    known = [root for root in roots if not is_address(root)]  # a save does not wait for an object store
     found: list[StoredStep] = []
-    with contextlib.suppress(CheckpointError):  # the save says it better
+    with contextlib.suppress(CheckpointError):  # the save raises a better error
         found = history(*known)
     if found:
         logger.warning(

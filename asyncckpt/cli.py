@@ -1,4 +1,4 @@
-"""The command line: its options, and which command shows what; see ``report/`` for the answers."""
+"""The command line: its options and commands. The modules in ``report/`` produce the answers."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from asyncckpt.report.timeline import show_timeline
 from asyncckpt.report.verification import verify_checkpoints
 from asyncckpt.report.workers import show_workers
 
-_UNREAD = 128 + signal.SIGPIPE  # what a shell says of a command that a closed pipe has ended
+_UNREAD = 128 + signal.SIGPIPE  # the status that a shell reports for a command ended by a closed pipe
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit status: 0, all is good; 1, a checkpoint is damaged, or, of ``diff``, two differ; 2, something is not
-        there, or cannot be used; 141, nobody read the answer to its end.
+        The exit status. It is 0 if all is good. It is 1 if a checkpoint is damaged or, for ``diff``, two checkpoints
+            differ. It is 2 if something is missing, or cannot be used. It is 141 if the reader has closed the pipe
+            before the end.
     """
     argv = sys.argv[1:] if argv is None else argv
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors=_ESCAPED)  # a path is bytes, and may be no text
+        sys.stdout.reconfigure(errors=_ESCAPED)  # a path is bytes, and may not be valid text
     try:
         status = _run(argv)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
     except OSError as error:  # `asyncckpt ls | head`, or a full disk
-        if argv[:1] == ["demo"] and not _is_unread():  # it is not stdout that has failed
+        if argv[:1] == ["demo"] and not _is_unread():  # the error is not about stdout
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(error, BrokenPipeError):
@@ -54,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    """Raises ``OSError`` where nothing can be written to stdout."""
-    if argv[:1] == ["demo"]:  # which has options of its own, and wants torch
+    """Run a command. Raises ``OSError`` if stdout cannot be written."""
+    if argv[:1] == ["demo"]:  # has its own options, and needs torch
         return demo.main(argv[1:])
     args = _parser().parse_args(argv)
     answers = Answers(args.json)
@@ -67,14 +68,14 @@ def _run(argv: list[str]) -> int:
 
 
 def _is_unread() -> bool:
-    """Whether stdout is a pipe that nobody reads any more."""
+    """Return whether stdout is a pipe that has lost its reader."""
     poll = select.poll()
     poll.register(1, 0)
     return any(flags & select.POLLERR for _, flags in poll.poll(0))
 
 
 def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Bytes of a path are written as they are, and what else has no bytes as Python writes it."""
+    """Write bytes of a path unchanged, and other characters without an encoding as Python escapes."""
     try:
         return codecs.lookup_error("surrogateescape")(error)
     except UnicodeError:

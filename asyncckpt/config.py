@@ -59,21 +59,18 @@ class Config:
 
     link_unchanged: bool = True
     """What has not changed since the last durable save is not written again: the new checkpoint has the same file, by a
-    hard link (on an object store, by a copy that the store makes). What tensors do not change is learned, and they get
-    a file of their own. Each checkpoint is whole all the same, and can be removed by itself; a damaged file is damaged
-    in all that share it."""
+    hard link (on an object store, by a copy that the store makes). Whole files are linked. Frozen parameters, and what
+    ``assume_unchanged`` names, have a file of their own. Each checkpoint is whole all the same, and can be removed by
+    itself; a damaged file is damaged in all that share it."""
 
     rewrite_unchanged_every: int = 100
     """After so many saves in a row that took a file by link it is written again, changed or not."""
 
     assume_unchanged: Sequence[str] = ()
-    """Patterns of names (``fnmatch``: "base_model.*", say), in the environment with commas between them, of tensors
-    that are promised never to change: they are copied once, and then neither copied nor looked at, but in every
-    ``check_unchanged_every``-th save. If one of them is found to have changed, that save fails. With ``replicas`` they
-    are copied all the same."""
-
-    check_unchanged_every: int = 10
-    """In which saves that is checked: the cost is that of reading those tensors once."""
+    """Patterns of names (``fnmatch``: "base_model.*", say), in the environment with commas between them. The tensors
+    that they match are likely to stay the same, and go to a data file of their own, which is linked while no tensor in
+    it changes. If one changes, the file is written again. Frozen parameters of a module that stands in the state itself
+    need no pattern. A dict that ``state_dict()`` or DCP's ``get_model_state_dict`` made has lost ``requires_grad``."""
 
     local_root: str | None = None
     """A folder on fast disks: a ``Checkpointer`` saves there, in a folder of its own, and uploads steps to its root in
@@ -194,7 +191,6 @@ class Config:
             "replicas": self.replicas >= 0,
             "replica_rate": self.replica_rate is None or self.replica_rate > 0,
             "rewrite_unchanged_every": self.rewrite_unchanged_every >= 1,
-            "check_unchanged_every": self.check_unchanged_every >= 1,
             "assume_unchanged": not isinstance(self.assume_unchanged, str)
             and all(isinstance(each, str) for each in self.assume_unchanged),
             "local_keep_last": self.local_keep_last >= 1,
@@ -358,7 +354,7 @@ _VARIABLES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(
         (
             *("replicas", "keep_every", "local_keep_last", "upload_every", "worker_restarts", "io_threads"),
-            *("rewrite_unchanged_every", "check_unchanged_every"),
+            "rewrite_unchanged_every",
         ),
         int,
     ),

@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 _SEED, _TEXT_BYTES = 1234, 4_000_000
-# Width, layers and heads of the model; pieces of text in a batch, and the bytes of each.
+# Width, layers and heads of the model; pieces of text in a batch, and the bytes of each piece.
 _SIZES = {"small": (64, 2, 2, 4, 64), "default": (256, 4, 4, 2, 64)}
 _SILENCE_S = 300.0
 OURS, DCP = "asyncckpt", "torch.distributed.checkpoint.save"
@@ -38,7 +38,7 @@ class Training:
         """Build the model, and run step 0, so that the optimizer has its state. ``size``: a key of ``_SIZES``."""
         import torch
 
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA's matrix products are exact only with it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without this, CUDA's matrix products vary
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)
         torch.manual_seed(_SEED)
@@ -89,7 +89,7 @@ def _train(args: argparse.Namespace, root: str, last: int, is_killed: bool, repo
     """Train up to step ``last``, from the newest checkpoint in ``root``, and send one report; or die by SIGKILL."""
     import asyncckpt
 
-    os.setsid()  # Ctrl-C is for the parent, which ends this process
+    os.setsid()  # Ctrl-C is for the parent, and the parent ends this process
     training = Training(args.size)
     losses: dict[int, float] = {}
     report: dict[str, Any] = {"losses": losses, "state_bytes": 3 * sum(p.nbytes for p in training.model.parameters())}
@@ -117,7 +117,7 @@ def _train(args: argparse.Namespace, root: str, last: int, is_killed: bool, repo
 
 
 def _costs(training: Training, checkpointer: Any, saves: int, folder: str) -> dict[str, dict[str, float]]:
-    """Return for each way to save the medians of the call and of the time until it is durable, in seconds."""
+    """Return the median seconds of the call, and until the save is durable, for each way to save."""
     from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
     def save_with_dcp() -> Callable[[], object]:
@@ -125,9 +125,9 @@ def _costs(training: Training, checkpointer: Any, saves: int, folder: str) -> di
         return lambda: None
 
     saving = {OURS: lambda: checkpointer.save(training.step, training.state()).result, DCP: save_with_dcp}
-    warnings.simplefilter("ignore")  # of DCP, that there is one process only
+    warnings.simplefilter("ignore")  # DCP warns that there is only one process
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in saving}
-    for _ in range(saves + 1):  # the first save of each plans and allocates, and is dropped
+    for _ in range(saves + 1):  # the first save of each way plans and allocates, and is dropped
         for name, save in saving.items():
             training.train()
             begun = time.perf_counter()

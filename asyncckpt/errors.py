@@ -1,6 +1,6 @@
-"""Every error that crosses the public boundary, each named for a situation.
+"""All errors that a caller can get. Each error is named for a situation.
 
-They travel between processes of one host as pickles, and between hosts as text (``encode``, ``decode``), which is
+Errors travel between processes of one host as pickles, and between hosts as text (``encode``, ``decode``). The text is
 checked when it arrives.
 """
 
@@ -19,7 +19,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 class CheckpointError(Exception):
-    """Something about a checkpoint went wrong; the base of all errors here."""
+    """An operation on a checkpoint failed. Base class of all errors of this package."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class CheckpointError(Exception):
         rank: int | None = None,
         step: int | None = None,
     ) -> None:
-        """The text says what happened, where, and what to do. The arguments are attributes, too.
+        """Make an error. Its text says what happened, where, and what to do. The arguments are attributes, too.
 
         Args:
-            message: What happened, and what to do.
+            message: Description of the error, and of what to do.
             path: The file or folder.
             rank: The rank in the group that saves together.
             step: The training step.
@@ -56,7 +56,7 @@ def _rebuild(kind: type[CheckpointError], message: str, where: dict[str, Any]) -
 
 
 class ClosedError(CheckpointError):
-    """Something was asked of a checkpointer that is closed."""
+    """A method was called on a checkpointer that is closed."""
 
 
 class UnsavableStateError(CheckpointError):
@@ -68,23 +68,23 @@ class MismatchError(CheckpointError):
 
 
 class CheckpointExistsError(CheckpointError):
-    """Something stands where the checkpoint would go, or the folder of checkpoints is a checkpoint itself."""
+    """The path of the checkpoint is taken, or the folder of checkpoints is a checkpoint itself."""
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """There is no (complete) checkpoint at that place."""
+    """There is no complete checkpoint at that path."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Bytes of a checkpoint are missing or are not those that were written."""
+    """Bytes of a checkpoint are missing, or differ from the bytes that were written."""
 
 
 class FormatError(CheckpointError):
-    """A checkpoint has another format than this version of asyncckpt reads. Nothing is wrong with the checkpoint."""
+    """The checkpoint has a format that this version of asyncckpt does not read. The checkpoint is not damaged."""
 
 
 class UntrustedValueError(CheckpointError):
-    """A value of a checkpoint names a class that is not known to be harmless, and ``weights_only`` was asked for."""
+    """A value of a checkpoint names a class that is not known to be harmless, and ``weights_only`` is set."""
 
 
 class StorageError(CheckpointError):
@@ -100,37 +100,38 @@ class WorkerDiedError(CheckpointError):
 
 
 class JobTakenError(CheckpointError):
-    """Another trainer saves as the same rank of the same job, or another job to the same folder."""
+    """Another trainer saves as the same rank of the same job, or another job saves to the same folder."""
 
 
 class RankFailedError(CheckpointError):
-    """Another rank of the job died, left, or does something else than this one; ``rank`` says which."""
+    """Another rank of the job died, left, or made a different call than this rank. ``rank`` is that rank."""
 
 
 class StructureChangedError(CheckpointError):
-    """The state is not as it was planned, and ``assume_constant_structure`` was promised."""
+    """The state differs from the planned structure, although ``assume_constant_structure`` is set."""
 
 
 class SaveTimeoutError(CheckpointError, TimeoutError):
-    """A wait ran out of its time. Raised of a wait, the save itself may still be under way; as the outcome of a save,
-    it has failed, unless the text says that nobody can say.
+    """A wait has timed out. If a wait raises this, the save itself may still be under way.
+
+    As the outcome of a save this means that the save has failed, unless the text says that the outcome is unknown.
     """
 
 
 class SaveDroppedError(CheckpointError):
-    """The save was given up because all slots were busy, as ``when_busy`` says: skipped, or replaced by a newer."""
+    """The save was dropped because all slots were busy, see ``when_busy``: skipped, or replaced by a newer save."""
 
 
 class NothingMeasuredError(CheckpointError):
-    """Advice was asked for before any save had been committed: nothing is known of what one costs."""
+    """Advice was requested before any save was committed, so that the cost of a save is unknown."""
 
 
 class VersionError(CheckpointError):
-    """Weights of an older version than there were before, and nobody said that this is meant."""
+    """A version of weights is not newer than the last one without ``roll_back``, or the ranks disagree on it."""
 
 
 class WeightsTimeoutError(CheckpointError, TimeoutError):
-    """No weights as asked for were published within the time."""
+    """No weights that fit the request were published within the timeout."""
 
 
 def located(
@@ -141,14 +142,14 @@ def located(
     step: int | None = None,
     otherwise: type[CheckpointError] = CheckpointError,
 ) -> CheckpointError:
-    """An error as a new one of ours, with the place, rank and step it happened at, where it does not say so itself.
+    """Return a copy of ``error`` as a ``CheckpointError``, with path, rank and step added if the error lacks them.
 
     Args:
-        error: Any; one that is not ours is named by its type, and is the cause of the new one.
-        path: As of ``CheckpointError``.
-        rank: As there.
-        step: As there.
-        otherwise: The class for an error that is not ours.
+        error: Any error. An error of another class is named by its type in the text, and becomes the cause.
+        path: See ``CheckpointError``.
+        rank: See there.
+        step: See there.
+        otherwise: The class for an error that is no ``CheckpointError``.
     """
     if isinstance(error, CheckpointError):
         return type(error)(
@@ -177,7 +178,7 @@ def _is_of_handler(error: BaseException) -> bool:
 
 
 def _is_handler(frame: FrameType) -> bool:
-    """Whether a function is a handler of signals: it was given the frame that it has interrupted."""
+    """Return whether a function is a signal handler. A handler has the interrupted frame among its arguments."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + bool(code.co_flags & inspect.CO_VARARGS)]
     given = [frame.f_locals.get(name) for name in names]
@@ -193,8 +194,8 @@ def unless_interrupt(*kinds: type[E]) -> tuple[type[E], ...]:
 
 @contextmanager
 def interrupts_as_they_are() -> Iterator[None]:
-    """Raise what a signal handler has raised, and nothing that was made of it on the way."""
-    handled = sys.exc_info()[1]  # by the caller, who may save for just that reason
+    """Raise an exception of a signal handler as it was raised, not the error of this package that it became."""
+    handled = sys.exc_info()[1]  # the caller may be handling it, and save for that reason
     try:
         yield
     except CheckpointError as error:
@@ -207,12 +208,12 @@ def interrupts_as_they_are() -> Iterator[None]:
 
 
 def encode(error: CheckpointError) -> bytes:
-    """One line of JSON: what comes over a network is not unpickled."""
+    """Return one line of JSON. Text from a network is never unpickled."""
     return json.dumps({"kind": type(error).__name__, "message": error.message, **error._where()}).encode()
 
 
 def decode(text: bytes) -> CheckpointError:
-    """The error that ``encode`` made a text of; a ``RankFailedError`` where the text is not one of those."""
+    """Return the error of a text of ``encode``, or a ``RankFailedError`` if the text is invalid."""
     try:
         fields = json.loads(text)
         message, path, rank, step = (fields[name] for name in ("message", "path", "rank", "step"))

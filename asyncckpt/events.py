@@ -1,7 +1,7 @@
-"""Events: what becomes of saves, loads and workers, told to whoever listens (``Config.on_event``).
+"""Events about saves, loads and workers, for listeners (``Config.on_event``).
 
-Nobody who listens can have a save fail, or hold it up. Each is called on a thread of its own, for one checkpointer one
-event after the other.
+A listener cannot make a save fail, and cannot block it. Each listener is called on a thread of its own. For one
+checkpointer the calls come one after the other.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from asyncckpt.errors import SaveDroppedError
 
 logger = logging.getLogger(__name__)
 
-# One who listens no more, as to a server that is gone, shall not fill the memory: events beyond these are not told.
+# Maximum number of waiting events; later events are dropped. A listener that hangs must not fill the memory.
 _MOST_WAITING = 10_000
-# What is left to be told when all is closed may take so long.
+# Maximum seconds to deliver the remaining events at close.
 _CLOSE_S = 5.0
 
 EventPhase = Literal[
@@ -42,21 +42,26 @@ EventPhase = Literal[
     "worker restarted",
     "memory taken over",
 ]
-"""What has happened.
+"""Phase of an event.
 
-Of a save, in this order: it is ``planned`` (``source``: the plan was "kept", or is "new"); ``staged``, so that its
-tensors may change; ``written`` to storage by this rank; ``replicated``, once other hosts have copies of all ranks'
-images (``Config.replicas``), before or after its end; and at last ``committed`` on all ranks, ``failed``, or
-``skipped`` for another (``Config.when_busy``). Its image is ``published`` to readers of weights. A committed checkpoint
-is ``uploaded`` from the local folder to the root, or an attempt at that has ``failed``: it is retried.
+Phases of a save, in this order:
 
-A checkpoint is ``loaded`` (``source``: "memory", "local" or "storage"), or loading failed. The worker was ``started``,
-or another one after it died (``restarted``); the memory of a dead trainer's worker was ``taken over``.
+- ``planned``. ``source`` is "kept" if the plan was reused, otherwise "new".
+- ``staged``: the tensors may change.
+- ``written`` to storage by this rank.
+- ``replicated``: other hosts have copies of all ranks' images (``Config.replicas``). This may come after the end.
+- The end: ``committed`` on all ranks, ``failed``, or ``skipped`` for another save (``Config.when_busy``).
+
+The image of a save is ``published`` to readers of weights. A committed checkpoint is ``uploaded`` from the local folder
+to the root. After ``upload failed`` the upload is retried.
+
+Phases of a load: ``loaded`` (``source``: "memory", "local" or "storage") and ``load failed``. Phases of a worker:
+``worker started``; ``worker restarted`` after a crash; ``memory taken over`` from the worker of a dead trainer.
 """
 
 
 def end_of_save(failure: BaseException | None) -> EventPhase:
-    """The phase of a save that has ended, by what it failed with."""
+    """Return the phase of a save that has ended with ``failure``, or without one."""
     if failure is None:
         return "committed"
     return "skipped" if isinstance(failure, SaveDroppedError) else "failed"
@@ -64,53 +69,56 @@ def end_of_save(failure: BaseException | None) -> EventPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that has happened on this rank, just now."""
+    """An event that has just happened on this rank."""
 
     phase: EventPhase
     rank: int
-    """In the group that saves or loads together."""
+    """The rank in the group that saves or loads together."""
     path: str = ""
-    """The checkpoint, the file, or the folder that it is about."""
+    """The checkpoint, file or folder of the event."""
     step: int | None = None
-    """The training step of the save, or of what was loaded."""
+    """The training step of the save, or of the checkpoint that was loaded."""
     version: int | None = None
-    """Of weights that were published."""
+    """The version of published weights."""
     seconds: float | None = None
-    """How long that took: of a save that has ended, since the call of ``save``; of what is uploaded, since it was
-    committed; else the phase itself."""
+    """Duration of the phase, in seconds.
+
+    At the end of a save: seconds since the call of ``save``. For an upload: seconds since the commit.
+    """
     nbytes: int | None = None
-    """Bytes of this rank that it is about: of the image, or those that were read; of an upload, of the checkpoint."""
+    """Bytes on this rank: size of the image, or bytes read. For an upload: size of the whole checkpoint."""
     source: str | None = None
-    """Where something is from, see ``EventPhase``."""
+    """The source, see ``EventPhase``."""
     error: str | None = None
-    """What went wrong."""
+    """The error text."""
     timings: Mapping[str, float] = field(default_factory=dict)
-    """Of a save: all that is known by then, as ``Save.timings``."""
+    """For a save: all timings known at this point, as in ``Save.timings``."""
     at: float = field(default_factory=time.time)
-    """When it happened, in seconds since the epoch."""
+    """The time of the event, in seconds since the epoch."""
 
 
 class Listener:
-    """One who listens, and the thread on which that is told, from the first event on.
+    """A listener, and the thread that calls it. The thread starts with the first event.
 
-    The thread holds on to neither: what is dropped without an end is collected, and so the thread ends, too.
+    The thread keeps no reference to the listener. If the listener is garbage-collected without ``close``, the thread
+    ends.
     """
 
     def __init__(self, call: Callable[[Event], object]) -> None:
-        """Start nothing yet."""
+        """Start no thread yet."""
         self._call = call
         self._is_warned = self._has_failed = False
         self._begin()
 
     def _begin(self) -> None:
-        self._owner, self._starting = os.getpid(), threading.RLock()  # a signal handler may come in between
+        self._owner, self._starting = os.getpid(), threading.RLock()  # a signal handler may interrupt its holder
         self._waiting: SimpleQueue[Event | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_ended = False
 
     def tell(self, event: Event) -> None:
-        """Have it told, soon. Waits for nothing, and raises nothing."""
-        if self._owner != os.getpid():  # a fork has neither the thread nor what waits for it
+        """Queue the event for the thread. Never blocks, and never raises."""
+        if self._owner != os.getpid():  # after a fork there is neither the thread nor its queue
             self._begin()
         if self._has_ended:
             return
@@ -126,16 +134,16 @@ class Listener:
                     self._start()
 
     def call(self, event: Event) -> None:
-        """Tell it now, on this thread. What is raised is logged once."""
+        """Call the listener now, on this thread. The first exception is logged."""
         try:
             self._call(event)
-        except BaseException as error:  # also what would end this thread, without a word
+        except BaseException as error:  # also exceptions that would silently end this thread
             if not self._has_failed:
                 self._has_failed = True
                 logger.exception("%r listens to events, and has failed (not logged again): %r", self._call, error)
 
     def close(self, timeout: float) -> None:
-        """Tell what waits, and no more. Waits for that, ``timeout`` seconds at most."""
+        """Deliver the waiting events, and accept no more. Waits at most ``timeout`` seconds."""
         with self._starting:
             thread, has_ended, self._has_ended = self._thread, self._has_ended, True
         if thread is None or has_ended or self._owner != os.getpid():
@@ -151,7 +159,7 @@ class Listener:
         self._thread = threading.Thread(target=_tell_all, args=told, name="asyncckpt-events", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError as error:  # none can be started, as at the end of the process
+        except RuntimeError as error:  # no thread can be started, as at the end of the process
             self._thread = None
             logger.warning("events are not told: %s", error)
 
@@ -166,19 +174,19 @@ def _tell_all(waiting: SimpleQueue[Event | None], listener: weakref.ref[Listener
 
 
 class Listeners:
-    """All who listen to what happens in one place."""
+    """All listeners of one source of events."""
 
     def __init__(self, calls: Iterable[Callable[[Event], object]]) -> None:
-        """``calls`` are given each event; what they raise is logged once."""
+        """Make listeners of ``calls``. Each is called with every event; the first exception is logged."""
         self._listeners = [Listener(call) for call in calls]
 
     def tell(self, event: Event) -> None:
-        """Have all told, soon. Waits for nothing, and raises nothing."""
+        """Queue the event for all listeners. Never blocks, and never raises."""
         for each in self._listeners:
             each.tell(event)
 
     def close(self) -> None:
-        """Wait until all is told, but not for those who keep it waiting. Safe to call twice."""
+        """Wait until all events are delivered, but only a few seconds for a slow listener. Safe to call twice."""
         deadline = time.monotonic() + _CLOSE_S
         for each in self._listeners:
             each.close(max(0.0, deadline - time.monotonic()))

@@ -1,8 +1,8 @@
-"""How often to save: the interval that loses the least time to saves and failures, and the arithmetic of that.
+"""Compute how often to save: the interval that loses the least time to saves and failures.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17 (1974);
 J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
-Systems 22 (2006). Both minimize the time that goes into saves and into work that is done again.
+Systems 22 (2006). Both minimize the time of saves and of work that is repeated after failures.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds, from "90s", "30m", "4h", "2d", or a plain number of seconds. Raises ``ValueError``."""
+    """Return seconds, from "90s", "30m", "4h", "2d", or a plain number of seconds. Raises ``ValueError``."""
     match = _DURATION.fullmatch(text.strip().lower())
     seconds = math.inf if match is None else float(match[1]) * _UNITS.get(match[2], math.inf)
-    if not math.isfinite(seconds):  # 0 of what is no unit is no number
+    if not math.isfinite(seconds):  # also "0x": 0 times infinity is not a number
         raise ValueError(f"{text!r} is no duration: write 90s, 30m, 4h or 2d")
     return seconds
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a failure costs on average, and which part of all time is lost, with an interval of ``interval_s``.
+    """Average cost of a failure, and the fraction of all time that is lost, with an interval of ``interval_s`` seconds.
 
-    ``save_part`` of the time goes into calls of ``save``, ``failure_part`` into what is done again after failures, and
-    into restarts, where it is known how long these take.
+    ``per_failure_s``: seconds lost at each failure. ``save_part``: fraction of the time that goes into calls of
+    ``save``. ``failure_part``: fraction that goes into repeated work and, if their duration is known, into restarts.
     """
 
     interval_s: float
@@ -39,17 +39,18 @@ class Loss:
 
     @property
     def part(self) -> float:
-        """Of all time, how much is lost; 0.01 is one percent, and from 1 on the training gets nowhere."""
+        """Return the fraction of all time that is lost. 0.01 is one percent; from 1 on there is no progress."""
         return self.save_part + self.failure_part
 
 
 @dataclass(frozen=True)
 class Advice:
-    """How often to save, and from what that follows. All are seconds, from call to call, but ``saves``, a number.
+    """Suggested interval between saves, and its measurements. All values are seconds, except ``saves``, a count.
 
-    ``stall_s`` and ``durable_s`` are the medians of that many ``saves``: how long a call keeps the training, and how
-    long after it the checkpoint is durable, both without waiting for a free slot. ``mtbf_s``: the mean time between
-    failures. ``restart_s``: how long a restart takes; None: not known, and left out.
+    ``stall_s`` and ``durable_s`` are medians over that many ``saves``: how long a call blocks the training, and how
+    long after the call the checkpoint is durable. Both leave out waits for a free slot. ``mtbf_s``: mean time between
+    failures. ``restart_s``: duration of a restart; None if it is unknown and left out. Intervals count from call to
+    call.
     """
 
     stall_s: float
@@ -59,7 +60,7 @@ class Advice:
     restart_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for times that cannot be."""
+        """Raise ``ValueError`` if a time is invalid."""
         if not (0 < self.mtbf_s < math.inf):
             raise ValueError(f"the mean time between failures is a number of seconds above 0, not {self.mtbf_s!r}")
         if self.restart_s is not None and not (0 <= self.restart_s < math.inf):
@@ -70,14 +71,16 @@ class Advice:
 
     @property
     def young_s(self) -> float:
-        """Young's interval: sqrt(2 C M), of a cost C and a mean time M between failures."""
+        """Return Young's interval: sqrt(2 C M), with the cost C of a save and the mean time M between failures."""
         return math.sqrt(2 * self.stall_s * self.mtbf_s)
 
     @property
     def daly_s(self) -> float:
-        """Daly's: sqrt(2 C M) (1 + x / 3 + x^2 / 9), where x = sqrt(C / 2 M), if C < 2 M; else M + C.
+        """Return Daly's interval.
 
-        The paper has this without C, as it counts the training between two saves alone.
+        If C < 2 M, the interval is sqrt(2 C M) (1 + x / 3 + x^2 / 9), with x = sqrt(C / 2 M); otherwise M + C.
+
+        The paper subtracts C from this, because it counts only the training between two saves.
         """
         if self.stall_s >= 2 * self.mtbf_s:
             return self.mtbf_s + self.stall_s
@@ -86,24 +89,29 @@ class Advice:
 
     @property
     def interval_s(self) -> float:
-        """What is suggested: Daly's, but no less than a save takes to be durable.
+        """Return the suggested interval: Daly's, but at least the time until a save is durable.
 
-        Who saves more often than storage takes it waits for a free slot, sooner or later; with two slots that is a
-        little more often than this.
+        With shorter intervals a save has to wait for a free slot, sooner or later. With two slots the limit is a little
+        lower than this.
         """
         return max(self.daly_s, self.durable_s)
 
     @property
     def is_bound_by_storage(self) -> bool:
-        """Whether it is the durable lag that decides."""
+        """Return whether the time until a save is durable decides, not Daly's interval."""
         return self.durable_s > self.daly_s
 
     def loss(self, interval_s: float) -> Loss:
-        """What saving every ``interval_s`` seconds costs.
+        """Return the loss if a save is made every ``interval_s`` seconds.
 
-        A failure comes, on average, half an interval after the last call; the checkpoint of the call that is the last
-        durable one is older than that by the durable lag.
+        On average a failure comes half an interval after the last call. The last durable checkpoint is older than that
+        call by the time until a save is durable.
+
+        Raises:
+            ValueError: The interval is negative, or 0 although a save takes time.
         """
+        if not 0 <= interval_s < math.inf or (interval_s == 0 and self.stall_s):
+            raise ValueError(f"no interval between saves: {interval_s} s")
         lost = interval_s / 2 + self.durable_s + (self.restart_s or 0.0)
         save_part = self.stall_s / interval_s if self.stall_s else 0.0
         return Loss(interval_s, lost, save_part, lost / self.mtbf_s)

@@ -1,7 +1,8 @@
-"""Versions: how published weights are numbered, so that no reader takes older ones for newer.
+"""Versions of published weights. Their numbers ensure that no reader takes older weights for newer ones.
 
-A version is the publishing trainer's own number, its step as a rule. Within an *epoch* versions grow. A trainer that is
-started anew begins a new epoch, which readers can see, and so does one that goes back on purpose.
+A version is a number that the publishing trainer chooses, usually its step. Versions grow within an *epoch*. A
+restarted trainer begins a new epoch, and readers can see the change. A trainer that goes back on purpose begins one,
+too.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ _WEIGHTS = "weights\n"
 _NOTHING = PublishedVersion(0, -1, rolled_back=False, ranks=0)
 
 VersionState: TypeAlias = tuple[int, int, int, bool, int]
-"""What a rank knows of versions: the least epoch there can be now, the last version that counts, the last one that
-readers may have had, whether they had been rolled back; and the epoch that it proposes."""
+"""State of versions on a rank.
+
+In this order: the least epoch that can follow; the last version that counts; the last version that readers may have
+had; whether there was a rollback before; the epoch that the rank proposes.
+"""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What became of one ``publish``. ``epoch``: of the publisher; a later one has a greater number.
+    """Outcome of one ``publish``. ``epoch``: the epoch of the publisher; a later epoch has a greater number.
 
-    ``skipped``: nothing was published, because readers have all the memory there is for it, or because the save it is
-    of was given up; they go on with the version before. ``timings``: seconds of ``plan_s`` (seeing that the structure
-    is as before, or planning), ``wait_s`` (for a slot) and ``stage_s`` (copying), each 0.0 where there was none of it.
-    ``nbytes``: bytes that were copied.
+    ``skipped``: True if nothing was published, because readers hold all the memory for versions, or because the save
+    was given up. Readers keep the previous version then. ``timings``: seconds of ``plan_s`` (checking that the
+    structure is as before, or planning), ``wait_s`` (for a slot) and ``stage_s`` (copying); 0.0 for a phase that did
+    not happen. ``nbytes``: number of bytes copied.
     """
 
     version: int
@@ -46,12 +50,12 @@ class Publication:
     timings: Mapping[str, float] = field(default_factory=lambda: {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0})
 
     def event(self, rank: int, path: str, step: int | None = None) -> Event:
-        """What those are told who listen to events.
+        """Return the event for listeners.
 
         Args:
-            rank: That of this process.
-            path: Of the checkpoint, or the address of the weights.
-            step: Of the checkpoint.
+            rank: The rank of this process.
+            path: The checkpoint, or the address of the weights.
+            step: The step of the checkpoint.
         """
         return Event(
             phase="published",
@@ -66,22 +70,22 @@ class Publication:
 
 
 class Versions:
-    """Those of one publishing trainer."""
+    """The versions of one publishing trainer."""
 
     def __init__(self) -> None:
         self._epoch = 0
         self._newest = -1
-        self._newest_read = -1  # it is greater where the checkpoint of that version was removed
+        self._newest_read = -1  # greater than ``_newest`` if the checkpoint of that version was removed
         self._least_epoch = 0
         self._rolled_back = False
-        self._skipped = 0  # since one was published
+        self._skipped = 0  # since the last version that was published
 
     def inherit(self, published: Mapping[PublishedVersion, bool]) -> None:
-        """Go on after a trainer before this one.
+        """Continue after the versions of the previous trainer.
 
         Args:
-            published: What it has published, and whether that counts: a version whose checkpoint was removed does not.
-                Readers may have had it all the same.
+            published: The versions that trainer has published, and whether each counts. A version counts unless its
+                checkpoint was removed. Readers may have had a removed version all the same.
         """
         if published and self._epoch == 0:
             last = max(published)
@@ -89,12 +93,14 @@ class Versions:
             self._newest_read, self._least_epoch, self._rolled_back = last.version, last.epoch + 1, last.rolled_back
 
     def note(self, published: PublishedVersion) -> None:
-        """It is published: from now on it is the last one."""
+        """Note that ``published`` is the last version from now on."""
         self._newest = self._newest_read = published.version
 
     def log(self, version: int, why_not: str | None) -> None:
-        """Log that ``version`` is not published, and ``why_not``: of several in a row the first. None: it is published,
-        and how many before it were not is logged.
+        """Log that ``version`` is not published because of ``why_not``.
+
+        If several in a row are not published, only the first is logged. If ``why_not`` is None, the version is
+        published. Then log how many versions before it were not.
         """
         if why_not is None:
             if self._skipped > 1:
@@ -108,17 +114,17 @@ class Versions:
     def admit(
         self, version: int, ranks: int, gather: Callable[[VersionState], list[VersionState]], *, roll_back: bool
     ) -> PublishedVersion:
-        """What to publish ``version`` as.
+        """Return the epoch and version under which to publish ``version``.
 
         Args:
-            version: A number from 0 on.
-            ranks: How many ranks publish it together.
-            gather: Tells what each of them says.
+            version: The number, 0 or greater.
+            ranks: The number of ranks that publish together.
+            gather: Collects the state of every rank.
             roll_back: Allow a version that is not newer than the last one.
 
         Raises:
-            VersionError: It is not newer.
-            TypeError, ValueError: It is no version at all.
+            VersionError: The version is not newer.
+            TypeError, ValueError: The number is no valid version.
         """
         version = whole_number(version, "version")
         if version >= 1 << 63:
@@ -127,15 +133,16 @@ class Versions:
         if not first:
             self._check(version, roll_back=roll_back)
         if first or version <= self._newest_read:
-            # By the clock, so that it grows even where nothing is left of the trainer before this one.
+            # Taken from the clock, so that the epoch grows even if no trace of the previous trainer is left.
             proposed = max(time.time_ns(), self._epoch + 1)
             said = gather((self._least_epoch, self._newest, self._newest_read, self._rolled_back, proposed))
             if first:
-                # That trainer may have died when only some of its ranks had published: all have to know of that.
+                # The previous trainer may have died when only some of its ranks had published. All ranks have to know
+                # the newest.
                 self._least_epoch, self._newest, self._newest_read, self._rolled_back, _ = max(said)
                 self._check(version, roll_back=roll_back)
             self._epoch = max(self._least_epoch, *(epoch for *_, epoch in said))
-            # Who goes on after one that has gone back: a reader may have missed that one.
+            # Keep the flag after a rollback, because a reader may have missed the version that went back.
             self._rolled_back = self._rolled_back or version <= self._newest_read
         return PublishedVersion(self._epoch, version, self._rolled_back, ranks)
 
@@ -149,15 +156,15 @@ class Versions:
 
 
 def whole_number(value: SupportsIndex, what: str) -> int:
-    """A step or a version, which may be of numpy or a tensor, as what can be written down anywhere.
+    """Return a step or a version as an ``int``. The value may be of numpy, or a tensor.
 
     Args:
-        value: It.
-        what: What it is, for the error.
+        value: The number.
+        what: The name of the number, for the error.
 
     Raises:
-        TypeError: It is no whole number.
-        ValueError: It is below 0.
+        TypeError: The value is no whole number.
+        ValueError: The value is below 0.
     """
     try:
         if isinstance(value, bool):
@@ -171,7 +178,7 @@ def whole_number(value: SupportsIndex, what: str) -> int:
 
 
 def job_of_weights(address: str) -> str:
-    """The job of a ``WeightPublisher`` with that ``address``, any text."""
+    """Return the job of a ``WeightPublisher`` with that ``address``, any text."""
     return f"{_WEIGHTS}{address}"
 
 
@@ -182,7 +189,10 @@ def job_of_checkpoints(root: str | os.PathLike[str], job_id: str | None) -> str:
 
 
 def facts_of_job(job: str | None) -> dict[str, str | None]:
-    """What a job is, by name: its ``address``, or its ``root`` and ``job_id``. None: of saves that go anywhere."""
+    """Return the ``address`` of a job, or its ``root`` and ``job_id``, by name.
+
+    ``job`` is None for saves that go to any path.
+    """
     facts: dict[str, str | None] = {"root": None, "job_id": None, "address": None}
     if job is not None and job.startswith(_WEIGHTS):
         facts["address"] = job.removeprefix(_WEIGHTS)

@@ -1,4 +1,4 @@
-"""The handle of one save, and what is known of that save: its operation changes it, the handle reads it."""
+"""The handle of one save, and the state of the save: the operation changes the state, the handle reads it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from asyncckpt.threads import Flag
 
 logger = logging.getLogger(__name__)
 
-# How long somebody may look at a future, so that it is locked: longer has only who was interrupted at that.
+# Maximum time to wait for a future's lock. A holder that keeps it longer was interrupted and never releases it.
 _LOCKED_S = 1.0
 
 
 class _Calls:
-    """Makes calls at the ends of saves, one after the other, on a thread that is there while there are any.
+    """Run calls at the ends of saves, one after the other, on a thread that exists while calls are waiting.
 
-    Not on the thread that learns of the ends of saves: while that is kept, all saves are, and the training with them.
+    Calls never run on the thread that learns of the ends of saves: if that thread is blocked, all saves and the
+    training are blocked.
     """
 
     def __init__(self, name: str, *, daemon: bool) -> None:
@@ -37,7 +38,7 @@ class _Calls:
         self._runner = 0
 
     def add(self, call: Callable[[], object]) -> bool:
-        """Have it called after all that were added before. Returns whether that will be soon."""
+        """Add a call, to run after all calls that were added before. Return True if a thread is running the calls."""
         with self._lock:
             self._waiting.append(call)
             if self._runs:
@@ -49,13 +50,14 @@ class _Calls:
             self._runs = False
             if not isinstance(error, RuntimeError):
                 raise
-            # None can be started; as the interpreter ends, all is called when everything is closed.
+            # No thread can be started, as at the end of the interpreter. ``_call_what_is_left`` makes the calls then.
         return self._runs
 
     def wait(self, timeout: float) -> bool:
-        """Wait until all that was added before has been called; one of these calls does not wait for itself.
+        """Wait until all calls that were added before have run.
 
-        Returns whether that is so after ``timeout`` seconds.
+        A call of this queue that waits for the queue returns at once. Returns False if calls are left after ``timeout``
+        seconds.
         """
         called = threading.Event()
         with self._lock:
@@ -68,7 +70,7 @@ class _Calls:
         return called.wait(timeout)
 
     def run(self) -> None:
-        """Call what waits."""
+        """Run the waiting calls."""
         while True:
             with self._lock:
                 self._runs = bool(self._waiting)
@@ -83,8 +85,10 @@ class _Calls:
 
 
 def _new_calls() -> tuple[_Calls, _Calls, _Calls]:
-    """To complete futures, to call their callbacks, which may wait for other futures, and to act on durable saves.
-    Nobody waits for the first at the end of the process.
+    """Return the queues that complete futures, run callbacks of futures, and act on durable saves.
+
+    A callback may wait for another future, so that callbacks and completions are separate. The end of the process does
+    not wait for the completions.
     """
     return (
         _Calls("asyncckpt-futures", daemon=True),
@@ -97,7 +101,7 @@ _completions, _callbacks, _actions = _new_calls()
 
 
 def wait_for_actions(timeout: float) -> None:
-    """Wait until all is done that ``Save.when_durable`` was given for saves that have ended.
+    """Wait until all actions of ``Save.when_durable`` are done for saves that have ended.
 
     Raises ``SaveTimeoutError`` after ``timeout`` seconds.
     """
@@ -105,7 +109,7 @@ def wait_for_actions(timeout: float) -> None:
         raise SaveTimeoutError(f"what was to follow saves that are durable is not done after {timeout:g} s")
 
 
-@atexit.register  # before the supervisor's, which so comes first
+@atexit.register  # registered before the supervisor's function, which therefore runs first
 def _call_what_is_left() -> None:
     _completions.run()
     _actions.run()
@@ -113,7 +117,7 @@ def _call_what_is_left() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _completions, _callbacks, _actions  # the threads of the other process are not here
+    global _completions, _callbacks, _actions  # the threads of the parent do not exist here
     _completions, _callbacks, _actions = _new_calls()
 
 
@@ -125,15 +129,15 @@ class _SaveFuture(Future[str]):
         super().add_done_callback(lambda done: _callbacks.add(partial(fn, done)))
 
     def end(self, state: SaveState) -> None:
-        """``state`` has ended, and so does this."""
-        with contextlib.suppress(InvalidStateError):  # two have seen that it has ended
+        """Set the result of this future from ``state``, which has ended."""
+        with contextlib.suppress(InvalidStateError):  # two threads have seen the end
             if state.failure is None:
                 self.set_result(state.path)
             else:
                 self.set_exception(state.failure)
 
     def complete(self, state: SaveState) -> None:
-        """As ``end``; but where this was left locked, that keeps no other future: it waits on a thread of its own."""
+        """Do as ``end``. If this future was left locked, wait on a separate thread: no other future is blocked."""
         if self._condition.acquire(timeout=_LOCKED_S):
             try:
                 self.end(state)
@@ -144,10 +148,10 @@ class _SaveFuture(Future[str]):
 
 
 class SaveState:
-    """What is known of one save, from the call until it has ended.
+    """State of one save, from the call until it has ended.
 
-    Its tensors are first *queued* for copying (those of the host are copied then), then *staged*; in the end it is
-    *done*, well or badly. A save may be done, badly, while its tensors are still being copied.
+    The tensors are first *queued* for copying (tensors of the host are copied then), and then *staged*. In the end the
+    save is *done*: committed or failed. A save may fail, and so be done, while its tensors are still being copied.
     """
 
     def __init__(self, path: str | os.PathLike[str], step: int | None) -> None:
@@ -156,52 +160,52 @@ class SaveState:
         self.begun, self.called_at = time.perf_counter(), time.time()
         self.timings: dict[str, float] = {}
         self.failure: BaseException | None = None
-        """What went wrong, if it has ended badly."""
+        """The error, if the save has failed."""
         self.is_reported = False
-        """Somebody was told of its failure, or will be."""
+        """Whether the failure was reported to the caller, or will be."""
         self.queued, self.staged, self.done, self.replicated = Flag(), Flag(), Flag(), Flag()
         self.is_copied = False
-        """Other hosts are to have copies of it."""
+        """Whether other hosts are to have copies of the save."""
         self.replication_failure: BaseException | None = None
-        """Why they have none, and will not."""
+        """The reason why other hosts have no copies, and will get none."""
         self.fences: Sequence[Callable[[], None]] = ()
         self._future: _SaveFuture | None = None
-        self._following: list[Callable[[], None]] | None = []  # what its end is followed by; None: that has begun
+        self._following: list[Callable[[], None]] | None = []  # calls to make at the end; None: the end has begun
         self._lock = threading.Lock()
 
     def copies_queued(self, fences: Sequence[Callable[[], None]]) -> None:
-        """The host's tensors are copied; those of devices are, beyond ``fences``."""
+        """Note that the host's tensors are copied, and the devices' tensors are once ``fences`` are passed."""
         self.fences = fences
         self.queued.set()
 
     def release_tensors(self) -> None:
-        """Nobody reads them (any more): they are staged, or never will be."""
+        """Note that the tensors are not read any more: they are staged, or never will be."""
         self.queued.set()
         self.staged.set()
 
     def end(self, error: BaseException | None, timings: Mapping[str, float] | None = None) -> None:
-        """It has ended: committed, after ``timings`` (seconds of the worker), or failed with ``error``."""
+        """End the save: committed, with ``timings`` (seconds of the worker), or failed with ``error``."""
         if error is None:
             for name, seconds in (timings or {}).items():
                 self.timings.setdefault(name, seconds)
             self.timings["durable_s"] = time.perf_counter() - self.begun
-        if not self.done.is_set():  # it may fail in the call and, a moment later, in the worker
+        if not self.done.is_set():  # a save may fail in the call and, a moment later, in the worker
             self.failure = error
         with self._lock:
             following, self._following = self._following or [], None
-        for call in following:  # before anybody sees that it has ended, and may wait for these
+        for call in following:  # before ``done`` is set, because a waiter may then wait for these calls
             _actions.add(call)
         self.done.set()
-        # Not here: whoever waits for the future may have been interrupted, and have left it locked.
+        # Not on this thread: a waiter that was interrupted may have left the future locked.
         if (future := self._future) is not None and not _completions.add(partial(future.complete, self)):
             future.end(self)
 
     @property
     def future(self) -> Future[str]:
-        """A future with its outcome, the same one for all who ask."""
+        """Return the future with the outcome. Every call returns the same future."""
         if self._future is None:
             future = _SaveFuture()
-            future.set_running_or_notify_cancel()  # nobody can cancel it
+            future.set_running_or_notify_cancel()  # so that it cannot be cancelled
             with self._lock:
                 self._future = self._future or future
         if self.done.is_set() and not self._future.done():
@@ -209,7 +213,7 @@ class SaveState:
         return self._future
 
     def when_durable(self, action: Callable[[], object], what: str) -> Future[None]:
-        """As of ``Save``."""
+        """See ``Save.when_durable``."""
         outcome: Future[None] = Future()
         act = partial(self._act, action, what, outcome)
         with self._lock:
@@ -220,7 +224,7 @@ class SaveState:
         return outcome
 
     def _act(self, action: Callable[[], object], what: str, outcome: Future[None]) -> None:
-        self.done.wait()  # what is added while it ends comes a moment before
+        self.done.wait()  # an action that is added during ``end`` runs a moment before ``done``
         if not outcome.set_running_or_notify_cancel():
             return
         try:
@@ -238,7 +242,7 @@ _AnySave = TypeVar("_AnySave", bound="Save")
 
 
 class Save:
-    """A save under way: first its tensors are staged, then, in the worker, it is written and committed."""
+    """A save under way. Its tensors are staged first; then the worker writes and commits it."""
 
     def __init__(self, state: SaveState) -> None:
         self._state = state
@@ -247,12 +251,12 @@ class Save:
     def finished(
         cls, path: str | os.PathLike[str], error: BaseException | None = None, *, step: int | None = None
     ) -> Save:
-        """The handle of a save that has ended already.
+        """Return the handle of a save that has ended already.
 
         Args:
-            path: Where it stands, or would.
-            error: What it failed with; None: it is complete. Nobody but the handle tells of it.
-            step: The training step it is of.
+            path: The path of the checkpoint, whether or not there is a checkpoint.
+            error: The failure; None: the save is complete. Only the handle reports the failure.
+            step: The training step.
         """
         state = SaveState(path, step)
         state.is_reported = True
@@ -287,27 +291,27 @@ class Save:
 
     @property
     def path(self) -> str:
-        """Where the checkpoint, or the file, will stand."""
+        """Return the path of the checkpoint, or of the file, once it is committed."""
         return self._state.path
 
     @property
     def step(self) -> int | None:
-        """The training step it is of; None where it has none."""
+        """Return the training step; None if the save has no step."""
         return self._state.step
 
     @property
     def future(self) -> Future[str]:
-        """The same outcome, for code that waits on futures.
+        """Return a future with the outcome of the save, for code that waits on futures.
 
-        Its callbacks are called one after the other on a thread of their own. They may save, and take their time.
+        Callbacks of the future run one after the other on a thread of their own. They may save, and may take long.
         """
         return self._state.future
 
     def result(self, timeout: float | None = None) -> str:
         """Wait until the checkpoint is committed, complete and durable, and return its path.
 
-        Raises what went wrong with it, or ``SaveTimeoutError`` after ``timeout`` seconds (None: as long as it takes;
-        the death of the worker ends the wait in any case); then the save is still under way.
+        Raises the failure of the save. Raises ``SaveTimeoutError`` after ``timeout`` seconds (None: no limit; the death
+        of the worker ends the wait in any case); then the save is still under way.
         """
         if not self._state.done.wait(timeout):
             raise SaveTimeoutError(
@@ -318,30 +322,33 @@ class Save:
             try:
                 raise self._state.failure
             finally:
-                del self  # or the error would hold on to this, and so to itself
+                del self  # otherwise the error refers to this handle, and so to itself
         return self.path
 
     def when_durable(self, action: Callable[[], object], what: str) -> Future[None]:
-        """Have something done when this is durable, such as the removal of older checkpoints; not if it fails.
+        """Call ``action`` once the save is durable, such as a removal of older checkpoints.
+
+        If the save fails, ``action`` is not called.
 
         Args:
-            action: Is called on a thread for such calls alone, one after the other in the order in which saves end.
+            action: Called on a thread for such actions alone, one after the other, in the order in which saves end.
                 ``wait`` and ``close`` of an engine or a checkpointer wait for it.
-            what: In words, for the log: "removing older checkpoints".
+            what: A description for the log, such as "removing older checkpoints".
 
         Returns:
-            When it is done, or is not to be done; with what it raised, which is also logged. Until it is begun it can
-            be cancelled.
+            A future that ends when the action is done, or when it will not be called. An error of the action is logged
+                and set on the future. The future can be cancelled until the action begins.
         """
         return self._state.when_durable(action, what)
 
     def done(self) -> bool:
-        """Whether it has ended: committed or failed."""
+        """Return whether the save has ended: committed or failed."""
         return self._state.done.is_set()
 
     def staged(self) -> bool:
-        """Whether the tensors are copied, so that the caller may change them; or, of a save that has failed, nobody
-        copies them any more.
+        """Return whether the tensors are copied, so that the caller may change them.
+
+        For a failed save: whether nothing copies the tensors any more.
         """
         return self._state.staged.is_set()
 
@@ -351,18 +358,18 @@ class Save:
             raise SaveTimeoutError(f"not staged after {timeout:g} s", path=self.path, step=self.step)
 
     def replicated(self) -> bool:
-        """Whether as many other hosts as ``Config.replicas`` says have copies, in memory, of what all ranks have saved.
+        """Return whether ``Config.replicas`` other hosts have copies, in memory, of the images of all ranks.
 
-        That may be before the checkpoint is durable, or after it.
+        The copies may be complete before or after the checkpoint is durable.
         """
         return self._state.replicated.is_set() and self._state.replication_failure is None
 
     def wait_replicated(self, timeout: float | None = None) -> None:
         """Wait until ``replicated()``.
 
-        Raises what went wrong with the copies (the checkpoint may come to be all the same), ``SaveTimeoutError`` after
-        ``timeout`` seconds, and ``ValueError`` where there are to be none: ``Config.replicas`` is 0, or this is no
-        state dict.
+        Raises the error of the copies (the checkpoint may be committed all the same). Raises ``SaveTimeoutError`` after
+        ``timeout`` seconds, and ``ValueError`` if there are no copies: ``Config.replicas`` is 0, or no state dict was
+        saved.
         """
         if not self._state.is_copied:
             if self._state.failure is not None:
@@ -374,10 +381,10 @@ class Save:
             raise self._state.replication_failure
 
     def synchronize_staging(self, timeout: float | None = None) -> None:
-        """As ``wait_staged``, but on devices it is their current streams that wait, from here on, not the host.
+        """Do as ``wait_staged``, but on devices let the current streams wait, from here on, instead of the host.
 
-        The caller may change tensors of the host at once, and those of devices by what it queues after this. Raises
-        ``SaveTimeoutError`` where the copies are not even queued after ``timeout`` seconds.
+        The caller may change tensors of the host at once, and tensors of devices by work that is queued after this
+        call. Raises ``SaveTimeoutError`` if the copies are not even queued after ``timeout`` seconds.
         """
         if not self._state.queued.wait(timeout):
             raise SaveTimeoutError(f"copies are not queued after {timeout:g} s", path=self.path, step=self.step)
@@ -387,27 +394,28 @@ class Save:
             fence()
 
     def mark_reported(self) -> None:
-        """Whoever holds the handle asks for a failure: no later call of the engine raises it."""
+        """Note that the holder of the handle asks for a failure: no later call of the engine raises it."""
         self._state.is_reported = True
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds by phase, as far as it has come.
+        """Return the seconds of each phase that the save has reached.
 
-        The trainer's: ``plan_s`` (seeing that the structure is as planned, or planning), ``slot_s`` (waiting for a free
-        slot), ``copy_s``, and ``stall_s``, all that the call of ``save`` took. The worker's: ``write_s``, and in it
-        ``checksum_s`` and ``sync_s`` (``fsync``, say), then ``commit_s``. ``copy_from_s``, ``write_from_s`` and so on:
-        how long after the call these began. ``durable_s`` is from the call until the trainer learned of the commit.
+        Of the trainer: ``plan_s`` (checking that the structure is as planned, or planning), ``slot_s`` (waiting for a
+        free slot), ``copy_s``, and ``stall_s``, the whole call of ``save``. Of the worker: ``write_s``, which includes
+        ``checksum_s`` and ``sync_s`` (such as ``fsync``), then ``commit_s``. ``copy_from_s``, ``write_from_s`` and so
+        on are the starts of these phases, counted from the call. ``durable_s`` is the time from the call until the
+        trainer learned of the commit.
         """
         return dict(self._state.timings)
 
     @property
     def failure(self) -> BaseException | None:
-        """What went wrong, if it has ended badly."""
+        """Return the error, if the save has failed."""
         return self._state.failure
 
     def is_of(self, state: object) -> bool:
-        """Whether this is the handle of the save with that state."""
+        """Return whether this is the handle of the save with that state."""
         return state is self._state
 
     def __repr__(self) -> str:

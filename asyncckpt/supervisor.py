@@ -1,11 +1,11 @@
-"""The supervisor of workers: it starts one, has it take over from a dead trainer's, and starts another with a limit.
+"""Supervisor: starts a trainer's worker, lets it take over from a dead trainer's worker, and restarts it up to a limit.
 
-An orderly end of the process is no death: whatever still has a worker then is closed, and no worker lingers. After an
-error that nobody has caught the workers linger, as the training is likely to be started again. Where that is done in
-the same process, what was there before is closed, and its workers linger, too. What is dropped while the process goes
-on has ended well: its worker finishes what it was given, and leaves.
+An orderly end of the process is no crash: every owner that still has a worker is closed, and no worker lingers. After
+an uncaught error the workers linger, because the training is likely to be restarted. If the training restarts in the
+same process, the previous owner is closed, and its workers linger too. If an owner is garbage-collected while the
+process goes on, its worker finishes the pending writes and exits.
 
-A process whose saves failed, and that was never told, ends with status 120, so that what depends on them stops.
+A process ends with status 120 if a save has failed and the failure was never reported. Dependent jobs stop then.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _CLOSED = "this checkpointer is closed; make a new one"
 _TAKEN_OVER = "another one of this process for the same folder or address has taken over from this one: use that"
 _GIVEN_UP = "this was given up, as its process begins anew; make a new one"
 
-# By their ids: all of them can be looked at in one step, while others come and go in other threads.
+# Keyed by id: all supervisors can be listed in one step, while other threads add and remove some.
 _open: weakref.WeakValueDictionary[int, Supervisor] = weakref.WeakValueDictionary()
 # Whether a save has failed without an exception that told this process.
 _has_lost = False
-# Those that were given up, until they are closed: whoever takes over needs the locks on their memory.
+# Supervisors that were given up, until they are closed. A successor needs the locks on their memory.
 _given_up: dict[int, Supervisor] = {}
 
 
@@ -61,17 +61,17 @@ class Ranks(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether there is but one."""
+        """Return whether there is only one rank."""
 
     def is_current(self) -> bool:
-        """Whether their job is still there."""
+        """Return whether the job of the ranks still exists."""
 
     def close(self) -> None:
         """End all waits for each other at once, in whatever thread they are."""
 
 
 class Supervisor:
-    """Keeps one worker running for a trainer, from the first call of ``running`` on."""
+    """Keep one worker running for a trainer, from the first call of ``running`` on."""
 
     def __init__(
         self,
@@ -83,19 +83,20 @@ class Supervisor:
         claim: Claim | None = None,
         ranks: Callable[[], Ranks | None] | None = None,
     ) -> None:
-        """Start nothing yet. ``register`` it.
+        """Start nothing yet. The caller has to ``register`` the supervisor.
 
         Args:
-            config: What the workers are to be like, and how many may die in a row.
-            job: A text by which a trainer finds the worker of the one before it; None: the worker leaves with its
-                trainer, and nobody finds it.
-            on_death: Told that the worker has died, before another is started: its memory is nobody's.
-            hand_over: Gives a new worker the memory that outlived the one before it, or that of the worker which the
-                trainer before this one has left.
-            close: Closes all that this worker is for, once the process ends, or something else in it wants a worker for
-                the same job. Told whether the worker is to linger. May raise ``CheckpointError``.
-            claim: The folder that the first rank's worker is to lock; None: there is none.
-            ranks: Says which it is for, if they have met; None: none, and this is never given up.
+            config: The options of the workers, and how many may die in a row.
+            job: The key for finding the worker of the previous trainer; None: the worker exits with its trainer, and
+                cannot be found.
+            on_death: Called when the worker has died, before another is started. The memory of the dead worker has no
+                owner.
+            hand_over: Gives a new worker the memory that outlived its predecessor, or the memory of the worker that the
+                previous trainer has left.
+            close: Closes the owner, at the end of the process, or when something else in the process wants a worker for
+                the same job. The argument says whether the worker lingers. May raise ``CheckpointError``.
+            claim: The folder that the first rank's worker locks; None: no folder.
+            ranks: Returns the ranks once they have met, or None; None: no ranks, and the supervisor is never given up.
         """
         self._config = config
         self._job = job
@@ -104,37 +105,38 @@ class Supervisor:
         self._ranks = ranks
         self._predecessor: Takeover | None = None
         self._has_looked = self._has_begun = self._is_warned = False
-        self._over = ""  # why nothing can be asked any more
+        self._over = ""  # the reason why requests are refused
         self._owner = os.getpid()
-        self._deaths = 0  # of workers, since a save was committed
+        self._deaths = 0  # deaths of workers since the last committed save
         self._restart_at = 0.0
         self.listeners = Listeners(config.listeners)
-        """Who is told what becomes of all that this worker is for."""
+        """The listeners for events of the owner and of the worker."""
         self.client: WorkerClient | None = None
-        """The worker, once there is one; it may have died."""
-        # Begun, and not known to have ended: more than ``client`` where an exception came while one was started.
+        """The worker, once it is started. It may have died."""
+        # Workers that were started and are not known to have ended. An exception during a start leaves one that is not
+        # ``client``.
         self._begun: list[WorkerClient] = []
 
     def register(self) -> None:
-        """Whoever this is for is made, and can be closed: from now on it is, as the head of this module says."""
+        """Note that the owner exists and can be closed. From now on it is closed as the module docstring says."""
         _open[id(self)] = self
 
     def claim(self, claim: Claim) -> None:
-        """Have the first rank's worker, once it starts, lock a folder, unless it is to lock another."""
+        """Let the first rank's worker lock a folder once it starts, unless another folder was claimed before."""
         self._claim = self._claim or claim
 
     def running(self, rank: int) -> WorkerClient:
-        """The worker of ``rank``; a new one where there is none yet, or it has died.
+        """Return the worker of ``rank``. Start a worker if there is none, or if it has died.
 
-        Raises ``JobTakenError``, ``SaveTimeoutError``, ``WorkerDiedError`` (also where too many have died in a row),
+        Raises ``JobTakenError``, ``SaveTimeoutError``, ``WorkerDiedError`` (also if too many have died in a row),
         ``ClosedError``.
         """
         self.check_usable()
         if self.client is not None and not self.client.alive:
-            self.check_open()  # it may have been left just now, by ``give_up``, and not be dead at all
+            self.check_open()  # ``give_up`` may have left the worker just now, so that it is not dead
             self._on_death()
             self.client.close(self._config.timeout)
-            self.client = None  # no more is known to run, see ``_leave_unfinished``
+            self.client = None  # no worker is known to run any more, see ``_leave_unfinished``
             self._record_death()
         if self.client is None:
             self._check_limit(rank)
@@ -144,7 +146,7 @@ class Supervisor:
             except WorkerDiedError:
                 self._record_death()
                 raise
-            if self._over:  # it was given up meanwhile, when there was nobody to leave yet
+            if self._over:  # ``give_up`` came during the start, when there was no worker to leave
                 self.client.detach()
                 self.check_open()
             phase: EventPhase = "worker restarted" if self._deaths else "worker started"
@@ -152,9 +154,9 @@ class Supervisor:
         return self.client
 
     def find_predecessor(self, rank: int) -> Takeover | None:
-        """The worker that the trainer before this one has left, as long as its memory is not taken over.
+        """Return the worker that the previous trainer has left, as long as its memory is not taken over.
 
-        Raises ``JobTakenError`` where that trainer lives, ``SaveTimeoutError`` where its worker does not answer.
+        Raises ``JobTakenError`` if that trainer is alive, ``SaveTimeoutError`` if its worker does not answer.
         """
         if self._job is not None and not self._has_looked and self.client is None:
             self._close_others(only_stale=True)
@@ -165,12 +167,14 @@ class Supervisor:
         return self._predecessor
 
     def record_commit(self) -> None:
-        """A save is committed: workers do not die in a row."""
+        """Note that a save is committed: the count of deaths in a row starts again at 0."""
         self._deaths = 0
 
     def is_over(self) -> bool:
-        """Whether another is to take the place: the job of its ranks is no more; or, of one process alone, this is
-        closed or given up. Ranks that were given up have to be joined anew first, or each would save by itself.
+        """Return whether a new supervisor must replace this one.
+
+        With ranks: the job of the ranks is gone. For a process alone: this supervisor is closed or given up. Ranks that
+        were given up must join again first; otherwise each rank would save by itself.
         """
         ranks = self._ranks and self._ranks()
         if ranks is not None and not ranks.is_current():
@@ -178,12 +182,12 @@ class Supervisor:
         return bool(self._over) and (ranks is None or ranks.alone)
 
     def check_open(self) -> None:
-        """Raise ``ClosedError`` once this is closed, or given up."""
+        """Raise ``ClosedError`` if the supervisor is closed or given up."""
         if self._over:
             raise ClosedError(self._over)
 
     def check_usable(self) -> None:
-        """As ``check_open``; also in a fork of the process that the worker was started by."""
+        """Do as ``check_open``. Also raise in a fork of the process that has started the worker."""
         self.check_open()
         if self.client is not None:
             self.client.check_owner()
@@ -191,9 +195,9 @@ class Supervisor:
             raise ClosedError("this checkpointer has looked for its worker in another process: make one in each fork")
 
     def leave(self, *, linger: bool) -> CheckpointError | None:
-        """End the worker when it has written what it has; with ``linger`` it stays as if this process had died.
+        """End the worker when it has finished its writes. With ``linger`` the worker stays as if this process had died.
 
-        Returns the ``SaveTimeoutError`` where it is still writing after ``Config.timeout`` seconds.
+        Returns the ``SaveTimeoutError`` if the worker is still writing after ``Config.timeout`` seconds.
         """
         self._over = self._over or _CLOSED
         self._leave_unfinished()
@@ -208,13 +212,15 @@ class Supervisor:
         return None
 
     def give_up(self, timeout: float) -> None:
-        """Leave the worker as if this process had died, at once, whatever its owner is doing in another thread: what
-        that waits for ends, with an error. ``timeout``: seconds that this may take. The owner is still to be closed.
+        """Leave the worker at once, as if this process had died, whatever the owner is doing in another thread.
+
+        A wait of the owner ends with an error. The owner has to be closed afterwards. ``timeout``: maximum duration, in
+        seconds.
         """
         if self._ranks is not None:
             self._over = self._over or _GIVEN_UP
             _given_up[id(self)] = self
-            if id(self) not in _open:  # closed meanwhile, by its own thread: nobody would look for it any more
+            if id(self) not in _open:  # its own thread has closed it meanwhile, and nobody would close it again
                 _given_up.pop(id(self), None)
             if self.client is not None:
                 self.client.detach(timeout)
@@ -222,8 +228,10 @@ class Supervisor:
                 ranks.close()
 
     def close(self) -> None:
-        """Let go of a predecessor's memory that no worker has taken over, and of those who listen; after ``leave``, and
-        when all is closed that this is for: what an exception interrupts is found, and closed, by who takes over.
+        """Release a predecessor's memory that no worker has taken over, and the listeners.
+
+        Call this after ``leave``, when the owner has closed everything. If an exception interrupts the close, the next
+        supervisor for the job finds the rest and closes it.
         """
         self._forget_predecessor()
         self.listeners.close()
@@ -231,7 +239,7 @@ class Supervisor:
         _given_up.pop(id(self), None)
 
     def _leave_unfinished(self) -> None:
-        """Workers that nobody has come to know, as an exception came while they were started, are to linger."""
+        """Let workers linger that are not ``client``, because an exception came while they were started."""
         for client in [each for each in self._begun if each is not self.client]:
             client.detach()
             self._begun.remove(client)
@@ -243,7 +251,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Have a ``JobTakenError`` say which folder this is for."""
+        """Add the folder to a ``JobTakenError``."""
         try:
             yield
         except JobTakenError as error:
@@ -254,7 +262,7 @@ class Supervisor:
         self.listeners.tell(Event(phase=phase, rank=rank, path=path, seconds=seconds, nbytes=nbytes))
 
     def __del__(self) -> None:
-        for client in getattr(self, "_begun", ()):  # also where what closes this was interrupted
+        for client in getattr(self, "_begun", ()):  # also if the close was interrupted
             client.abandon()
         if not getattr(self, "_over", True) and getattr(self, "client", None) is not None:
             warnings.warn("what saves or publishes was not closed", ResourceWarning, stacklevel=2, source=self)
@@ -271,7 +279,7 @@ class Supervisor:
             raise WorkerDiedError(f"{died} another is started in {left:.1f} s", rank=rank)
 
     def _record_death(self) -> None:
-        """The next may be started at once, but not one after the other."""
+        """Count a death. The first restart may follow at once, later restarts only after a pause."""
         self._deaths += 1
         if self._deaths > 1:
             self._restart_at = time.monotonic() + self._config.restart_pause * 2 ** (self._deaths - 2)
@@ -296,11 +304,11 @@ class Supervisor:
                 rank=rank,
                 metrics_folder=config.metrics_folder and absolute(config.metrics_folder),
             ),
-            lambda uploaded: listeners.tell(uploaded.event(rank)),  # it shall not keep this object
+            lambda uploaded: listeners.tell(uploaded.event(rank)),  # without a reference to ``self``
             self._begun.append,
         )
         try:
-            # First the memory: until this one has it, the worker before it must stay.
+            # Hand over the memory first. The previous worker must stay until this worker has the memory.
             self._hand_over(client, predecessor)
             if predecessor is not None:
                 predecessor.retire(config.timeout, longest(config.commit_timeout))
@@ -314,9 +322,9 @@ class Supervisor:
             if endpoint is not None and (words := take_log(endpoint)):
                 logger.warning("what the worker of the trainer before this one had to say: %s", words)
         except BaseException as error:
-            if is_interrupt(error):  # it may be the only one that has the memory by now
+            if is_interrupt(error):  # this worker may be the only one that has the memory
                 client.detach()
-            with contextlib.suppress(SaveTimeoutError):  # it ends by itself; what is raised says why it has to
+            with contextlib.suppress(SaveTimeoutError):  # the worker ends by itself; the error at hand says why
                 client.close(config.timeout)
             raise
         return client
@@ -329,8 +337,10 @@ class Supervisor:
             logger.warning("%s is not locked, and another job can save there: %s", claim.root, trouble)
 
     def _close_others(self, *, only_stale: bool = False) -> None:
-        """Close what nobody has closed: a cell of a notebook that is run again makes another one, and so does a
-        training that is started again in the same process. ``only_stale``: as long as this has only loaded.
+        """Close other supervisors of the same job that are still open.
+
+        A notebook cell that is run again leaves one, and so does a training that is restarted in the same process.
+        ``only_stale``: close only supervisors that are over (``is_over``), because this one has only loaded.
         """
         for other in known_supervisors():
             if other is self:
@@ -339,13 +349,13 @@ class Supervisor:
             if is_taken_over and other._has_begun and not other._over:
                 logger.warning("what this process had for the same folder or address is closed: it is used anew")
                 other._over = _TAKEN_OVER
-            if other._over:  # also where it has only loaded: nobody else would end its threads
+            if other._over:  # also if it has only loaded, because nothing else would end its threads
                 other.close_owner("as another takes over", linger=True)
             elif is_taken_over:
-                other._forget_predecessor()  # it has only loaded, and may go on with that
+                other._forget_predecessor()  # it has only loaded, and may go on loading
 
     def close_owner(self, when: str, *, linger: bool) -> None:
-        """Close all that the worker is for. What goes wrong is logged, and noted for the status of the process."""
+        """Close the owner of the worker. An error is logged, and noted for the exit status of the process."""
         try:
             self._close_owner(linger)
         except CheckpointError as error:
@@ -354,7 +364,10 @@ class Supervisor:
                 note_loss()
 
     def _take_endpoint(self, client: WorkerClient, endpoint: str | None) -> None:
-        """Have the worker take its endpoint, which may be that of one whose trainer died while it took over."""
+        """Let the worker take its endpoint.
+
+        The endpoint may still belong to the worker of a trainer that died during a takeover.
+        """
         timeout = self._config.timeout
         deadline = time.monotonic() + timeout
         while True:
@@ -369,21 +382,21 @@ class Supervisor:
 
 
 def known_supervisors() -> list[Supervisor]:
-    """Those of this process that are not closed."""
+    """Return the supervisors of this process that are not closed."""
     return [each for ref in _open.valuerefs() if (each := ref()) is not None]
 
 
 def note_loss() -> None:
-    """Have this process end with status 120, because a save has failed and no call can raise the failure any more."""
+    """Let this process end with status 120, because a save has failed and no call can raise the failure any more."""
     global _has_lost
     _has_lost = True
 
 
 class _FailingStream:
-    """A standard stream whose last flush fails.
+    """A standard stream that fails its last flush.
 
     Python has no way to change the status of a process that is ending. But if a standard stream cannot be flushed at
-    the end, Python ends with status 120 (see ``sys.exit``), after all that others have registered with ``atexit``.
+    the end, Python ends with status 120 (see ``sys.exit``), after all functions of ``atexit`` have run.
     """
 
     closed = False
@@ -395,7 +408,7 @@ class _FailingStream:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Raise ``OSError`` once Python is past all calls of ``atexit``."""
+        """Raise ``OSError`` if Python has run all functions of ``atexit``."""
         self._stream.flush()
         if sys.is_finalizing():
             raise OSError("a save has failed")
@@ -403,7 +416,7 @@ class _FailingStream:
 
 @atexit.register
 def _close_all() -> None:
-    # A shell, or a notebook, goes on after an error.
+    # A shell or a notebook goes on after an error.
     by_error = isinstance(getattr(sys, "last_value", None), Exception) and not hasattr(sys, "ps1")
     for each in known_supervisors():
         each.close_owner("at the end of the process", linger=by_error)

@@ -1,4 +1,4 @@
-"""Threads, in a process that may have no more of them."""
+"""Threads, in a process that may have reached its limit of threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncckpt.errors import CheckpointError
 
 
 def process_limit() -> str:
-    """Return what limits the threads and processes of this one, and how to look at that, for an error."""
+    """Return the limit of threads and processes, and how to look it up, as a part of an error text."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     number = "no number" if limit == resource.RLIM_INFINITY else f"{limit:,}"
     return (
@@ -26,12 +26,12 @@ def process_limit() -> str:
 
 
 def no_thread(error: RuntimeError) -> CheckpointError:
-    """Return what to raise for ``error``, with which a thread could not be started."""
+    """Return the error to raise if ``error`` has prevented the start of a thread."""
     return CheckpointError(f"no thread can be started: {error}; {process_limit()}")
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread. Raises ``CheckpointError`` if the process may have no more."""
+    """Start a thread. Raises ``CheckpointError`` if the process has reached its limit of threads."""
     try:
         thread.start()
     except RuntimeError as error:
@@ -39,7 +39,7 @@ def start(thread: threading.Thread) -> None:
 
 
 class Pool(ThreadPoolExecutor):
-    """A pool of as many threads as can be started. ``submit`` raises ``CheckpointError`` if that is none."""
+    """A pool of as many threads as can be started. ``submit`` raises ``CheckpointError`` if there is none."""
 
     _has_threads = False
 
@@ -52,14 +52,15 @@ class Pool(ThreadPoolExecutor):
                 raise no_thread(error) from error
 
 
-# For a waiter whose predecessor was interrupted just when it was to let this one in.
+# Seconds after which a waiter looks again: an interrupted waiter may not have opened the gate for the next one.
 _LOOK_AGAIN_S = 1.0
 
 
 class Flag:
-    """What ``threading.Event`` is for. But an exception out of a signal handler (Ctrl-C) may come at any instant of any
-    call: that class takes its lock by a method written in Python, and may be interrupted before it can leave it again;
-    then all who come later wait for ever.
+    """A replacement for ``threading.Event`` that survives an exception out of a signal handler (Ctrl-C).
+
+    The exception may come at any instant of any call. ``threading.Event`` takes its lock in a method written in Python.
+    If that method is interrupted before it releases the lock, all later waiters hang for ever.
     """
 
     def __init__(self) -> None:
@@ -68,24 +69,24 @@ class Flag:
         self._gate.acquire()
 
     def is_set(self) -> bool:
-        """Whether it is set."""
+        """Return whether the flag is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set it, for good."""
+        """Set the flag, for good."""
         self._is_set = True
-        with contextlib.suppress(RuntimeError):  # it is open already
+        with contextlib.suppress(RuntimeError):  # the gate is open already
             self._gate.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, or ``timeout`` seconds have passed (None: for ever). Returns whether it is."""
+        """Wait until the flag is set, at most ``timeout`` seconds (None: no limit). Return whether it is set."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._is_set:
             left = _LOOK_AGAIN_S if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return False
             if self._gate.acquire(timeout=min(left, _LOOK_AGAIN_S)):
-                self.set()  # which lets the next one in
+                self.set()  # also opens the gate for the next waiter
         return True
 
 
@@ -94,13 +95,15 @@ T = TypeVar("T")
 
 
 def without_gc(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, while which no garbage is collected.
+    """Return ``function`` with garbage collection disabled while it runs.
 
-    Planning makes some ten objects for each tensor, none of them garbage. To look for it among them takes longer than
-    all else: of the 62 us that the first rank spent on each shard of another, 41. Not for what waits beside a training,
-    which may make garbage meanwhile (a load is before one).
+    Planning makes some ten objects for each tensor, and none of them is garbage. The search for garbage among them
+    takes longer than the rest: 41 of the 62 us that the first rank spent on each shard of another rank. Do not use this
+    for a function that waits beside a training, because the training may make garbage meanwhile. (A load comes before
+    the training.)
 
-    No context manager: an exception out of a signal handler (Ctrl-C) may come before the first line of what ends one.
+    This is no context manager, because an exception out of a signal handler (Ctrl-C) may come before the first line of
+    the exit of one.
     """
 
     @functools.wraps(function)
@@ -113,7 +116,7 @@ def without_gc(function: Callable[P, T]) -> Callable[P, T]:
             finally:
                 if was_enabled:
                     gc.enable()
-        finally:  # such an exception may have cut the first short
+        finally:  # a signal handler's exception may have cut the first attempt short
             if was_enabled:
                 gc.enable()
 

@@ -26,7 +26,7 @@ from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import CheckpointError
 from asyncckpt.shm import budget
 from asyncckpt.shm.segment import PAGE, Segment, round_up
-from asyncckpt.staging.under_way import wait_for_copies
+from asyncckpt.staging.slot_copy import wait_for_copies
 
 _ALIGNMENT = 64
 _COPY_LIMIT_S = 600.0

@@ -1,1 +1,1 @@
-"""Memory: segments, the header page with the states of the slots, and how much may be taken. No torch here."""
+"""Shared memory: segments, the header page with the slot states, and the memory budget. Imports no torch."""

@@ -1,4 +1,4 @@
-"""How much memory may still be taken on this host, and in this container."""
+"""Memory budget: how many more bytes this host and this container can give."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import psutil
 
 from asyncckpt.errors import OutOfMemoryError
 
-# What stays for all others: taking the last page of a host ends in the kernel's killer, not in an error.
+# Memory left for all other processes. Taking the last page of a host invokes the kernel's OOM killer, not an error.
 RESERVE_BYTES = 256 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 _GIB = 1 << 30
 
 
 def available_bytes(cgroup_root: Path = _CGROUP) -> int:
-    """Bytes that can be taken now: the least of what the host has and what each enclosing cgroup allows."""
+    """Return the bytes that can be taken now: the minimum over the host and each enclosing cgroup."""
     limits = [psutil.virtual_memory().available]
     for folder, limit_name, usage_name in _cgroup_folders(cgroup_root):
         limit = _read_number(folder / limit_name)
         usage = _read_number(folder / usage_name)
         if limit is not None and usage is not None:
-            # Page cache counts as used but is given back on demand.
+            # Page cache counts as used, but the kernel gives it back on demand.
             limits.append(limit - usage + _reclaimable(folder / "memory.stat"))
     return max(0, min(limits))
 
 
 def require(nbytes: int, purpose: str, hint: str, cgroup_root: Path = _CGROUP) -> None:
-    """Raise ``OutOfMemoryError`` unless memory can be taken.
+    """Raise ``OutOfMemoryError`` unless enough memory can be taken.
 
     Args:
-        nbytes: How many bytes; ``RESERVE_BYTES`` have to stay beyond them.
-        purpose: What for; part of the error's text.
-        hint: What to do if it fails; part of the error's text.
-        cgroup_root: Where cgroups are mounted.
+        nbytes: Number of bytes. ``RESERVE_BYTES`` have to stay free beyond them.
+        purpose: Purpose of the memory; part of the error's text.
+        hint: Advice for the user; part of the error's text.
+        cgroup_root: Mount point of the cgroups.
     """
     available = available_bytes(cgroup_root)
     if nbytes + RESERVE_BYTES > available:
@@ -44,7 +44,7 @@ def require(nbytes: int, purpose: str, hint: str, cgroup_root: Path = _CGROUP) -
 
 
 def _cgroup_folders(root: Path) -> list[tuple[Path, str, str]]:
-    """The memory cgroup of this process and those around it, as (folder, limit file, usage file)."""
+    """Return this process's memory cgroup and its ancestors, as (folder, limit file, usage file)."""
     found = []
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -54,7 +54,7 @@ def _cgroup_folders(root: Path) -> list[tuple[Path, str, str]]:
             base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        # Inside a container the path may name folders that only the host sees: then the root is the container's.
+        # Inside a container the path may name folders that only the host sees. The root is then the container's cgroup.
         folder = base / path.lstrip("/")
         for place in [folder, *folder.parents]:
             if place.is_relative_to(base):
@@ -73,7 +73,7 @@ def _reclaimable(stat: Path) -> int:
 
 
 def _read(file: Path) -> str:
-    """Empty where it cannot be read."""
+    """Return the text of ``file``; empty if the file cannot be read."""
     try:
         return file.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""A segment that the worker hosts, with what it knows of it."""
+"""A segment that the worker hosts, with its layout, its slot table and its checksums."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from asyncckpt.shm.slots import SlotTable
 
 
 class HostedSegment:
-    """It is kept as long as anybody uses it."""
+    """A segment with a count of its users. The memory stays until the last user calls ``close``."""
 
     def __init__(self, segment: Segment) -> None:
         self._lock = threading.Lock()
-        self._users = 1  # its owner, until ``close``
+        self._users = 1  # the owner, until ``close``
         self._slots: SlotTable | None = None
         self._looked_at, self._is_huge = -1, False
         self.closed = threading.Event()
         self.segment = segment
         self.layout: SegmentLayout | None = None
         self.taken_end = 0
-        """Up to where more of its memory was taken, in bytes, when its trainer asked for that."""
+        """End of the memory that was taken later, when the trainer asked for more, in bytes."""
         self.constants: tuple[int, ...] = ()
         """Checksums of the layout's constant regions."""
 
     @property
     def slots(self) -> SlotTable:
-        """The states of its slots; only for a segment with a header page."""
+        """The slot states. Only a segment with a header page has them."""
         with self._lock:
             if self._slots is None:
                 self._slots = SlotTable(self.segment.view)
@@ -39,23 +39,23 @@ class HostedSegment:
 
     @property
     def is_huge(self) -> bool:
-        """Whether its memory is on huge pages."""
+        """Whether the memory is on huge pages."""
         if (taken := self.segment.taken_bytes) != self._looked_at:
             self._looked_at, self._is_huge = taken, is_huge(self.segment)
         return self._is_huge
 
     def describe(self, layout: SegmentLayout) -> None:
-        """Set its layout; the constant bytes are in place."""
+        """Set the layout. The constant bytes must be in place."""
         self.layout = layout
         self.constants = tuple(checksum(self.region(region)) for region in layout.constants())
 
     def region(self, region: Region) -> memoryview:
-        """Some of its bytes."""
+        """Return a view of the bytes of ``region``."""
         return self.segment.view[region.offset : region.offset + region.nbytes]
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Keep the memory, even if this is closed meanwhile."""
+        """Keep the memory during a ``with`` block, even if another thread calls ``close`` meanwhile."""
         self.use()
         try:
             yield
@@ -63,12 +63,12 @@ class HostedSegment:
             self.close()
 
     def use(self) -> None:
-        """One more uses the memory, until it calls ``close``."""
+        """Add a user. The memory stays until this user calls ``close``."""
         with self._lock:
             self._users += 1
 
     def close(self) -> None:
-        """Let go of the memory, as soon as nobody uses it. To be called once by each that does."""
+        """Release one user's hold, and the memory with the last hold. Each user calls this once."""
         with self._lock:
             self._users -= 1
             if self._users:

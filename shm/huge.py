@@ -1,9 +1,9 @@
-"""Memory on huge pages: what direct I/O wants.
+"""Memory on huge pages, for fast direct I/O.
 
-A device takes a limited number of physical pages in a request, and the kernel looks at each. Writing 1 GiB from pages
-of 4 KiB took 0.38 s and 44 ms of a core, and from huge ones 0.23 s and 8 ms. Memory files have huge pages only where
-the host says so (``shmem_enabled``) or where somebody asks for each (``MADV_COLLAPSE``, Linux 6.1); private memory has
-them nearly everywhere.
+A device takes a limited number of physical pages in a request, and the kernel looks at each page. Writing 1 GiB from
+pages of 4 KiB took 0.38 s and 44 ms of a core. From huge pages it took 0.23 s and 8 ms. Nearly every host gives huge
+pages to private memory. Memory files get them only if the host is configured for them (``shmem_enabled``), or if a
+process asks for each page (``MADV_COLLAPSE``, Linux 6.1).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from asyncckpt.shm.segment import HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_WRITE,
 _SETTINGS = "/sys/kernel/mm/transparent_hugepage"
 # From asm-generic/mman-common.h.
 _MADV_WIPEONFORK, _MADV_COLLAPSE = 18, 25
-# Collapsed by one call, and how long that may take: where the kernel has to search for huge pages, small ones will do.
+# Bytes to collapse in one call, and the maximum time for that call. If the kernel has to search longer for huge pages,
+# small pages are good enough.
 _AT_ONCE_BYTES = 128 << 20
 _LONG_S = 1.0
 
@@ -36,11 +37,11 @@ _own = threading.local()
 def take_huge(segment: Segment, begin: int, end: int) -> None:
     """Take the memory of a segment from ``begin`` up to ``end`` on huge pages, as far as the host has them.
 
-    What is left, ``touch`` takes. A huge page is taken in the time of a few small ones.
+    ``touch`` takes the rest. Taking a huge page takes as long as taking a few small pages.
     """
     address = segment.address
     for first, last in _parts(begin, end):
-        # It wants a page that is there: of one in each, it makes the whole.
+        # MADV_COLLAPSE needs one resident page in each huge page, and fills in the rest.
         for at in range(first, last, HUGE_PAGE):
             _advise(address + at, PAGE, MADV_POPULATE_WRITE)
         if not _collapse(address + first, last - first):
@@ -48,13 +49,13 @@ def take_huge(segment: Segment, begin: int, end: int) -> None:
 
 
 def is_huge(segment: Segment) -> bool:
-    """Whether what is taken of a segment is on huge pages. What is not is moved there, if it can be."""
+    """Return whether all taken memory of a segment is on huge pages, after moving it there if possible."""
     address, fd, end = segment.address, segment.fileno(), 0
     while True:
         try:
             begin = os.lseek(fd, end, os.SEEK_DATA)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # there is no more
+            if error.errno == errno.ENXIO:  # no more data
                 return True
             raise
         end = os.lseek(fd, begin, os.SEEK_HOLE)
@@ -63,13 +64,13 @@ def is_huge(segment: Segment) -> bool:
 
 
 def _parts(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The whole huge pages there, as many at once as are collapsed by one call."""
+    """Return the ranges of whole huge pages between ``begin`` and ``end``, each as long as one call collapses."""
     begin, end = round_up(begin, HUGE_PAGE), end // HUGE_PAGE * HUGE_PAGE
     return ((at, min(at + _AT_ONCE_BYTES, end)) for at in range(begin, end, _AT_ONCE_BYTES))
 
 
 def _collapse(address: int, nbytes: int) -> bool:
-    """Have memory that is taken on huge pages; whether it is, and did not take long."""
+    """Move taken memory to huge pages. Return True if that worked and took less than ``_LONG_S``."""
     begun = time.monotonic()
     return _advise(address, nbytes, _MADV_COLLAPSE) and time.monotonic() - begun < _LONG_S
 
@@ -79,17 +80,17 @@ def _advise(address: int, nbytes: int, advice: int) -> bool:
 
 
 def huge_buffer(nbytes: int) -> memoryview:
-    """New memory of ``nbytes`` bytes, touched, that begins on a page (a huge one if there are any).
+    """Return ``nbytes`` bytes of new, touched memory that begins on a page (a huge page if there are any).
 
-    It is freed with the last view of it.
+    The memory is freed with its last view.
     """
     mapping = mmap.mmap(-1, round_up(nbytes) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     begin = -address % HUGE_PAGE
     length = min(round_up(nbytes, HUGE_PAGE), len(mapping) - begin)
     _advise(address + begin, length, MADV_HUGEPAGE)
-    # A fork made while a device writes here must not share these pages. The child has others: its thread has this
-    # buffer, too.
+    # A forked child must not share these pages while a device writes to them. The child gets zeroed pages instead,
+    # because its copy of this thread has the buffer, too.
     if not _advise(address + begin, length, _MADV_WIPEONFORK):
         _advise(address + begin, length, mmap.MADV_DONTFORK)
     buffer = memoryview(mapping)[begin : begin + nbytes]
@@ -99,7 +100,7 @@ def huge_buffer(nbytes: int) -> memoryview:
 
 
 class HostMemory(NamedTuple):
-    """Private memory of this process, freed with the last view of it."""
+    """Private memory of this process, freed with its last view."""
 
     view: memoryview
     address: int
@@ -116,7 +117,7 @@ class HostMemory(NamedTuple):
 
 
 def own_buffer(nbytes: int) -> memoryview:
-    """The buffer of this thread, of ``nbytes`` bytes or more. It is kept for the next call, until the thread ends."""
+    """Return this thread's buffer, of at least ``nbytes`` bytes. It is reused by later calls until the thread ends."""
     buffer: memoryview | None = getattr(_own, "buffer", None)
     if buffer is None or len(buffer) < nbytes:
         buffer = _own.buffer = huge_buffer(round_up(nbytes))
@@ -125,12 +126,12 @@ def own_buffer(nbytes: int) -> memoryview:
 
 @functools.cache
 def only_private() -> bool:
-    """Whether this host gives huge pages to private memory alone, not to memory files that ask for them."""
+    """Return whether this host gives huge pages to private memory only, and not to memory files that ask for them."""
     return _setting("shmem_enabled") in ("never", "deny") and _setting("enabled") != "never"
 
 
 def _setting(name: str) -> str:
-    """The choice of the host, which stands in brackets."""
+    """Return the host's choice for a setting, which is marked by brackets."""
     try:
         with open(f"{_SETTINGS}/{name}") as file:
             return file.read().partition("[")[2].partition("]")[0]

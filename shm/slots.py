@@ -1,19 +1,19 @@
-"""The header page of a segment: the state of each slot, and what is published in it.
+"""The header page of a segment: the state of each slot, and the version published in it.
 
 A slot holds one image. Its life is FREE -> STAGING -> STAGED -> WRITING -> FREE. The states stand in shared memory so
-that the worker knows them when the trainer is gone: a slot that is STAGED holds a whole state and is written out, what
-is being written is written to the end, and a slot that is STAGING is thrown away.
+that the worker still knows them after the trainer has died. A STAGED slot holds a whole state, and the worker writes
+it. The worker finishes a WRITING slot and discards a STAGING slot.
 
-While a slot is STAGING, the page also says how much of its image has arrived: that many of its first bytes are there,
-and stay as they are. The trainer sets that number, and the worker writes that much.
+While a slot is STAGING, the page also says how many bytes of its image have arrived. The bytes that have arrived do not
+change any more. The trainer sets their number, and the worker writes up to it.
 
-Beside that stands what is *published* in a slot (see ``slots.py``). It stays published, whatever becomes of
-its save, until the trainer withdraws it to stage something else there.
+The page also holds the version that is *published* in a slot (see ``PublishedSlots``). It stays published, whether or
+not its save succeeds, until the trainer withdraws it to stage another image there.
 
-Who may change a state: the trainer FREE -> STAGING -> STAGED, and STAGING -> FREE when staging failed; the worker
-STAGED -> WRITING -> FREE, and any -> FREE for a save that is given up. Each change is one aligned 8-byte store, the
-last one of its step: a process killed between two stores leaves one of the states above, never a mixture. What is
-published is written by the trainer alone; there, too, the last store of a step decides.
+The trainer may change FREE -> STAGING -> STAGED, and STAGING -> FREE if staging failed. The worker may change STAGED ->
+WRITING -> FREE, and any state -> FREE for a save that is given up. Each change is one aligned 8-byte store, the last
+store of its step. A process killed between two stores leaves one of the states above, never a mixture. Only the trainer
+writes the published version, and there, too, the last store of a step decides.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from typing import NamedTuple
 from asyncckpt.shm.segment import PAGE, Descriptor, Segment
 
 HEADER_BYTES = PAGE
-# The state, its save, the bytes that have arrived; then what is published: epoch, version, rolled back, folder, ranks.
+# The state, its save, the bytes that have arrived; then the published version: epoch, version, rolled back, folder,
+# ranks.
 _STATE, _SAVE_ID, _ARRIVED, _EPOCH, _VERSION, _ROLLED_BACK, _FOLDER, _RANKS = range(8)
 _WORDS_PER_SLOT = 8
 MAX_SLOTS = HEADER_BYTES // (8 * _WORDS_PER_SLOT)
 
 
 class State(enum.IntEnum):
-    """What a slot holds."""
+    """The state of a slot."""
 
     FREE = 0
     STAGING = 1
@@ -46,33 +47,33 @@ class State(enum.IntEnum):
 
 
 class PublishedVersion(NamedTuple):
-    """What is published in a slot. Ordered: the greater one is the newer."""
+    """A version that is published in a slot. A greater version is newer."""
 
     epoch: int
-    """The number of the publishing process: a later one has a greater number."""
+    """The number of the publishing process. A later process has a greater number."""
     version: int
-    """Grows within an epoch."""
+    """The number of the version, which grows within an epoch."""
     rolled_back: bool
-    """Whether the versions of this epoch may be lower than those of the one before."""
+    """Whether the versions of this epoch may be lower than the versions of the previous epoch."""
     ranks: int
-    """How many ranks publish that version, each what it has of it."""
+    """The number of ranks that publish this version, each its own part."""
     folder: int = 0
-    """Which folder of the image it is, where that has several (see ``FileSetLayout``)."""
+    """The number of the image's folder, if the image has several (see ``FileSetLayout``)."""
 
 
 class SlotTable:
-    """The states of the slots of one segment, over its header page. A fresh (zeroed) page says all are FREE."""
+    """The slot states of one segment, on its header page. On a fresh (zeroed) page all slots are FREE."""
 
     def __init__(self, header: memoryview) -> None:
-        """``header``: the first ``HEADER_BYTES`` of the segment."""
+        """Use ``header``, the first ``HEADER_BYTES`` of the segment."""
         self._words = header[:HEADER_BYTES].cast("Q")
 
     def state(self, slot: int) -> State:
-        """The state of ``slot``."""
+        """Return the state of ``slot``."""
         return State(self._words[slot * _WORDS_PER_SLOT + _STATE])
 
     def save_id(self, slot: int) -> int:
-        """The number of the save that ``slot`` was last taken for."""
+        """Return the number of the save that ``slot`` was last taken for."""
         return self._words[slot * _WORDS_PER_SLOT + _SAVE_ID]
 
     def take(self, slot: int, save_id: int) -> None:
@@ -82,21 +83,21 @@ class SlotTable:
         self.set(slot, State.STAGING)
 
     def set(self, slot: int, state: State) -> None:
-        """Change the state of ``slot``; see the module for who may."""
+        """Change the state of ``slot``. The module docstring says which process may make which change."""
         self._words[slot * _WORDS_PER_SLOT + _STATE] = state
 
     def set_arrived(self, slot: int, nbytes: int) -> None:
-        """Trainer: the first ``nbytes`` of the image being staged in ``slot`` are there, and stay as they are."""
+        """Trainer: announce that the first ``nbytes`` of the image in ``slot`` are staged and will not change."""
         self._words[slot * _WORDS_PER_SLOT + _ARRIVED] = nbytes
 
     def arrived(self, slot: int) -> int:
-        """How many of the first bytes are there of the image that ``slot`` was last taken for."""
+        """Return the number of bytes that have arrived of the image that ``slot`` was last taken for."""
         return self._words[slot * _WORDS_PER_SLOT + _ARRIVED]
 
     def publish(self, slot: int, published: PublishedVersion) -> None:
-        """Trainer: tell readers what is in ``slot``; they may read it from now on."""
+        """Trainer: publish a version in ``slot``. Readers may read the slot from now on."""
         first = slot * _WORDS_PER_SLOT
-        self.withdraw(slot)  # if this process dies in between, readers must not see half of each
+        self.withdraw(slot)  # if this process dies in between, readers must not see a mixture
         self._words[first + _EPOCH] = published.epoch
         self._words[first + _VERSION] = published.version
         self._words[first + _ROLLED_BACK] = published.rolled_back
@@ -104,11 +105,11 @@ class SlotTable:
         self._words[first + _RANKS] = published.ranks
 
     def withdraw(self, slot: int) -> None:
-        """Trainer: nothing is published in ``slot`` any more. It must be claimed before anything is written there."""
+        """Trainer: publish nothing in ``slot`` any more. The slot must be claimed before anything is written to it."""
         self._words[slot * _WORDS_PER_SLOT + _RANKS] = 0
 
     def published(self, slot: int) -> PublishedVersion | None:
-        """What is published in ``slot``; None: nothing."""
+        """Return the version published in ``slot``; None if there is none."""
         first = slot * _WORDS_PER_SLOT
         ranks = self._words[first + _RANKS]
         if not ranks:
@@ -117,24 +118,24 @@ class SlotTable:
         return PublishedVersion(epoch, version, bool(rolled_back), ranks, folder)
 
     def publications(self, slots: int) -> dict[PublishedVersion, int]:
-        """What is published in the first ``slots`` slots, each with its slot."""
+        """Return the versions published in the first ``slots`` slots, each with its slot."""
         found = ((self.published(slot), slot) for slot in range(slots))
         return {published: slot for published, slot in found if published is not None}
 
     def close(self) -> None:
-        """Let go of the header page."""
+        """Release the header page."""
         self._words.release()
 
 
 class Readers(IntEnum):
-    """Who reads a slot: what is published there, or the image of a save, to load it or to keep a copy."""
+    """The kinds of readers of a slot: of its published version, or of the image of a save, to load or copy it."""
 
     OF_PUBLISHED = 0
     OF_IMAGE = 1
 
 
 def reopen(fd: int, flags: int) -> int:
-    """The same memory file, by an open file description of its own. With ``O_RDONLY`` it cannot be written through."""
+    """Reopen a memory file as an open file description of its own. With ``O_RDONLY`` it does not allow writes."""
     return os.open(*_same_file(fd, flags))
 
 
@@ -150,19 +151,19 @@ class Claims:
         _all_claims.add(self)
 
     def __del__(self) -> None:
-        """Whoever was dropped without being closed keeps no slot from others of the same process."""
+        """Close claims that were dropped without ``close``, so that they lock no slot for others in this process."""
         if hasattr(self, "_file"):
             self.close()
 
     def claim(self, slot: int, *readers: Readers) -> bool:
-        """Whether none of those ``readers`` (by default: nobody) reads ``slot``, and none begins to from now on.
+        """Claim ``slot`` against ``readers`` (by default all kinds). Return False if one of them has a lease on it.
 
-        True where it is claimed already.
+        While the slot is claimed, these readers get no lease. Returns True if the slot is claimed already.
         """
         return _lock(self._file.fileno(), fcntl.F_WRLCK, slot, readers or tuple(Readers))
 
     def offer(self, slot: int, readers: Readers) -> None:
-        """End the claim on ``slot``: those ``readers`` may take a lease."""
+        """End the claim on ``slot``, so that these ``readers`` may take a lease."""
         _lock(self._file.fileno(), fcntl.F_UNLCK, slot, (readers,))
 
     def close(self) -> None:
@@ -171,9 +172,9 @@ class Claims:
 
 
 def lease(fd: int, slot: int, readers: Readers = Readers.OF_PUBLISHED) -> Descriptor | None:
-    """A reader's lock: a descriptor that keeps ``slot`` of the segment ``fd`` as it is, until it is closed.
+    """Take a reader's lock on ``slot`` of the segment ``fd``: a descriptor that keeps the slot unchanged until closed.
 
-    None where the writer has claimed the slot.
+    Returns None if the writer has claimed the slot.
     """
     own = Descriptor.of(os.open, *_same_file(fd, os.O_RDONLY))
     if _lock(own.fileno(), fcntl.F_RDLCK, slot, (readers,)):
@@ -183,7 +184,8 @@ def lease(fd: int, slot: int, readers: Readers = Readers.OF_PUBLISHED) -> Descri
 
 
 def _lock(fd: int, kind: int, slot: int, readers: tuple[Readers, ...]) -> bool:
-    # struct flock: type, whence, start, length, and a process id that has to be 0. All of it is locked, or none.
+    # struct flock: type, whence, start, length, and a process id that has to be 0. The range is locked as a whole or
+    # not at all.
     first = slot * len(Readers) + readers[0]
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, first, len(readers), 0))
@@ -198,7 +200,7 @@ _all_claims: weakref.WeakSet[Claims] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """A fork (a data loader's worker, say) must not keep a claim of a trainer that has died."""
+    """Close all claims. A fork (e.g. a data loader's worker) must not keep a claim of a trainer that has died."""
     for claims in list(_all_claims):
         claims.close()
 
@@ -207,40 +209,42 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 LASTING = 2
-"""The first slots of weights keep their memory: one has the newest version, one is to publish in. Others are there for
-as long as readers keep older versions, and may be given back."""
+"""Number of slots of weights that always keep their memory: the newest version, and the slot to publish next. Further
+slots exist while readers keep older versions. Their memory may be given back."""
 
 
 class PublishedSlots:
-    """The trainer's part, for checkpoints and for weights. ``count`` slots are used; the owner may change that."""
+    """The trainer's side of publishing checkpoints and weights. It uses ``count`` slots, which the owner may change."""
 
     def __init__(self, segment: Segment, count: int) -> None:
-        """``segment`` has the header page; the images may be in others."""
+        """Use the header page of ``segment``. The images may be in other segments."""
         self.count = count
         self._table = SlotTable(segment.view)
         self._claims = Claims(segment)
 
     def publications(self) -> dict[PublishedVersion, int]:
-        """What is published, and in which slot, the oldest first."""
+        """Return the published versions, each with its slot, the oldest first."""
         return dict(sorted(self._table.publications(self.count).items()))
 
     def claim(self, slot: int) -> bool:
-        """Whether nobody reads ``slot``. If so, nobody can until it is offered again: nothing is published any more."""
+        """Claim ``slot`` and withdraw its version. Return False, without a claim, if anybody reads the slot.
+
+        Nobody can read the slot until it is offered again.
+        """
         if not self._claims.claim(slot):
             return False
         self._table.withdraw(slot)
         return True
 
     def publish(self, slot: int, version: PublishedVersion) -> None:
-        """Let readers see ``version`` in a ``slot`` that was claimed."""
+        """Publish ``version`` in a ``slot`` that was claimed."""
         self._table.publish(slot, version)
         self.offer(slot)
 
     def publish_unless_last(self, slot: int, version: PublishedVersion) -> bool:
-        """As ``publish``, if one of the other slots can be claimed then.
+        """Publish ``version`` as ``publish`` does, if at least one other slot can then be claimed.
 
-        Returns False, and publishes nothing, where readers have all others, so that none would be left that they cannot
-        keep; or where they have this one already, as another version.
+        Return False, and publish nothing, if readers hold every other slot, or if they already hold this slot.
         """
         others = [other for other in self.publications().values() if other != slot]
         if not self._is_unread(slot):
@@ -252,35 +256,35 @@ class PublishedSlots:
         return True
 
     def offer(self, slot: int) -> None:
-        """End the claim on ``slot``, for those who read what is published."""
+        """End the claim on ``slot`` for readers of the published version."""
         self._claims.offer(slot, Readers.OF_PUBLISHED)
 
     def offer_image(self, slot: int) -> None:
-        """End the claim on ``slot``, for those who read the image of a save, which is whole."""
+        """End the claim on ``slot`` for readers of the image of a save. The image must be whole."""
         self._claims.offer(slot, Readers.OF_IMAGE)
 
     def withdraw_newer(self, version: PublishedVersion) -> None:
-        """Whatever is newer than ``version`` shall not be found any more. Its slots are not claimed."""
+        """Withdraw every version newer than ``version``. The slots are not claimed."""
         for other, slot in self.publications().items():
             if other > version:
                 self._table.withdraw(slot)
 
     def withdraw_all(self) -> None:
-        """Nobody shall find anything here any more. The slots are not claimed: nothing may be written there."""
+        """Withdraw every version. The slots are not claimed, so nothing may be written to them."""
         for slot in range(self.count):
             self._table.withdraw(slot)
 
     def close(self) -> None:
-        """Let go of the header page, and give all claims back."""
+        """Release the header page, and end all claims."""
         self._table.close()
         self._claims.close()
 
     def _is_unread(self, slot: int) -> bool:
-        """Whether nobody reads what is published in ``slot``, and nobody can from now on."""
+        """Claim ``slot`` against readers of the published version. Return False if there is a reader."""
         return self._claims.claim(slot, Readers.OF_PUBLISHED)
 
     def _withdraw(self, slot: int) -> bool:
-        """Take back what is published in ``slot``, unless somebody reads it."""
+        """Withdraw the version in ``slot``. Return False if there is a reader."""
         if not self._is_unread(slot):
             return False
         self._table.withdraw(slot)
@@ -288,7 +292,7 @@ class PublishedSlots:
 
 
 class ReadableSlots:
-    """A reader's part, for ``count`` slots of a segment that is mapped for reading; the owner may change ``count``."""
+    """A reader's side of published slots. The segment is mapped for reading; the owner may change ``count``."""
 
     def __init__(self, segment: Segment, count: int) -> None:
         self.count = count
@@ -296,11 +300,11 @@ class ReadableSlots:
         self._table = SlotTable(segment.view)
 
     def publications(self) -> dict[PublishedVersion, int]:
-        """What is published, and in which slot."""
+        """Return the published versions, each with its slot."""
         return self._table.publications(self.count)
 
     def lease(self, slot: int, version: PublishedVersion) -> Descriptor | None:
-        """A descriptor that keeps ``version`` in ``slot`` until it is closed; None where it is not there any more."""
+        """Return a descriptor that keeps ``version`` in ``slot`` until closed; None if the version is gone."""
         fd = lease(self._segment.fileno(), slot)
         if fd is not None and self._table.published(slot) != version:
             fd.close()
@@ -308,5 +312,5 @@ class ReadableSlots:
         return fd
 
     def close(self) -> None:
-        """Let go of the header page. Leases last."""
+        """Release the header page. Leases outlive this."""
         self._table.close()

@@ -1,4 +1,4 @@
-"""``python -m asyncckpt.worker JSON``: started by ``process.py``, which says what stands in ``JSON``."""
+"""``python -m asyncckpt.worker JSON``: the worker process. ``link/process.py`` starts it, and makes ``JSON``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from asyncckpt.worker.server import Server
 if TYPE_CHECKING:
     from asyncckpt.worker.metrics_file import MetricsFile
 
-# Launchers signal every process of a job, also to say that its time is nearly up (Slurm's --signal=USR1@90, say). The
-# worker ends when its trainer does, after what is staged is written.
+# Launchers send these signals to every process of a job, also to announce the end of its time (for example Slurm's
+# --signal=USR1@90). The worker ignores them, and ends after its trainer ends and all staged images are written.
 _FOR_TRAINERS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
@@ -34,10 +34,10 @@ def main(argv: list[str]) -> int:
     """Serve the trainer at the other end of the socket until it closes or dies."""
     for each in _FOR_TRAINERS:
         signal.signal(each, signal.SIG_IGN)
-    # A thread that has written its chunk must get to the next at once, not after 5 ms of another's checksums.
+    # A thread that has written its chunk must continue at once, not after 5 ms of another thread's checksums.
     sys.setswitchinterval(0.0002)
     logging.basicConfig(level=logging.WARNING, format="asyncckpt worker %(process)d: %(levelname)s: %(message)s")
-    # A first rank's worker has some connections of each rank of the job.
+    # The first rank's worker has several connections from each rank of the job.
     with contextlib.suppress(ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         )
         finished = server.run(_watch(trainer), options["linger"])
     finally:
-        if metrics is not None:  # while no other worker of this job can be there, which would write the same file
+        if metrics is not None:  # before another worker of this job can start, which would write the same file
             metrics.close(in_order=server is not None and server.is_closed_in_order)
         endpoint_service.close()
         serving.close()
@@ -70,14 +70,14 @@ def main(argv: list[str]) -> int:
 def _metrics_file(options: dict[str, Any]) -> MetricsFile | None:
     if options["metrics_folder"] is None:
         return None
-    from asyncckpt.worker.metrics_file import MetricsFile  # which needs what is only there where it is wanted
+    from asyncckpt.worker.metrics_file import MetricsFile  # its dependencies are optional
 
-    training = options["job"] and options["job"].replace("\n", " ").strip()  # its folder, and its id if it has one
+    training = options["job"] and options["job"].replace("\n", " ").strip()  # its folder and job id
     return MetricsFile(options["metrics_folder"], training, options["rank"])
 
 
 def _lower_priority(nice: int, io_class: str) -> None:
-    """Stand back for the training. A host that refuses gets a log line, not an error: the checkpoint matters more."""
+    """Lower the priority, in favor of the training. If the host refuses, only log that: the checkpoint matters more."""
     process = psutil.Process()
     try:
         if nice:
@@ -91,13 +91,13 @@ def _lower_priority(nice: int, io_class: str) -> None:
 
 
 def _watch(pid: int) -> int | None:
-    """A descriptor that becomes readable when the trainer dies."""
+    """Return a descriptor that becomes readable when the trainer dies; None if there is no such descriptor."""
     try:
         return os.pidfd_open(pid)
     except (
         OSError,
         AttributeError,
-    ):  # a kernel, or a Python, without them, or the trainer is dead already: then its socket says so
+    ):  # the kernel or Python lacks pidfds, or the trainer is already dead, which its socket shows
         return None
 
 

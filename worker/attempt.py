@@ -13,7 +13,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -62,7 +62,7 @@ class Attempt(ABC):
     at the end ``release`` or ``discard`` on all.
 
     ``opened`` is the attempt on storage. ``direct``: whether the page cache was bypassed; ``timings``: the image's;
-    ``written_at``: when it was durable, as ``time.perf_counter`` says; ``unchanged``: as of ``Committed``.
+    ``written_at``: when it was durable, as ``time.perf_counter`` says.
     """
 
     opened: OpenAttempt
@@ -75,7 +75,6 @@ class Attempt(ABC):
         self.direct = False
         self.timings = self.staged_image.timings
         self.written_at = 0.0
-        self.unchanged: tuple[bytes, ...] = ()
         self.begun: float | None = None  # where there is nothing to write, never
 
     @abstractmethod
@@ -197,7 +196,6 @@ class FolderAttempt(Attempt):
         self._files: dict[str, dict[str, Any]] = {}  # those that are written, for the manifest
         self._tails: list[bytes] = []  # of the indexes of large files
         self._linkable: dict[str, DurableFile] = {}
-        self._settled: Collection[str] = ()  # large files that the trainer does not expect to change
 
     @property
     @abstractmethod
@@ -217,7 +215,7 @@ class FolderAttempt(Attempt):
         with contextlib.ExitStack() as opened:
             written: list[tuple[_LargeFile, ImageFile | None]] = []
             for each in self._large:
-                its = _LargeFile(each, each.name(self.request.rank), self._bytes_of(each))
+                its = _LargeFile(each, each.name(self.request.rank), self.image(each.begin, each.nbytes))
                 output = None
                 if not self._link(its, pool):
                     is_huge = self.staged_image.hosted.is_huge
@@ -251,9 +249,7 @@ class FolderAttempt(Attempt):
         if known is None or known.source is None:
             return False
         file.bounds = self._follow(file.large, UnwrittenFile(file.image))
-        is_shared = isinstance(file.large, DataFile) and file.large.is_shared
-        is_known = is_shared and known.is_proven  # nobody has written there since
-        file.digests = known.digests if is_known else span_digests(file.image, file.bounds, pool)
+        file.digests = span_digests(file.image, file.bounds, pool)
         if file.digests == known.digests and self.opened.link(file.name, known.source):
             file.links = known.links + 1
         return file.links > 0
@@ -278,7 +274,9 @@ class FolderAttempt(Attempt):
 
     def release(self) -> None:
         if self._linkable:
-            self.durable.note(self.request.segment, self._linkable, self._settled)
+            data_files = [each for each in self._large if isinstance(each, DataFile)]
+            frozen = {each.name(self.request.rank) for each in data_files if each.is_frozen}
+            self.durable.note(self.request.segment, self._linkable, frozen)
         super().release()
 
     def _follow(self, file: LargeFile, output: ImageFile | UnwrittenFile) -> Sequence[int]:
@@ -287,10 +285,6 @@ class FolderAttempt(Attempt):
             raise NotImplementedError(type(file))
         output.follow(lambda nbytes, whole: min(self.wait_beyond(file.begin + nbytes) - file.begin, whole))
         return self.region(file.spans).cast("Q")
-
-    def _bytes_of(self, file: LargeFile) -> memoryview:
-        """Where a file is staged."""
-        return self.image(file.begin, file.nbytes)
 
     def _open(self, file: LargeFile, name: str) -> OutputFile:
         return self.opened.create(name, large=True)
@@ -399,20 +393,6 @@ class CheckpointAttempt(FolderAttempt):
     """An attempt at one rank's part of a checkpoint."""
 
     layout: CheckpointLayout
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._settled = {each.name(self.request.rank) for each in self.layout.data_files if each.is_settled}
-
-    def _bytes_of(self, file: LargeFile) -> memoryview:
-        if isinstance(file, DataFile):
-            return self.region(self.layout.data(self.request.slot, file))
-        return super()._bytes_of(file)
-
-    def _note_linkable(self, files: Sequence[_LargeFile]) -> None:
-        super()._note_linkable(files)
-        its = self.durable.unchanged(self.request.segment, self._linkable, self._settled)
-        self.unchanged = tuple(its.values())
 
     @property
     def _large(self) -> Sequence[LargeFile]:

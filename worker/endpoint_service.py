@@ -1,8 +1,9 @@
-"""What a worker does at its endpoint: it answers processes that did not start it, and lingers for a new trainer.
+"""A worker's services at its endpoint: answer processes that did not start it, and linger for a new trainer.
 
-What is published is shown to readers at any time. When the trainer has died, whoever takes over is told of the images,
-and handed the memory. A trainer that takes over hands the memory on to its own worker before the old one leaves, and
-only then has it take the endpoint. So at any instant one of the two holds what is staged, and can be found.
+Readers can always see publications. After the trainer's death, a process that takes over gets a list of the images, and
+the memory. A trainer that takes over first hands the memory to its own worker, and then lets the old worker leave. Only
+after that its worker takes the endpoint. So at any instant one of the two workers holds the staged images and can be
+found.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _ANSWER_S = 10.0
-# How long the message to leave may take to reach a worker.
+# Timeout for the message that tells a worker to leave.
 _RETIRE_S = 1.0
 
 
@@ -39,10 +40,10 @@ class EndpointService:
         """Do not listen yet.
 
         Args:
-            name: That of the endpoint; None: there is none, and this does nothing.
+            name: The name of the endpoint. Without a name this object does nothing.
             trainer: The process id of this worker's trainer.
-            segment_store: What is shown and handed over.
-            serving: Serves it to other hosts.
+            segment_store: The memory to show and to hand over.
+            serving: Serves the memory to other hosts.
         """
         self._name, self._trainer = name, trainer
         self._segment_store, self._serving = segment_store, serving
@@ -55,20 +56,20 @@ class EndpointService:
         # A plain flag, because a signal handler may set it.
         self._retired = False
         self.is_closed_in_order = False
-        """The trainer has not died, but closed: what is not written yet is in no other hands."""
+        """Whether the trainer has closed rather than died. If so, no other process has the unwritten images."""
         self.unended_saves: Callable[[], tuple[WriteRequest, ...]] = tuple
-        """Says which saves have not ended."""
+        """Returns the saves that have not ended."""
         self.on_restart: Callable[[], object] = lambda: None
-        """Told that the job is started again."""
+        """Called when the job was restarted."""
 
     def open(self) -> None:
-        """Take the endpoint. Raises ``JobTakenError``, or ``OSError`` where there cannot be one."""
+        """Take the endpoint. Raises ``JobTakenError``, or ``OSError`` if there can be no endpoint."""
         if self._name is not None and self._endpoint is None:
             self._endpoint = Endpoint(self._name, self._trainer)
             self._endpoint.listen(self._answer)
 
     def close(self) -> None:
-        """Give the endpoint back, and leave those that are connected, who may wait for this."""
+        """Give the endpoint back, and disconnect all processes. They may be waiting for this."""
         if self._endpoint is not None:
             self._endpoint.close()
         with self._lock:
@@ -76,7 +77,7 @@ class EndpointService:
                 peer.hang_up()
 
     def redirect_log(self) -> None:
-        """From now on what this process says goes to the log of its endpoint: its trainer is gone."""
+        """Send the log of this process to the endpoint's log file, because its trainer is gone."""
         if self._name is not None:
             try:
                 redirect_log(self._name)
@@ -84,12 +85,12 @@ class EndpointService:
                 logger.warning("there is no log: %s", error)
 
     def retire(self) -> None:
-        """Linger no more. A signal handler may call."""
+        """Stop lingering. A signal handler may call."""
         self._retired = True
         self.on_restart()
 
     def linger(self, seconds: float) -> None:
-        """Wait for somebody to take over what is held, until ``seconds`` after the last process has left."""
+        """Wait for a process that takes over, until ``seconds`` after the last process has left."""
         if not self._find_endpoint(seconds):
             return
         self._lingers_since, self._lingers_for = time.monotonic(), seconds
@@ -99,17 +100,17 @@ class EndpointService:
             time.sleep(min(_POLL_S, seconds))
 
     def _lingers(self) -> float:
-        """For how many seconds more, as long as nobody else comes."""
+        """Return the seconds that this worker still lingers if no other process connects."""
         with self._lock:
             if self._peers or self._lingers_since is None:
                 return self._lingers_for
             return max(self._lingers_since, self._last_left) + self._lingers_for - time.monotonic()
 
     def _find_endpoint(self, seconds: float) -> bool:
-        """Take the endpoint, if the trainer died before it could ask for that. Returns whether this worker has it.
+        """Take the endpoint if the trainer died before it could ask for that. Return whether this worker has it.
 
-        The worker that has it may be just leaving, or about to be told to; but if it stays, it has all that this one
-        holds.
+        The worker at the endpoint may be leaving, or about to be told to leave. If it stays, it has all images that
+        this worker holds.
         """
         deadline = time.monotonic() + seconds
         stays_since: float | None = None
@@ -129,8 +130,8 @@ class EndpointService:
         return self._endpoint is not None
 
     def _answer(self, peer: SocketConnection) -> None:
-        """Answer a process until it leaves. Raises ``EOFError`` or ``OSError`` when it does."""
-        while isinstance(message := receive(peer), endpoint_messages.AskStatus):  # who only looks keeps no worker
+        """Answer a process until it leaves. Raises ``EOFError`` or ``OSError`` when it leaves."""
+        while isinstance(message := receive(peer), endpoint_messages.AskStatus):  # keeps no worker
             send(peer, self._status())
         with self._lock:
             self._peers.append(peer)
@@ -152,7 +153,7 @@ class EndpointService:
                         self._send_read_only(peer, number)
                     case endpoint_messages.AskImages():
                         trainer = self._trainer if self._segment_store.has_trainer() else None
-                        if trainer is None:  # who asks is of the job that was started in its place
+                        if trainer is None:  # the peer belongs to the restarted job
                             self.on_restart()
                         send(peer, endpoint_messages.Images(self._segment_store.summaries(), trainer))
                     case endpoint_messages.AskImage(key):
@@ -176,7 +177,7 @@ class EndpointService:
         return endpoint_messages.WorkerStatus(os.getpid(), has_trainer, paths, lingers, self._retired)
 
     def _show(self, peer: SocketConnection) -> tuple[int, ...]:
-        """Tell what is held. Returns the numbers of the segments it is in."""
+        """Send the inventory. Return the numbers of the segments in it."""
         images = self._segment_store.held_images()
         if images is None:
             send(peer, endpoint_messages.TrainerAlive(os.getpid(), self._trainer))
@@ -192,7 +193,7 @@ class EndpointService:
                     published.append(each)
                     numbers.add(each.segment)
         held = tuple(sorted(numbers))
-        # Where a trainer of several has died, another host may be lost, and nobody should wait for what that had.
+        # If one trainer of several has died, its host may be lost. Nobody should wait for the saves on that host.
         waited_for = [each for each in self.unended_saves() if each.world_size == 1 or self.is_closed_in_order]
         saves = tuple(each.path for each in waited_for)
         facts = os.getpid(), self._retired, held, images, tuple(published), saves, self._serving.follows
@@ -202,7 +203,7 @@ class EndpointService:
     def _send_read_only(self, peer: SocketConnection, number: int) -> None:
         fd = self._segment_store.open_read_only(number)
         if fd is None:
-            raise EOFError  # it was released meanwhile: the reader has to begin anew
+            raise EOFError  # released meanwhile, so the reader has to start over
         try:
             peer.send_descriptor(fd)
         finally:

@@ -1,8 +1,8 @@
 """A file of Prometheus metrics that a worker keeps up to date, for node_exporter's textfile collector.
 
-It needs no port. It goes when the trainer closes in good order, and stays when the trainer, or this worker, has died:
-so the age of the last durable step goes on growing, and can be alerted on. The next worker of the training goes on with
-that, and counts anew.
+The file needs no port. It is removed when the trainer closes in order, and stays when the trainer or the worker dies.
+Then the age of the last durable step keeps growing, and an alert can use that age. The next worker of the training
+continues with the last durable step, and counts anew.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from asyncckpt.telemetry.prometheus import PrometheusMetrics
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
-# What the next worker goes on with.
+# The metrics that the next worker continues with.
 _LAST_STEP, _LAST_TIME = "asyncckpt_last_durable_step", "asyncckpt_last_durable_timestamp_seconds"
 
 
 class MetricsFile:
-    """That of one worker, written on a thread of its own after each event. What goes wrong is said once."""
+    """The metrics file of one worker. A thread writes it after each event. An error is logged only once."""
 
     def __init__(self, folder: str, training: str | None, rank: int) -> None:
         """Write nothing yet.
 
         Args:
-            folder: Where it stands, made if it is missing.
-            training: By this text the next worker of the same training writes the same file, and metrics are told from
-                those of others; None: there is no next one, and the file goes in any case.
-            rank: That of the trainer.
+            folder: The folder of the file, created if it is missing.
+            training: Identifies the training in the metrics and in the file's name, so that its next worker writes the
+                same file. If None, the file is always removed, because there is no next worker.
+            rank: The trainer's rank.
         """
         self._stays, self._rank = training is not None, rank
         training = training or f"worker {os.getpid()} of {os.uname().nodename}"
         name = xxh3_64_hexdigest(os.fsencode(training))[:12]
         self.path = os.path.join(folder, f"asyncckpt-{name}-{rank}.prom")
         self.registry = CollectorRegistry()
-        training = os.fsencode(training).decode(errors="replace")  # a path is bytes, and may be no text
+        training = os.fsencode(training).decode(errors="replace")  # a path is bytes, and may not be valid text
         self._metrics = PrometheusMetrics(self.registry, training)
         self._metrics.begin(rank)
         started = Gauge(
@@ -60,11 +60,11 @@ class MetricsFile:
         self._listener = Listener(self._note)
 
     def begin(self) -> None:
-        """The worker runs: have it written soon, with what the worker before this one has left."""
+        """Write the file soon, with the values that the previous worker left. Call when the worker runs."""
         self._listener.tell(Event(phase="worker started", rank=self._rank))
 
     def on_end(self, request: WriteRequest, outcome: Committed | Failed, seconds: float) -> None:
-        """A save has ended, so many ``seconds`` after the call."""
+        """Note the end of a save, ``seconds`` after the call."""
         phase = end_of_save(outcome.error if isinstance(outcome, Failed) else None)
         event = Event(phase=phase, rank=request.rank, path=request.path, step=request.step, seconds=seconds)
         if isinstance(outcome, Committed):
@@ -72,18 +72,18 @@ class MetricsFile:
         self._listener.tell(event)
 
     def on_uploaded(self, uploaded: Uploaded) -> None:
-        """An attempt at an upload has ended."""
+        """Note the end of an attempt at an upload."""
         self._listener.tell(uploaded.event(self._rank))
 
     def close(self, *, in_order: bool) -> None:
-        """Write what is left to be written, and no more. ``in_order``: the training is done with it."""
+        """Write pending events, and stop. ``in_order``: the training needs the worker no more."""
         self._listener.close(_CLOSE_S)
         if in_order or not self._stays:
             with contextlib.suppress(OSError):
                 os.remove(self.path)
 
     def _carry_over(self) -> None:
-        """Go on with what was durable before: the alert has to see that, also where this worker commits nothing."""
+        """Continue with the last durable step of the previous worker, so that alerts see it before a commit here."""
         with contextlib.suppress(OSError, ValueError, OverflowError), open(self.path) as file:
             families = text_string_to_metric_families(file.read())
             found = {sample.name: sample.value for family in families for sample in family.samples}
@@ -93,13 +93,13 @@ class MetricsFile:
 
     def _note(self, event: Event) -> None:
         self._has_committed |= event.phase == "committed"
-        if not self._has_committed:  # each time: the worker of a dead trainer may just have written its last
+        if not self._has_committed:  # each time: the worker of a dead trainer may have just written
             self._carry_over()
-        if event.phase != "worker started":  # who is told here knows nothing of others
+        if event.phase != "worker started":  # would show restarts, which a worker cannot count
             self._metrics(event)
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            write_to_textfile(self.path, self.registry)  # under another name first
+            write_to_textfile(self.path, self.registry)  # writes under another name first
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True

@@ -1,8 +1,8 @@
-"""The worker's loop: it answers its trainer, while one thread writes (``writer.py``), and one commits what is written.
+"""The worker's loop: answers the trainer, while one thread writes (``writer.py``) and another commits.
 
-When the trainer closes, or dies at whatever instant, every request whose slot says STAGED is still written; one that is
-only begun is thrown away. Then the worker leaves: at once if the trainer has closed, else after it has lingered for a
-while with what it holds, for a trainer that is started in the place of the dead one.
+After the trainer closes or dies, the worker still writes every request in a slot with the state STAGED, and discards
+requests that have only begun. Then the worker exits. If the trainer has closed, the worker exits at once. If the
+trainer has died, the worker first lingers with the images that it holds, for a restarted trainer.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ class Server:
         """Start the threads.
 
         Args:
-            connection: To the trainer; closed in the end.
-            storage_for: The storage that a path is in.
-            segment_store: The memory; closed in the end.
+            connection: The connection to the trainer, closed at the end.
+            storage_for: Returns the storage of a path.
+            segment_store: The memory, closed at the end.
             endpoint_service: Answers other processes.
             serving: Serves images to other hosts.
-            io_threads: How many threads write at once.
+            io_threads: Number of threads that write at once.
             trainer: The process id of the trainer.
-            metrics: Told of the ends of saves and uploads.
+            metrics: Notified of the ends of saves and uploads.
         """
         self._metrics = metrics
         self.is_closed_in_order = False
-        """The trainer has not died, but closed."""
+        """Whether the trainer has closed rather than died."""
         self._connection = connection
         self._trainer = trainer
         self._root_lock: RootLock | None = None
@@ -88,12 +88,12 @@ class Server:
         self._timeout = 0.0
         self._address: TransferAddress | None = None
         self._replicator: Replicator | None = None
-        self._inherited: list[tuple[int, tuple[HeldImage, ...]]] = []  # segments of copies, not asked for yet
+        self._inherited: list[tuple[int, tuple[HeldImage, ...]]] = []  # segments of copies that were not asked for yet
 
     def run(self, trainer: int | None, linger: float) -> bool:
-        """Serve until the trainer closes or dies. If it has died, stay ``linger`` seconds with what is held.
+        """Serve until the trainer closes or dies. After a death, linger ``linger`` seconds with the held images.
 
-        ``trainer`` is a pidfd, so that its death is noticed even where a fork holds the socket. Returns whether all
+        ``trainer`` is a pidfd, which shows the death of the trainer even if a fork holds the socket. Return whether all
         threads have ended. If not, storage does not answer, and the process should end itself.
         """
         why, lingers = _FAILED, False
@@ -107,7 +107,7 @@ class Server:
             self.is_closed_in_order = self._endpoint_service.is_closed_in_order = why == _CLOSED
             lingers = why != _CLOSED and linger > 0
         finally:
-            if why not in (_FAILED, _CLOSED):  # who is gone listens to nothing
+            if why not in (_FAILED, _CLOSED):  # no trainer receives the log any more
                 logging.getLogger().removeHandler(to_trainer)
                 self._endpoint_service.redirect_log()
             if why != _CLOSED:
@@ -120,7 +120,7 @@ class Server:
             self._segment_store.on_trainer_gone(keep=lingers)
             finished = self._writer.wait_finished()
             if finished:
-                if why != _FAILED:  # else this rank takes part in what follows
+                if why != _FAILED:  # otherwise this rank takes part in later rounds
                     self._committer.gone(why)
                 self._committer.close()
                 if self._root_lock is not None:
@@ -130,11 +130,11 @@ class Server:
                 if (uploader := self._committer.uploader) is not None and why != _CLOSED:
                     uploader.trainer_gone()
                 elif uploader is not None:
-                    uploader.close()  # while somebody hears what goes wrong
+                    uploader.close()  # while the trainer still receives failures
                 with self._sending:
                     self._connection.close()
                 if lingers:
-                    # Until here nobody could make it leave. From here on it only spares others a read.
+                    # Before this, nothing could make the worker leave. From now on it only saves others a read.
                     signal.signal(signal.SIGTERM, lambda *_: self._endpoint_service.retire())
                     self._endpoint_service.linger(linger)
                 self._serving.end_following()
@@ -142,12 +142,12 @@ class Server:
         return finished
 
     def finish_uploads(self) -> None:
-        """Wait for what is still being uploaded. No trainer waits for that."""
+        """Wait for the uploads that are under way. No trainer waits for them."""
         if self._committer.uploader is not None:
             self._committer.uploader.close()
 
     def _serve(self, trainer: int | None) -> str:
-        """Returns why it ended."""
+        """Serve the trainer. Return the reason why serving ended."""
         watched: list[SocketConnection | int] = [self._connection]
         watched += [] if trainer is None else [trainer]
         while True:
@@ -161,7 +161,7 @@ class Server:
             except (EOFError, OSError) as error:
                 if isinstance(error, ConnectionError) or not self._connection.has_other_end():
                     return "its trainer is gone"
-                raise  # the host has refused something
+                raise  # the operating system has refused something
             if trainer in ready:
                 return "its trainer has died"
 
@@ -184,7 +184,7 @@ class Server:
                 if staged is not None and staged.is_copied and self._replicator is not None:
                     self._replicator.expect(staged)
             case messages.Take():
-                # Beside all else: it takes a second for each two GiB or so.
+                # On another thread, because taking memory takes a second for each two GiB or so.
                 try:
                     start(threading.Thread(target=self._take, args=[message], name="asyncckpt-memory", daemon=True))
                 except CheckpointError:
@@ -225,10 +225,6 @@ class Server:
                 answer = self._serving.follow(locator)
             case messages.KeepCopies():
                 answer = self._keep_copies(asked.question)
-            case messages.Clear(number):
-                self._segment_store.clear(number)
-                self._writer.doubt(number)
-                answer = messages.Cleared()
             case messages.Describe(number, layout):
                 self._segment_store.hosted(number).describe(layout)
                 answer = messages.Described()
@@ -262,7 +258,7 @@ class Server:
         if self._replicator is None:
             if self._rendezvous is None or self._address is None:
                 raise WorkerDiedError("the worker has not met those of the other ranks: please report this")
-            from asyncckpt.transfer.replicator import Replicator  # loaded where it is needed
+            from asyncckpt.transfer.replicator import Replicator  # imported only if needed
 
             where = self._rendezvous, self._timeout
             self._replicator = Replicator(self._segment_store, *where, request.transport, request.rate, self._send)
@@ -294,7 +290,7 @@ class Server:
             self._segment_store.take(request.segment, request.begin, request.end)
         except CheckpointError as failure:
             error = failure
-        except (KeyError, OSError) as failure:  # it was released meanwhile
+        except (KeyError, OSError) as failure:  # released meanwhile
             error = CheckpointError(f"the memory is not there any more: {failure}")
         self._send(messages.Taken(request.segment, error))
 
@@ -316,13 +312,13 @@ class Server:
             with self._sending:
                 send(self._connection, message)
         except ConnectionError:
-            pass  # the trainer is gone; the loop sees that by itself, and the work goes on
+            pass  # the trainer is gone; the loop notices that by itself
         except OSError:
-            self._connection.hang_up()  # else the trainer would wait for this message
+            self._connection.hang_up()  # otherwise the trainer would wait for this message
 
 
 class _LogHandler(logging.Handler):
-    """Sends what is logged to the trainer, but for records that have ``is_told``: a message says the same."""
+    """Sends log records to the trainer, except records with ``is_told``: another message reports their content."""
 
     def __init__(self, send: Callable[[messages.FromWorker], object]) -> None:
         super().__init__()

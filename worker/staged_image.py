@@ -1,7 +1,7 @@
-"""The image that the trainer stages: what has arrived of it, and how that gets to a file while the rest is copied.
+"""The image that the trainer stages, and the file that it is written to while the rest is still being copied.
 
-Written are large aligned pieces, by a few threads that keep the disk busy; one more checksums every span. Nothing here
-knows tensors.
+A few threads write large aligned pieces and keep the disk busy. Another thread makes checksums of all spans. This file
+knows no tensors.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from asyncckpt.shm.segment import round_up
 from asyncckpt.shm.slots import State
 from asyncckpt.storage.storage import OutputFile
 
-# How often to look for more. At tens of gigabytes a second that is enough to write, each time.
+# Polling interval for more data. Frequent enough to always have something to write, at tens of gigabytes a second.
 _POLL_S = 0.002
 BUFFER_BYTES = 4 << 20
-# What one thread makes digests of at once.
+# Bytes for which one thread makes digests at once.
 _GROUP_BYTES = 16 << 20
 
 
 class ImageState(enum.Enum):
-    """How far staging and writing of an image are; ``writer.py`` says what follows on what."""
+    """How far staging and writing of an image are. The transitions are in ``writer.py``."""
 
     STAGING = enum.auto()
     """The trainer copies, and nothing is written yet."""
     FOLLOWED = enum.auto()
-    """The trainer copies, and what has arrived is being written."""
+    """The trainer copies, and the part that has arrived is being written."""
     UNWRITTEN = enum.auto()
-    """The trainer still copies, and writing has failed."""
+    """The trainer still copies, but writing has failed."""
     CANCELLED = enum.auto()
-    """The trainer has stopped copying, and the writer does not know it yet."""
+    """The trainer has stopped copying, and the writer has not noticed yet."""
     STAGED = enum.auto()
-    """All of it is there, and the slot is the worker's."""
+    """The image is complete, and the slot belongs to the worker."""
 
 
 @dataclass(eq=False)
 class StagedImage:
-    """What the trainer is staging, or has staged, for one request.
+    """The image that the trainer stages, or has staged, for one request.
 
-    Shared by the threads of the server: all but ``wait_beyond`` is called while ``changed`` is held. ``can_succeed``
-    is called to learn whether the save still can.
+    Shared by the threads of the server. Hold ``changed`` to call any method except ``wait_beyond``. ``can_succeed``
+    returns whether the save can still succeed.
     """
 
     request: WriteRequest
@@ -59,44 +59,44 @@ class StagedImage:
     can_succeed: Callable[[], bool]
     state: ImageState = ImageState.STAGING
     timings: dict[str, float] = field(default_factory=dict)
-    """See ``manifest.py``; the trainer's are known when all is staged."""
+    """See ``manifest.py``. The trainer's timings are known once the image is staged."""
     replicas: dict[str, int] = field(default_factory=dict)
-    """See ``committer.py``; known when all is staged. Empty: this save compares nothing, or the trainer died."""
+    """See ``committer.py``. Known once the image is staged. Empty: no comparison in this save, or the trainer died."""
     inode: int | None = None
-    """That of a single file, once it is written."""
+    """The inode of a single file, once it is written."""
     failure: CheckpointError | None = None
-    """Why the rest is not coming."""
+    """The reason why the rest of the image will not arrive."""
 
     def stage(self, timings: dict[str, float]) -> None:
-        """All of it is there; the slot belongs to the worker from now on."""
+        """Note that the image is complete. The slot belongs to the worker from now on."""
         self.timings.update(timings)
         self.state = ImageState.STAGED
         self.changed.notify_all()
 
     def cancel(self, reason: CheckpointError) -> None:
-        """The rest of an image that is being written is not coming."""
+        """Note that the rest of an image that is being written will not arrive."""
         self.failure, self.state = reason, ImageState.CANCELLED
         self.changed.notify_all()
 
     def is_marked_staged(self) -> bool:
-        """Whether the header page says that it is staged, for when the trainer can no longer say so."""
+        """Return whether the header page says that the image is staged. For a trainer that can no longer say so."""
         request, slots = self.request, self.hosted.slots
         return slots.state(request.slot) is State.STAGED and slots.save_id(request.slot) == request.save_id
 
     def check_kept(self) -> None:
-        """Raise ``CheckpointError`` if its slot was taken for another save: what was read there may be of both."""
+        """Raise ``CheckpointError`` if its slot was taken for another save. The bytes read may be of both saves."""
         if self.hosted.slots.save_id(self.request.slot) != self.request.save_id:
             raise CheckpointError("another save was staged in its place while it was being written: please report this")
 
     def set_slot_state(self, state: State) -> None:
-        """Change the state of its slot."""
+        """Change the state of the slot."""
         self.hosted.slots.set(self.request.slot, state)
 
     def wait_beyond(self, nbytes: int, whole: int) -> int:
-        """Wait until more than the first ``nbytes`` of the ``whole`` image are there, and return how many.
+        """Wait until more than the first ``nbytes`` of the ``whole`` image have arrived. Return how many have.
 
-        What is there stays as it is. Raises ``CheckpointError`` when the rest is not coming: it was cancelled, the
-        trainer has died, or the save has failed (it has a timeout, so this wait ends, too).
+        Bytes that have arrived do not change. Raises ``CheckpointError`` if the rest will not arrive: the image was
+        cancelled, the trainer has died, or the save has failed. Every save has a timeout, so this wait ends too.
         """
         with self.changed:
             while True:
@@ -114,23 +114,23 @@ class StagedImage:
 
 
 class UnwrittenFile:
-    """Takes the place of an ``ImageFile`` while all of the image is waited for, and nothing is written yet."""
+    """Replaces an ``ImageFile`` if nothing is written before the image is complete."""
 
     def __init__(self, image: memoryview) -> None:
         self._image = image
 
     def advance(self, end: int) -> None:
-        """The image is final up to ``end``, in bytes."""
+        """Do nothing. The image is final up to ``end``, in bytes."""
 
     def follow(self, wait_beyond: Callable[[int, int], int]) -> None:
-        """As that of an ``ImageFile``."""
+        """Wait for the whole image. See ``ImageFile.follow``."""
         there = 0
         while there < len(self._image):
             there = wait_beyond(there, len(self._image))
 
 
 def span_digests(image: memoryview, bounds: Sequence[int], pool: ThreadPoolExecutor) -> bytes:
-    """Those of the spans of an ``image`` between the ``bounds``, one after the other, made on the threads of a pool."""
+    """Return the digests of the spans of ``image`` between the ``bounds``, made on the threads of a pool."""
     groups = [[bounds[0]]]
     for bound in bounds[1:]:
         groups[-1].append(bound)
@@ -144,19 +144,19 @@ def span_digests(image: memoryview, bounds: Sequence[int], pool: ThreadPoolExecu
 
 
 class ImageFile:
-    """A new file that an image is written to as far as it is final.
+    """A new file, to which an image is written as far as the image is final.
 
-    A context manager: when it is left no thread looks at the image any more, and the file is closed.
+    A context manager. After its end no thread reads the image, and the file is closed.
     """
 
     def __init__(self, file: OutputFile, pool: ThreadPoolExecutor, image: memoryview, is_huge: bool) -> None:
         """Begin.
 
         Args:
-            file: The file, which is this object's from now on.
+            file: The file, which this object owns from now on.
             pool: The threads that write.
-            image: Begins on a page and is whole pages.
-            is_huge: Whether these are huge ones.
+            image: Whole pages, from the begin of a page on.
+            is_huge: Whether the pages are huge pages.
         """
         self._file, self._pool, self._image = file, pool, image
         self._is_ready = is_huge or not only_private()
@@ -164,7 +164,7 @@ class ImageFile:
         self._begin = self._good = 0
 
     def advance(self, end: int) -> None:
-        """The image is final up to ``end``, in bytes: write all whole pieces of that.
+        """Write all whole pieces before ``end``, in bytes. The image must be final up to there.
 
         Raises ``StorageError`` if an earlier piece could not be written.
         """
@@ -175,13 +175,13 @@ class ImageFile:
             self._submit(self._begin + self._file.piece_bytes)
 
     def follow(self, wait_beyond: Callable[[int, int], int]) -> None:
-        """Write what arrives of the image, until all of it is there.
+        """Write the image while it arrives, until it is complete.
 
         Args:
-            wait_beyond: That of its ``StagedImage``. What has arrived stays as it is.
+            wait_beyond: See ``StagedImage.wait_beyond``.
 
         Raises:
-            StorageError: A write failed. What ``wait_beyond`` raises is raised too.
+            StorageError: A write failed. Errors of ``wait_beyond`` are raised too.
         """
         there = 0
         while there < len(self._image):
@@ -189,14 +189,14 @@ class ImageFile:
             self.advance(there)
 
     def write_rest(self, nbytes: int) -> None:
-        """Have the threads write what is left of the first ``nbytes`` of the image. Raises as ``advance``."""
+        """Submit the unwritten rest of the first ``nbytes`` of the image. Raises as ``advance``."""
         end = round_up(nbytes)
         self.advance(end)
         if self._begin < end:
             self._submit(end)
 
     def finish(self, nbytes: int) -> None:
-        """Write what is left of the first ``nbytes`` of the image. Raises ``StorageError``."""
+        """Write the unwritten rest of the first ``nbytes`` of the image, and wait. Raises ``StorageError``."""
         self.write_rest(nbytes)
         done, _ = wait(self._pieces, return_when=FIRST_EXCEPTION)
         for piece in done:
@@ -205,7 +205,7 @@ class ImageFile:
             self._file.truncate(nbytes)
 
     def sync(self) -> bool:
-        """Have storage keep what is written. Raises ``StorageError``. Returns whether the page cache was bypassed."""
+        """Flush the file to storage. Return whether the page cache was bypassed. Raises ``StorageError``."""
         self._file.sync()
         return self._file.direct
 
@@ -226,7 +226,7 @@ class ImageFile:
         if self._is_ready or not self._file.direct:
             self._file.write(self._image[begin:end], begin)
             return
-        # Through a buffer on huge pages: a copy takes less time than direct writes from small pages do.
+        # Write through a buffer on huge pages. The copy costs less time than direct writes from small pages do.
         buffer = own_buffer(BUFFER_BYTES)
         for at in range(begin, end, BUFFER_BYTES):
             nbytes = min(BUFFER_BYTES, end - at)

@@ -1,17 +1,17 @@
-"""The writer: the thread that writes what is staged, one request after the other.
+"""The writer: the thread that writes staged images, one request after the other.
 
-The life of a request here (``ImageState``):
+The states of a request (``ImageState``):
 
-- STAGING: it has begun, and the trainer copies. When the trainer says that all is staged, it is STAGED, and queued.
-  When nothing is queued, the writer takes it before: then it is
-- FOLLOWED: what has arrived of it is written while the rest is coming. When all is staged, it is STAGED, and the
-  writing goes on. If writing fails before that, it is
-- UNWRITTEN: nobody writes it, and its slot is free as soon as the trainer has stopped copying.
-- STAGED: the slot is WRITING from when it is taken up until its bytes are on storage, then FREE, and the trainer is
-  told. The rest is the committer's.
+- STAGING: the trainer copies the image. When the trainer reports the image as staged, the state becomes STAGED, and the
+  request is queued. If nothing is queued, the writer begins earlier, and the state becomes FOLLOWED.
+- FOLLOWED: the writer writes the part that has arrived, while the rest is being copied. When the image is staged, the
+  state becomes STAGED, and writing continues. If writing fails before that, the state becomes UNWRITTEN.
+- UNWRITTEN: nobody writes the image. Its slot is free as soon as the trainer has stopped copying.
+- STAGED: the slot is WRITING while the writer writes the image, and FREE once all bytes are on storage. The trainer is
+  notified, and the committer continues.
 
-The trainer may take a request back before it is written. Its slot is then free at once, unless it is being followed:
-then it is CANCELLED until the writer lets go of it.
+The trainer may cancel a request before it is written. Its slot is then free at once, unless the request is FOLLOWED. A
+FOLLOWED request becomes CANCELLED until the writer lets go of the slot.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from asyncckpt.worker.staged_image import ImageState, StagedImage
 
 logger = logging.getLogger(__name__)
 
-# How long an attempt that nobody holds is left alone: it may have been made just now, and not be locked yet.
+# Minimum age of an unlocked attempt before its removal. A younger attempt may not be locked yet.
 _ORPHAN_S = 60.0
-# How long a write may go on after the save it is for has failed, when the trainer is gone.
+# Maximum time that a write may continue after its save has failed, if the trainer is gone.
 _STUCK_S = 30.0
 
 
 def begin_attempt(storage: Storage, staged_image: StagedImage, durable: DurableFiles) -> Attempt:
-    """Open on ``storage`` what a write request asks for, whether all of the image is there or not.
+    """Create the file or folder of a write request on ``storage``. The image need not be complete.
 
-    ``durable``: what may be linked. Raises ``StorageError`` where storage refuses, ``CheckpointError`` when the segment
-    is no checkpoint's or file's.
+    ``durable``: the files that may be linked. Raises ``StorageError`` if storage refuses, ``CheckpointError`` if the
+    segment has no layout of a checkpoint or file.
     """
     request, layout = staged_image.request, staged_image.hosted.layout
     match layout:
@@ -58,11 +58,11 @@ def begin_attempt(storage: Storage, staged_image: StagedImage, durable: DurableF
         case CheckpointLayout() | FileSetLayout():
             beside = sum(region.nbytes for region in layout.constants())
             beside += sum(len(data) for _, data in request.small_files)
-            # Where there are other hosts, their locks may not be seen here; but no attempt outlives its timeout.
+            # If there are other hosts, their locks may be invisible here. But no attempt outlives its timeout.
             sees_all = request.world_size == 1 and storage.has_locks
             orphan_s = None if request.rank > 0 else _ORPHAN_S if sees_all else request.timeout
             if not storage.has_locks and orphan_s is not None and not storage.may_put(request.path, request.existing):
-                raise exists_error(request.path, request.existing, request.step)  # the trainer has not asked
+                raise exists_error(request.path, request.existing, request.step)  # the trainer has not checked
             nbytes, linked = layout.data_bytes + beside, durable.expected_bytes(request.segment, request.most_links)
             folder = storage.begin_checkpoint(request.path, request.attempt, nbytes, orphan_s, linked_bytes=linked)
             if isinstance(layout, FileSetLayout):
@@ -86,11 +86,11 @@ class Writer:
         """Start the thread.
 
         Args:
-            storage_for: The storage that a path is in.
-            segment_store: The memory; it is told what is whole in it, and its checksums.
-            committer: Takes over what is written, and is told what is not.
-            send: Tells the trainer.
-            io_threads: How many threads write at once.
+            storage_for: Returns the storage of a path.
+            segment_store: The memory. It is told which images are complete, and their checksums.
+            committer: Takes over written attempts and failures.
+            send: Sends to the trainer.
+            io_threads: Number of threads that write at once.
         """
         self._storage_for = storage_for
         self._segment_store = segment_store
@@ -98,16 +98,16 @@ class Writer:
         self._send = send
         self._io_threads = io_threads
         self._durable = DurableFiles()
-        # Guards all that follows, and the images.
+        # Guards all attributes below, and the images.
         self._changed = threading.Condition()
-        self._begun: dict[int, StagedImage] = {}  # those of which the trainer has not said that they are staged
+        self._begun: dict[int, StagedImage] = {}  # requests that the trainer has not reported as staged
         self._queue: deque[StagedImage] = deque()
         self._finishing = False
         self._thread = threading.Thread(target=self._run, name="asyncckpt-writer", daemon=True)
         start(self._thread)
 
     def begin(self, request: WriteRequest) -> None:
-        """The trainer is staging that."""
+        """Note that the trainer is staging a request."""
         hosted = self._segment_store.hosted(request.segment)
         image = StagedImage(request, hosted, self._changed, lambda: self._committer.can_succeed(request))
         with self._changed:
@@ -115,7 +115,7 @@ class Writer:
             self._changed.notify_all()
 
     def staged(self, message: messages.Staged) -> WriteRequest | None:
-        """All of it is in the slot. Returns what was staged; None: it was cancelled."""
+        """Note that an image is staged. Return its request, or None if the request was cancelled."""
         with self._changed:
             if (image := self._begun.pop(message.save_id, None)) is None:
                 return None
@@ -124,12 +124,12 @@ class Writer:
             return image.request
 
     def cancel(self, asked: int, save_id: int, reason: CheckpointError) -> None:
-        """The trainer takes a request back.
+        """Cancel a request for the trainer.
 
         Args:
-            asked: The number of its question, which is answered: whether that was in time.
+            asked: The number of the trainer's question. The answer says whether the request was cancelled in time.
             save_id: The save.
-            reason: What the save fails with.
+            reason: The error that the save fails with.
         """
         with self._changed:
             image = self._begun.pop(save_id, None)
@@ -148,15 +148,11 @@ class Writer:
             self._committer.failed(image.request, reason)
 
     def forget(self, segment: int) -> None:
-        """That segment is released."""
+        """Forget a segment that is released."""
         self._durable.forget(segment)
 
-    def doubt(self, segment: int) -> None:
-        """That segment gets another layout."""
-        self._durable.doubt(segment)
-
     def finish(self) -> None:
-        """The trainer is gone: write what is staged, also where it could not say so any more, and end."""
+        """Write all staged images after the trainer's end, also images that it did not report, and end the thread."""
         with self._changed:
             for image in self._begun.values():
                 if image.is_marked_staged():
@@ -172,7 +168,7 @@ class Writer:
             self._changed.notify_all()
 
     def wait_finished(self) -> bool:
-        """Wait for the end; False where a write is stuck, of which all that could be said has been said."""
+        """Wait for the end of the thread. Return False if a write is stuck and no save waits for an outcome."""
         stuck_s = 0.0
         while self._thread.is_alive() and stuck_s < _STUCK_S:
             self._thread.join(1.0)
@@ -193,11 +189,11 @@ class Writer:
     def _run(self) -> None:
         with Pool(self._io_threads, thread_name_prefix="asyncckpt-io") as pool:
             while (image := self._next()) is not None:
-                with image.hosted.used():  # as soon as the slot is free, the trainer may release the segment
+                with image.hosted.used():  # the trainer may release the segment as soon as the slot is free
                     self._carry_out(image, pool)
 
     def _next(self) -> StagedImage | None:
-        """What to write now; None: nothing will come any more."""
+        """Return the next image to write; None when there will be no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._to_follow() or self._finishing)
             if self._queue:
@@ -209,7 +205,7 @@ class Writer:
             return begun
 
     def _to_follow(self) -> StagedImage | None:
-        """The next that is begun."""
+        """Return the next image that the trainer is staging."""
         return next((each for each in self._begun.values() if each.state is ImageState.STAGING), None)
 
     def _carry_out(self, image: StagedImage, pool: ThreadPoolExecutor) -> None:
@@ -229,16 +225,16 @@ class Writer:
                 self._let_go(image)
             report = attempt.seal()
         except Exception as error:
-            if not isinstance(error, CheckpointError):  # else it is told as the outcome of the save
+            if not isinstance(error, CheckpointError):  # otherwise the outcome of the save reports the error
                 logger.exception("writing %s failed", request.path)
             failure = located_in(request, error)
-            error.__traceback__ = None  # which would keep the memory that it saw, long after the segment is released
+            error.__traceback__ = None  # the traceback would keep its memory alive long after the segment is released
             self._committer.failed(request, failure, attempt)
         else:
             self._committer.written(attempt, report)
 
     def _let_go(self, image: StagedImage) -> None:
-        """The writer looks at the slot no more. Where the trainer still copies into it, it is not free yet."""
+        """Stop reading the slot. The slot stays in use while the trainer still copies into it."""
         with self._changed:
             if image.state is ImageState.FOLLOWED:
                 image.state = ImageState.UNWRITTEN

@@ -1,1 +1,1 @@
-"""Devices: streams and events of each kind, memory that they copy to and from directly, graphs."""
+"""Devices: streams and events of each kind of device, pinned host memory for direct copies, graphs."""

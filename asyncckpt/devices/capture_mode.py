@@ -1,8 +1,8 @@
-"""The capture mode of a thread: what CUDA lets it do while another thread captures a graph.
+"""The capture mode of a thread: the calls that CUDA allows it while another thread captures a graph.
 
-By default a capture forbids every thread what could wait for, or change, what is captured: an event that is waited
-for, memory that is taken or pinned. Such a call fails, and ends the capture. What is done here has to do with no
-graph, and a thread can say so. Untested on a device: written from the documentation of
+By default a capture forbids every thread to make calls that could wait for, or change, the captured work: waiting for
+an event, allocating or pinning memory. A forbidden call fails, and ends the capture. The calls of this library concern
+no graph, and a thread can declare that. Untested on a device: written from the documentation of
 ``cudaThreadExchangeStreamCaptureMode``.
 """
 
@@ -21,7 +21,7 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed, and hipStreamCaptureModeRelaxed
 
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
-    """In this, the calling thread disturbs no capture of other threads; nothing, where the runtime is not found."""
+    """Let the calling thread make calls without disturbing captures of other threads. No effect without the runtime."""
     exchange, mode = _exchange(), ctypes.c_int(_RELAXED)
     if exchange is None or exchange(ctypes.byref(mode)) != 0:
         yield
@@ -29,12 +29,12 @@ def relaxed() -> Iterator[None]:
     try:
         yield
     finally:
-        exchange(ctypes.byref(mode))  # it holds what was there before
+        exchange(ctypes.byref(mode))  # ``mode`` now holds the previous mode
 
 
 @functools.cache
 def _exchange() -> Callable[..., int] | None:
-    """The call of the runtime that torch has loaded."""
+    """Return the call of the runtime that torch has loaded."""
     if torch.version.cuda is not None:
         library, name = f"libcudart.so.{torch.version.cuda.partition('.')[0]}", "cudaThreadExchangeStreamCaptureMode"
     elif torch.version.hip is not None:

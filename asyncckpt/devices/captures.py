@@ -1,4 +1,4 @@
-"""Graphs of a device: while one is captured, what is queued is not done, and a replay calls nothing of Python."""
+"""Graphs of a device: during a capture, queued work is recorded but not done; a replay calls no Python code."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_capturing() -> bool:
-    """Whether the calling thread's current stream is being captured."""
+    """Return whether the calling thread's current stream is being captured."""
     return any(kind.is_initialized() and kind.is_capturing() for kind in KINDS.values())
 
 
 def check_not_capturing() -> None:
-    """Raise ``CheckpointError`` where copies would become a part of a graph, with the streams that they go through."""
+    """Raise ``CheckpointError`` if copies, and their streams, would become a part of a graph."""
     if is_capturing():
         raise CheckpointError(
             "a graph is being captured on this stream: nothing is copied now, and each replay would copy over what is"
@@ -25,9 +25,9 @@ def check_not_capturing() -> None:
 
 
 def check_guarded_capture(*, copies_are_under_way: bool) -> None:
-    """The step of a guarded optimizer begins: see whether it is captured, so that its replays are not held back.
+    """Check at the start of a guarded optimizer step whether it is captured; if so, warn that replays do not wait.
 
-    Raises ``CheckpointError`` while copies are under way: the graph would wait for events from outside of it.
+    Raises ``CheckpointError`` while copies are under way, because the graph would wait for events from outside it.
     """
     if not is_capturing():
         return

@@ -1,11 +1,11 @@
-"""The device seam: streams, events and pinned host memory, behind one small interface for each kind of device.
+"""The device interface: streams, events and pinned host memory of each kind of device.
 
-``kind_of`` finds the kind of a device by its type. One class serves all kinds: torch has a module for each type of
-device, and these are alike. What differs is given to it, first of all how memory is pinned (``pinners.py``). What is on
-a device without a kind is staged by plain, synchronous copies, when all is done that the device was given.
+``kind_of`` finds the kind of a device by its type. One class serves all kinds, because torch has a similar module for
+each type of device. Differences are passed to it, above all how to pin memory (``pinners.py``). Tensors on a device
+without a kind are staged by plain, synchronous copies, after all work of the device is done.
 
-Nothing else in the package says ``torch.cuda``, but what speaks NCCL. (Not ``torch.accelerator`` and ``torch.Event``:
-they know one type of device in a process, and waits for such an event spin.)
+No other module of the package uses ``torch.cuda``, except for NCCL. ``torch.accelerator`` and ``torch.Event`` are no
+replacement: they know one type of device in a process, and a wait for such an event spins.
 """
 
 from __future__ import annotations
@@ -34,56 +34,56 @@ class DeviceEvent(Protocol):
     """A point in the work of a stream."""
 
     def synchronize(self) -> None:
-        """Have the host wait, asleep, until the stream has come to this point."""
+        """Block the host, asleep, until the stream has reached this point."""
 
 
 class DeviceStream(Protocol):
-    """A queue of work, which a device does in order."""
+    """A queue of work that a device does in order."""
 
     def wait_event(self, event: Any) -> None:
-        """Have what is queued from here on wait for ``event``. The host goes on."""
+        """Let work that is queued from here on wait for ``event``. The host does not wait."""
 
 
 class DeviceKind(Protocol):
-    """What is needed of one kind of device. Any thread may call, also one that has never used a device."""
+    """The operations on one kind of device. Any thread may call, even one that has never used a device."""
 
     pinner: Pinner | None
 
     def is_initialized(self) -> bool:
-        """Whether this process uses devices of the kind; asking starts none."""
+        """Return whether this process uses devices of the kind. The call itself starts no device."""
 
     def used(self) -> Sequence[torch.device] | None:
-        """The devices of the kind that this process uses; None: nobody can say."""
+        """Return the devices of the kind that this process uses; None: unknown."""
 
     def current_stream(self, device: torch.device) -> DeviceStream:
-        """The stream that the calling thread's work on ``device`` goes to."""
+        """Return the stream for the calling thread's work on ``device``."""
 
     def new_stream(self, device: torch.device) -> DeviceStream:
-        """A stream beside all others of ``device``."""
+        """Return a new stream of ``device``."""
 
     def use(self, device: torch.device, stream: DeviceStream | None = None) -> AbstractContextManager[None]:
-        """Make ``device`` and, if given, its ``stream`` the calling thread's current ones. What the thread does then
-        disturbs no capture of another.
+        """Make ``device`` and, if given, its ``stream`` the calling thread's current ones.
 
-        A thread that does not say which device it means may open a context on the first one.
+        The thread's calls then disturb no capture of another thread. A thread that does not select a device may open a
+        context on the first one.
         """
 
     def record(self, stream: DeviceStream) -> DeviceEvent:
-        """The point at which all work is done that ``stream`` has been given so far."""
+        """Return an event for the completion of all work that ``stream`` has so far."""
 
     def synchronize(self) -> None:
-        """Have the host wait for all work of all devices of the kind that this process uses."""
+        """Block the host until all work is done on all devices of the kind that this process uses."""
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's current stream, on its current device, is being captured in a graph."""
+        """Return whether the calling thread's current stream, on its current device, is being captured in a graph."""
 
 
 ReadyEvents = dict[torch.device, DeviceEvent]
-"""For devices that have a kind: when what the current stream had been given by the time of the save is done."""
+"""For devices with a kind: the event for the completion of the current stream's work at the time of the save."""
 
 
 class TorchDevices:
-    """Devices of a type that torch has a module for."""
+    """Devices of a type that has a module in torch."""
 
     def __init__(
         self,
@@ -93,15 +93,15 @@ class TorchDevices:
         event: Mapping[str, Any] = MappingProxyType({}),
         relaxed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Ask for nothing yet: the module may come later, or never.
+        """Look up nothing yet: the module may be loaded later, or never.
 
         Args:
-            device_type: As torch calls them.
-            pinner: Pins memory for them; None: nobody can, and copies go by way of the driver's own buffers.
-            is_used: Whether this process uses the device of that index. To have one wait that it does not use would
-                open a context there, of some hundred MB. None: torch does not say.
-            event: What an event has to be given, so that the host waits for it asleep.
-            relaxed: In what it returns, the thread disturbs no graph that another one captures.
+            device_type: The name of the type in torch.
+            pinner: Pins host memory for the devices; None: impossible, and copies go through the driver's own buffers.
+            is_used: Returns whether this process uses the device of that index. A wait for an unused device would open
+                a context there, of some hundred MB. With None, torch does not tell.
+            event: Arguments for an event on which the host waits asleep.
+            relaxed: Returns a context in which the thread disturbs no capture of another thread.
         """
         self.pinner = pinner
         self._type = device_type
@@ -159,36 +159,36 @@ def _has_cuda_context(index: int) -> bool:
 _ASLEEP = MappingProxyType({"blocking": True})
 
 KINDS: dict[str, DeviceKind] = {
-    # ROCm is CUDA to torch; what it says of contexts is not to be relied on (pytorch #59750).
+    # torch treats ROCm as CUDA; its answers about contexts are unreliable (pytorch #59750)
     "cuda": TorchDevices("cuda", CudaPinner(), None if torch.version.hip else _has_cuda_context, _ASLEEP, relaxed),
-    "xpu": TorchDevices("xpu", None),  # Intel's; SYCL has no call that pins memory of others
+    "xpu": TorchDevices("xpu", None),  # Intel's; SYCL has no call that pins existing memory
     "npu": TorchDevices("npu", AscendPinner(), event=_ASLEEP),  # Ascend's, by torch_npu
 }
 """The kinds of devices, by ``torch.device.type``."""
 
 
 def kind_of(device: torch.device) -> DeviceKind | None:
-    """The kind of ``device``; None for the host, and for devices of which nothing is known here."""
+    """Return the kind of ``device``; None for the host, and for devices of unknown kind."""
     return KINDS.get(device.type)
 
 
 def use(device: torch.device) -> AbstractContextManager[None]:
-    """``DeviceKind.use``; nothing, where there is no kind."""
+    """Return ``DeviceKind.use``, or an empty context if the device has no kind."""
     kind = kind_of(device)
     return contextlib.nullcontext() if kind is None else kind.use(device)
 
 
 def ready_events(tensors: Sequence[torch.Tensor]) -> ReadyEvents:
-    """The events of the devices that ``tensors`` are on, perhaps of others too; of the streams of the calling thread,
-    which has to be the caller's own.
+    """Return the events of the devices of ``tensors``, and perhaps of other devices, on the calling thread's streams.
 
-    For those on a device without a kind this waits, until it has done all that it was given.
+    Call this on the thread of the user's call, because the events are of its current streams. If a device has no kind,
+    wait until all its work is done.
     """
     unknown = _module_of_unknown()
     used = [kind.used() for kind in KINDS.values() if kind.is_initialized()]
     devices: Iterable[torch.device]
     if unknown is None and None not in used:
-        devices = chain.from_iterable(each or () for each in used)  # to ask each tensor takes 0.2 us
+        devices = chain.from_iterable(each or () for each in used)  # faster than asking each tensor, 0.2 us each
     else:
         devices = set(map(_device, tensors))
     events: ReadyEvents = {}
@@ -203,12 +203,12 @@ def ready_events(tensors: Sequence[torch.Tensor]) -> ReadyEvents:
 
 
 def first_device(tensors: Sequence[torch.Tensor], ready: ReadyEvents) -> torch.device | None:
-    """Of the devices that are ``ready``, the one of the first of ``tensors`` that is on any; None: none is."""
+    """Return the device of the first of ``tensors`` that is on a ``ready`` device; None: there is none."""
     return next((device for device in map(_device, tensors) if device in ready), None) if ready else None
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until ``device`` has done all that it was given."""
+    """Wait until ``device`` has done all its work."""
     if (kind := kind_of(device)) is not None:
         with kind.use(device):
             kind.synchronize()
@@ -217,9 +217,9 @@ def wait_for(device: torch.device) -> None:
 
 
 def synchronize_used() -> None:
-    """Wait until the accelerators that this process uses have done all they were given; starts none that it does not.
+    """Wait until all accelerators that this process uses have done their work. Starts no accelerator.
 
-    Of an accelerator without a kind, the current device.
+    If an accelerator has no kind, only its current device is waited for.
     """
     for kind in KINDS.values():
         if kind.is_initialized():
@@ -230,15 +230,15 @@ def synchronize_used() -> None:
 
 
 def is_unknown_used() -> bool:
-    """Whether this process uses an accelerator without a kind."""
+    """Return whether this process uses an accelerator without a kind."""
     return _module_of_unknown() is not None
 
 
 def _module_of_unknown() -> Any:
-    """The module of torch for this machine's accelerator, if that has no kind, and is used; else None."""
+    """Return torch's module of this machine's accelerator, if it has no kind and is used; otherwise None."""
     try:
         accelerator = torch.accelerator.current_accelerator()
-    except RuntimeError:  # so torch 2.6 says that there is none
+    except RuntimeError:  # torch 2.6 raises this if there is none
         return None
     if accelerator is None or accelerator.type == "cpu" or accelerator.type in KINDS:
         return None

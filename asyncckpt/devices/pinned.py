@@ -1,4 +1,4 @@
-"""Memory that a device's driver knows as pinned, so that the device copies to it and from it directly."""
+"""Pinned memory: the driver of a device knows it, so that the device copies to it and from it directly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_REFUSALS = 64
 _PAUSE_S = 0.001
-"""Between two registrations: without it, a launch of another thread waits for several of them in a row."""
+"""Seconds between two registrations.
+
+Without the pause, a launch of another thread waits for several of them in a row.
+"""
 
 
 class Memory(Protocol):
@@ -27,39 +30,40 @@ class Memory(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """Return all its bytes; the memory stays mapped as long as this is there."""
+        """Return all bytes. The memory stays mapped as long as the view exists."""
 
     @property
     def address(self) -> int:
-        """Return where it begins, a page."""
+        """Return the address of the first byte, at the start of a page."""
 
     @property
     def nbytes(self) -> int:
-        """Return its size in bytes."""
+        """Return the size in bytes."""
 
 
 class PinnedMemory:
-    """Memory registered with a driver, in ranges that no tensor crosses: a copy into two of them is refused.
+    """Memory registered with a driver, in ranges that no tensor crosses: a copy into two ranges is refused.
 
-    What cannot be registered is copied through the driver's own buffers, which is slower but right; that is logged.
+    Memory that the driver refuses is copied through the driver's own buffers, which is slower but correct. This is
+    logged.
     """
 
     def __init__(self, memory: Memory, cuts: Sequence[int], device: torch.device, end: int | None = None) -> None:
-        """Register ``memory``, if the kind of ``device`` has such a thing.
+        """Register ``memory``, if the kind of ``device`` supports pinning.
 
         Args:
-            memory: It stays mapped until ``close`` has been called.
-            cuts: The offsets in bytes between which a range may end; rounded down to pages.
-            device: Any that this process uses: the calls are made in its context, and open no other.
-            end: Up to which byte; None: all. It is one of ``cuts``, a multiple of the page.
+            memory: The memory; it has to stay mapped until ``close`` has been called.
+            cuts: Offsets in bytes where a range may end; rounded down to pages.
+            device: Any device that this process uses. The calls are made in its context, and open no other.
+            end: End of the memory to register, in bytes; None: all. One of ``cuts``, and a multiple of the page.
 
         Raises:
-            CheckpointError: The driver takes the memory for other memory, so that copies would be lost.
+            CheckpointError: The driver mistakes the memory for other memory, so that copies would be lost.
         """
         self.end = 0
-        """Up to where the memory is registered."""
+        """The end of the registered memory, in bytes."""
         self._memory, self._cuts = memory, cuts
-        self.addresses: list[int] = []  # where the registered ranges begin
+        self.addresses: list[int] = []  # the starts of the registered ranges
         self._refusals = 0
         self._device = device
         self._owner = os.getpid()
@@ -69,13 +73,14 @@ class PinnedMemory:
         self.extend(memory.nbytes if end is None else end)
 
     def extend(self, end: int) -> None:
-        """Register what follows, up to byte ``end``, if any does. Args, and raises, as ``__init__``; then nothing is
-        registered, and the next call is to begin anew.
+        """Register more memory, up to byte ``end``. Do nothing if that is registered.
+
+        Args, and raises, as ``__init__``. After an error nothing is registered, and the next call begins at 0.
         """
         if self._pinner is None or end <= self.end:
             return
         begin, self.end = self.end, end
-        self._view = self._memory.view  # mapped for as long as the driver knows it
+        self._view = self._memory.view  # keeps the memory mapped while the driver knows it
         first, refused = begin, 0
         cuts = [cut for cut in self._cuts if begin <= cut <= end]
         started = time.perf_counter()
@@ -100,36 +105,42 @@ class PinnedMemory:
         logger.info("pinned %d bytes in %.2f s", end - begin - refused, time.perf_counter() - started)
 
     def cut_back(self, end: int) -> None:
-        """Take the registrations from byte ``end`` on back, at which one ends."""
+        """Unregister the memory from byte ``end`` on. A range has to end there."""
         self.end = min(self.end, end)
         self._unpin(self._memory.address + end)
 
     def close(self) -> None:
-        """Take the registrations back; before the segment is unmapped."""
+        """Unregister all memory. Call this before the segment is unmapped."""
         self.end = 0
         self._unpin(0)
         self._view = None
 
     def __del__(self) -> None:
-        """Of an owner that was dropped without being closed: what is registered, the system cannot have back."""
+        """Unregister the memory of an object that was dropped without ``close``.
+
+        The system cannot reuse registered memory.
+        """
         if getattr(self, "addresses", ()) and self._owner == os.getpid():
             self.close()
 
     def _unpin(self, begin: int) -> None:
-        """What is registered from that address on."""
+        """Unregister the ranges from the address ``begin`` on."""
         with kinds.use(self._device):
             while self._pinner is not None and self.addresses and self.addresses[-1] >= begin:
                 code = self._pinner.unregister(self.addresses.pop())
-                if code != 0:  # of a device that is lost, as a rule; then all its calls fail
+                if code != 0:  # usually of a lost device, for which all calls fail
                     logger.warning("unpinning memory failed with %s error %d", self._device.type, code)
 
     def _pin(self, pinner: Pinner, memory: Memory, span: range, cuts: Sequence[int]) -> int:
-        """Register a part of ``memory``, in halves where the driver refuses it whole. Returns the bytes it refused."""
+        """Register a part of ``memory``, in halves if the driver refuses the whole.
+
+        Return the number of refused bytes.
+        """
         code = self._register(pinner, memory.address + span.start, len(span))
         if code == 0:
             return 0
         self._refusals += 1
-        # A driver that refuses so often refuses all.
+        # A driver that refuses this often refuses all ranges.
         within = [cut // PAGE * PAGE for cut in cuts] if self._refusals < _MOST_REFUSALS else []
         within = [cut for cut in within if span.start < cut < span.stop]
         if not within:
@@ -144,8 +155,8 @@ class PinnedMemory:
     def _register(self, pinner: Pinner, address: int, nbytes: int) -> int:
         code = pinner.register(address, nbytes)
         if code == pinner.already_registered:
-            # Memory that was here was unmapped, and the driver was not told: the pages that it knows are no longer
-            # these, and a copy to here would end in those.
+            # Other memory at this address was unmapped without telling the driver. The driver still knows the previous
+            # pages, and a copy to this address would go to them.
             pinner.unregister(address)
             code = pinner.register(address, nbytes)
         if code == pinner.already_registered:
@@ -159,8 +170,9 @@ class PinnedMemory:
 
 
 def _range_ends(cuts: Sequence[int], begin: int, stop: int, limit: int) -> list[int]:
-    """Where ranges of at most ``limit`` bytes end, from ``begin`` up to ``stop``, where ``cuts`` allow that, in whole
-    pages.
+    """Return the ends of ranges of at most ``limit`` bytes, in whole pages, from ``begin`` up to ``stop``.
+
+    Ranges end at ``cuts``, so a range may be longer than ``limit`` if there is no cut within it.
     """
     ends: list[int] = []
     last = begin

@@ -1,4 +1,4 @@
-"""Pinners: how the drivers of several kinds of devices are told of memory of the host."""
+"""Pinners: registration of host memory with the drivers of several kinds of devices."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only the
 
 
 class Pinner(Protocol):
-    """Makes memory of the host known to a driver, so that devices copy into it directly.
+    """Registration of host memory with a driver, so that devices copy into it directly.
 
     Both calls return an error code of the driver, 0 for success, and leave no error behind. They are made inside
     ``DeviceKind.use``.
     """
 
     limit: int
-    """The most bytes that one call registers."""
+    """Maximum bytes of one registration."""
     already_registered: int
-    """The code for memory of which the driver knows a part already."""
+    """The error code for memory that overlaps memory registered before."""
 
     def register(self, address: int, nbytes: int) -> int:
         """Pin ``nbytes`` at ``address``, both whole pages."""
 
     def unregister(self, address: int) -> int:
-        """Take back the registration that begins at ``address``."""
+        """Undo the registration that begins at ``address``."""
 
 
 class CudaPinner:
-    """``cudaHostRegister``, of the runtime that the module of torch for a type of device speaks to."""
+    """Pinner by ``cudaHostRegister``, in the runtime of torch's module for a type of device."""
 
-    # One registration of 512 GiB and more fails on some drivers. And while one is under way the driver lets nobody else
-    # launch anything: in an overlapped first save, ranges of this size let the training through. On an H200, 256 MiB
-    # took 11 ms, and 64 MiB 2.7 ms; the time for each GiB, 42 ms, was the same.
+    # A registration of 512 GiB and more fails on some drivers. During a registration the driver blocks all launches: in
+    # an overlapped first save, ranges of this size let the training through. On an H200, 256 MiB took 11 ms, and 64 MiB
+    # 2.7 ms; the time for each GiB, 42 ms, was the same.
     limit = 64 << 20
     already_registered = 712  # cudaErrorHostMemoryAlreadyRegistered
 
     def __init__(self, device_type: str = "cuda") -> None:
-        """``device_type``: as torch calls the devices."""
+        """Make a pinner. ``device_type``: the name of the type in torch."""
         self._type = device_type
 
     def register(self, address: int, nbytes: int) -> int:
@@ -54,10 +54,10 @@ class CudaPinner:
         return torch.get_device_module(self._type).cudart()
 
     def _checked(self, code: Any) -> int:
-        """Take the runtime's last error, which this thread would else find after its next, innocent kernel launch.
+        """Clear the runtime's last error. Otherwise this thread would get it after its next, innocent kernel launch.
 
-        torch has no call for cudaGetLastError, but asks for it after each launch of its own, and raises what it finds.
-        (An error that lasts, of a device that is lost, is found by the next call again.)
+        torch has no call for cudaGetLastError, but checks the last error after each launch of its own, and raises it.
+        The next call finds a lasting error, of a lost device, again.
         """
         if int(code) != 0:
             with contextlib.suppress(RuntimeError):
@@ -69,17 +69,20 @@ _NO_LIBRARY = -2
 
 
 class AscendPinner:
-    """``aclrtHostRegister`` of Ascend's runtime. Untested: written from its documentation, and run on no device yet."""
+    """Pinner by ``aclrtHostRegister`` of Ascend's runtime.
+
+    Untested: written from its documentation, run on no device.
+    """
 
     limit = 256 << 20  # one call takes some 200 GB; ranges of this size let others through
-    already_registered = -1  # no code of its own is documented
+    already_registered = -1  # its documentation has no such code
 
     def register(self, address: int, nbytes: int) -> int:
         on_device = ctypes.c_void_p()
         mapped = 0  # ACL_HOST_REGISTER_MAPPED
         try:
             call = self._runtime.aclrtHostRegister
-        except (OSError, AttributeError):  # no such library here, or none that can
+        except (OSError, AttributeError):  # the library is missing, or lacks the call
             return _NO_LIBRARY
         return int(
             call(ctypes.c_void_p(address), ctypes.c_uint64(nbytes), ctypes.c_int(mapped), ctypes.byref(on_device))
@@ -90,4 +93,4 @@ class AscendPinner:
 
     @cached_property
     def _runtime(self) -> ctypes.CDLL:
-        return ctypes.CDLL("libascendcl.so")  # loaded already, by whoever uses such a device
+        return ctypes.CDLL("libascendcl.so")  # loaded already, because the process uses such a device

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,13 +21,9 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ready_events
-from asyncckpt.engine.plan_selection import Captured, PlanSelection
-from asyncckpt.engine.published_image import known_by_all, show
+from asyncckpt.engine.plan_selection import Captured, PlanSelection, check_file_set_place, save_input
 from asyncckpt.engine.retention import Retention
-from asyncckpt.engine.save_input import check_file_set_place, save_input
-from asyncckpt.engine.save_operation import Copier, SaveOperation
-from asyncckpt.engine.saves import Saves, check_writable
-from asyncckpt.engine.turn import Turn
+from asyncckpt.engine.saves import Copier, SaveOperation, Saves, check_writable
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, interrupts_as_they_are, is_interrupt
 from asyncckpt.format.write_request import Existing, Pointer, Rotation
 from asyncckpt.link.client import WorkerClient
@@ -34,18 +31,100 @@ from asyncckpt.link.messages import Claim
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.planning.file_set import FileSet
-from asyncckpt.planning.plan import StateDict
+from asyncckpt.planning.file_set_plan import FileSetPlan
+from asyncckpt.planning.plan import CheckpointPlan, StateDict
 from asyncckpt.planning.torch_file_plan import TorchFileContents
-from asyncckpt.publication import Publication, Versions
+from asyncckpt.publication import Publication, Versions, VersionState
 from asyncckpt.ranks.group import Group
 from asyncckpt.ranks.rounds import Call
 from asyncckpt.save_handle import Save, wait_for_actions
+from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.staging.buffer import Plan, StagingBuffer
 from asyncckpt.staging.buffer_pool import BufferPool
-from asyncckpt.staging.under_way import wait_for_copies
+from asyncckpt.staging.slot_copy import wait_for_copies
 from asyncckpt.storage import absolute, place_to_put, storage_for
 from asyncckpt.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
+
+
+class Turn:
+    """One thread at a time is in an engine."""
+
+    def __init__(self) -> None:
+        self._lock, self._owner = threading.RLock(), os.getpid()
+
+    def take(self) -> threading.RLock:
+        """The lock. It is left whatever happens: no code of ours does that.
+
+        Raises ``CheckpointError`` where this thread has it: all would be found as the interrupted call has left it.
+        """
+        if self._owner != os.getpid():  # a thread that is not in this fork may have it for ever
+            self._lock, self._owner = threading.RLock(), os.getpid()
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise CheckpointError(
+                "this was called out of another call of the same checkpointer, in the same thread: by a signal handler,"
+                " or while it asks the state for its values; have the handler set a flag, and save when that call has"
+                " returned"
+            )
+        return self._lock
+
+
+def known_by_all(group: Group, number: int, known: VersionState) -> list[VersionState]:
+    """What each rank knows of versions. ``number``: of this question, the same on all ranks."""
+    return group.ask_all("epoch", number, lambda: known, lambda all_know: [all_know] * len(all_know))
+
+
+def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, folder: str | None) -> str | None:
+    """Let readers see an image as ``version``.
+
+    Args:
+        image: The slot that has it; None: none has any more.
+        version: As what.
+        folder: Of a set of files: the folder of DCP's that readers see; None: the only one.
+
+    Returns:
+        None: they do; else why they do not.
+
+    Raises:
+        CheckpointError: It is nothing that can be published, or readers could not find it.
+    """
+    if image is None:
+        return "its image is not in memory any more, or never was"
+    buffer, slot = image
+    version = version._replace(folder=_number_of(buffer.plan, folder))
+    if not buffer.client.has_endpoint:
+        raise CheckpointError(
+            "readers cannot find the worker, which has no endpoint: the engine has no job, or see the log"
+        )
+    if buffer.publish(slot, version):
+        return None
+    return "readers have all slots but that; more of them would help (Config.slots)"
+
+
+def _number_of(plan: Plan, folder: str | None) -> int:
+    """The number of what readers are to see of the image: a whole state dict, or a folder in a set.
+
+    Only what the trainer has written stays as it is: archives are completed by the worker, in the slot.
+    """
+    match plan:
+        case CheckpointPlan():
+            if folder is not None:
+                raise CheckpointError(f"a state dict is published whole, and has no folder {folder!r}")
+            return 0
+        case FileSetPlan():
+            folders = [name for name, part in plan.parts.items() if isinstance(part, CheckpointPlan)]
+            if folder is None and len(folders) == 1:
+                return 0
+            if folder in folders:
+                return folders.index(folder)
+            wrong = "it has to be named" if folder is None else f"{folder!r} is none"
+            raise CheckpointError(
+                "of a set of files one of the folders of DCP's can be published, and no other file; of those in this"
+                f" set, {folders}, {wrong}"
+            )
+        case _:
+            raise CheckpointError("a file cannot be published, only state dicts; a WeightPublisher publishes tensors")
 
 
 class Engine(AbstractContextManager["Engine"]):
@@ -77,10 +156,10 @@ class Engine(AbstractContextManager["Engine"]):
         self._group: Group | None = None
         self._memory: HeldImages | None = None
         self._versions, self._buffers = Versions(), BufferPool(self.config)
-        mine = self._detach_buffers, self._hand_over, lambda linger: self.close(linger=linger)
+        mine = self._close_buffers, self._hand_over, lambda linger: self.close(linger=linger)
         self._supervisor = Supervisor(self.config, job, *mine, claim, ranks=lambda: self._group)
         self._copier, self._saves = Copier(overlaps=self.config.overlap), Saves(self.config)
-        self._plans = PlanSelection(self.config, self._buffers, self._supervisor, self._copier.threads)
+        self._plans = PlanSelection(self.config, self._buffers, self._supervisor)
         self._closed, self._turn, self._numbers, self._questions = False, Turn(), itertools.count(1), itertools.count(1)
         self.tell, self.plan_as = self._supervisor.listeners.tell, self._plans.plan_as
         self.check_open, self.is_over = self._supervisor.check_open, self._supervisor.is_over
@@ -290,8 +369,7 @@ class Engine(AbstractContextManager["Engine"]):
             return
         self._copier.close()
         failure = self._supervisor.leave(linger=linger)
-        self._detach_buffers()
-        self._buffers.close()
+        self._close_buffers()
         if self._group is not None:
             self._group.close()
         self._supervisor.close()
@@ -366,10 +444,10 @@ class Engine(AbstractContextManager["Engine"]):
             self._memory = HeldImages(predecessor.segments, predecessor.images)
             self._versions.inherit(predecessor.published_versions())
 
-    def _detach_buffers(self) -> None:
+    def _close_buffers(self) -> None:
         """Let go of the memory, which has lost its worker."""
         self._copier.wait()  # it writes into the memory that goes now
-        self._buffers.leave()
+        self._buffers.close()
 
 
 def _is_only_logged(error: BaseException, config: Config) -> bool:

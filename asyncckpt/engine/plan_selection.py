@@ -1,49 +1,282 @@
-"""Which plan a state is saved by: one that is kept, if all ranks have it, or a new one that all ranks make together."""
+"""Choose the plan of a save: one that is kept, if all ranks have it, or a new one that all ranks make together.
+
+A save is given a state dict or a set of files, and all ranks save it together (``SaveInput``).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
 from asyncckpt.devices.captures import check_not_capturing
-from asyncckpt.engine.save_input import SaveInput
 from asyncckpt.errors import (
     CheckpointError,
     StructureChangedError,
     UnsavableStateError,
     UntrustedValueError,
     WorkerDiedError,
+    unless_interrupt,
 )
-from asyncckpt.format.write_request import ANY_PLAN
+from asyncckpt.format.write_request import ANY_PLAN, Existing
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.loading.direct_load import some
 from asyncckpt.loading.unpickle import load_object
-from asyncckpt.planning.file_set_plan import FileSetPlan
-from asyncckpt.planning.plan import CheckpointPlan
+from asyncckpt.planning.dcp_planner import flat_names
+from asyncckpt.planning.draft import Draft, DraftInput, make_plans
+from asyncckpt.planning.file_set import DcpFolder, FileSet
+from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
+from asyncckpt.planning.frozen import frozen_parameters
+from asyncckpt.planning.plan import CheckpointPlan, StateDict
 from asyncckpt.planning.replicas import NOTHING, Sample
-from asyncckpt.planning.settling import Settling
-from asyncckpt.planning.stored_plan import StoredPlan
-from asyncckpt.planning.structure import StructureChanged
+from asyncckpt.planning.stored_plan import StoredPlan, restored_plan
+from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.address import own_domain
 from asyncckpt.ranks.group import Group, RankPlace, copied_ranks
 from asyncckpt.ranks.rounds import Call, check_same_call
 from asyncckpt.staging.buffer import StagingBuffer, copy_bytes
 from asyncckpt.staging.buffer_pool import BufferPool
-from asyncckpt.staging.copy_threads import CopyThreads
+from asyncckpt.storage import is_address, may_be_key
 from asyncckpt.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
+
+PREPARES = Call("prepares a save", "prepare")
+
+
+def check_file_set_place(files: FileSet, path: str, existing: Existing) -> None:
+    """Raise ``ValueError`` if a set of files cannot go there. Have its save fail if a store refuses a name."""
+    if existing == "join":
+        raise ValueError("a set of files cannot join what is there: it comes in one step, or not at all")
+    for name in files.contents if is_address(path) else ():
+        if not may_be_key(name):
+            reason = "cannot be the name of a file on an object store; give it another"
+            files.fail(UnsavableStateError(f"{name!r} {reason}", path=path))
+
+
+@dataclass(frozen=True)
+class SaveInput(ABC):
+    """The input of a save of all ranks of ``group``, or of its preparation, under one ``number``.
+
+    ``path``: the place of the checkpoint; "": the save is only prepared. ``call``: the call of this rank; all others
+    have to make the same one. ``check``: called before anything is planned; an error on one rank is raised on all.
+    """
+
+    group: Group
+    number: int
+    path: str = field(default="", kw_only=True)
+    call: Call = field(default=PREPARES, kw_only=True)
+    check: Callable[[], object] = field(default=lambda: None, kw_only=True)
+
+    @property
+    @abstractmethod
+    def key(self) -> Any:
+        """A key. Inputs with equal keys may fit the same plan."""
+
+    @property
+    @abstractmethod
+    def names(self) -> frozenset[str]:
+        """The names in its plan, as far as they are known before."""
+
+    def look(self, plans: Iterable[Any]) -> None:
+        """Ask ``Stateful`` values for their states, unless one of ``plans``, which have the same key, fits.
+
+        Call this before any rank is asked: the values may run a collective of the caller's.
+        """
+        return  # there are none
+
+    @abstractmethod
+    def capture(self, plan: Any) -> Sequence[torch.Tensor]:
+        """Return its tensors by a plan with the same key. Raises ``StructureChanged`` if the plan does not fit."""
+
+    def is_frozen_as(self, plan: Any) -> bool:
+        """Return True if the frozen parameters of modules are still those of ``plan``."""
+        return True
+
+    @abstractmethod
+    def make_plan(self, assumed: tuple[str, ...]) -> CheckpointPlan | FileSetPlan:
+        """Make a new plan; ``assumed``: ``Config.assume_unchanged``. Raises as ``make_plans``."""
+
+    def restore_plan(self, stored: StoredPlan, assumed: tuple[str, ...]) -> CheckpointPlan | None:
+        """Return the plan of a checkpoint, or None if the plan does not fit.
+
+        Args:
+            stored: The plan as the checkpoint has it.
+            assumed: ``Config.assume_unchanged``.
+
+        Raises:
+            UnsavableStateError: A value cannot be saved.
+        """
+        return None
+
+    @abstractmethod
+    def sample(self, plan: Any) -> Sample:
+        """Return samples of values that may be replicas. The ranks compare them."""
+
+    asks = True
+    """If true, the ranks agree on a plan in each save, even with ``assume_constant_structure``."""
+
+    @property
+    def pickle_bytes(self) -> tuple[int, ...]:
+        """As of ``WriteRequest``."""
+        return ()
+
+    @property
+    def small_files(self) -> tuple[tuple[str, bytes], ...]:
+        """As of ``WriteRequest``."""
+        return ()
+
+
+@dataclass(frozen=True)
+class StateToSave(SaveInput):
+    """A state dict.
+
+    ``given``: this rank's part, with ``Stateful`` values. ``planner``: DCP's or the user's; None: DCP's default.
+    ``separate``: a prefix of names; the values with it are stored in a file of their own; "": none.
+    """
+
+    given: StateDict
+    planner: SavePlanner | None
+    separate: str = ""
+    asks = False
+    _captured: dict[int, Sequence[torch.Tensor]] = field(default_factory=dict, init=False)  # by the plan's number
+
+    @cached_property
+    def state(self) -> StateDict:
+        """The state dict with the states of ``Stateful`` values in their places."""
+        return stateful_to_dict(self.given)
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The names of the frozen parameters of modules."""
+        return frozen_parameters(self.given)
+
+    @property
+    def key(self) -> Any:
+        return DraftInput(self.given, self.planner, self.separate).key
+
+    @property
+    def names(self) -> frozenset[str]:
+        return flat_names(self.state, self.planner)
+
+    def look(self, plans: Iterable[Any]) -> None:
+        for plan in plans:
+            try:
+                self._captured[plan.number] = plan.capture(self.given, self.planner, is_raw=True)
+            except StructureChanged:
+                continue
+            except unless_interrupt(Exception):  # to be raised where all ranks hear of it
+                pass
+            return
+        # To look for ``Stateful`` values takes as long as to compare the structure, so only where that is another.
+        _ = self.state
+
+    def capture(self, plan: Any) -> Sequence[torch.Tensor]:
+        if (known := self._captured.get(plan.number)) is not None:
+            return known
+        tensors: Sequence[torch.Tensor] = plan.capture(self.state, self.planner)
+        return tensors
+
+    def is_frozen_as(self, plan: Any) -> bool:
+        # A state that was captured as it was given has no modules, and says nothing of what is frozen.
+        return plan.number in self._captured or plan.frozen == self.frozen
+
+    def make_plan(self, assumed: tuple[str, ...]) -> CheckpointPlan:
+        draft = self._draft(assumed)
+        make_plans([draft], self.group, self.number)
+        plan: CheckpointPlan = draft.plan
+        return plan
+
+    def restore_plan(self, stored: StoredPlan, assumed: tuple[str, ...]) -> CheckpointPlan | None:
+        return restored_plan(self._draft(assumed), stored, self.number)
+
+    def _draft(self, assumed: tuple[str, ...]) -> Draft:
+        given = DraftInput(self.state, self.planner, self.separate, frozen=self.frozen, assumed=assumed)
+        return Draft(given, self.group.rank, self.group.world_size)
+
+    def sample(self, plan: Any) -> Sample:
+        found: Sample = plan.sample(lambda: self.state, self.number)
+        return found
+
+
+@dataclass(frozen=True)
+class FilesToSave(SaveInput):
+    """A set of files. The ranks plan some of them together."""
+
+    files: FileSet
+
+    def __post_init__(self) -> None:
+        shared = [name for name, content in self.files.contents.items() if isinstance(content, DcpFolder)]
+        words = f"{self.call.words} as files, of which all ranks have {shared}"
+        object.__setattr__(self, "call", Call(words, f"{self.call.key} {shared}"))
+
+    @cached_property
+    def contents(self) -> FileSetContents:
+        """The set, taken apart. Raises the error of this rank's part, if there is one."""
+        if self.files.error is not None:
+            raise self.files.error
+        return FileSetContents(self.files)
+
+    @property
+    def key(self) -> Any:
+        return "files", *self.contents.key
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.contents.names
+
+    def capture(self, plan: Any) -> Sequence[torch.Tensor]:
+        tensors: Sequence[torch.Tensor] = plan.capture(self.contents)
+        return tensors
+
+    def make_plan(self, assumed: tuple[str, ...]) -> FileSetPlan:
+        return make_file_set_plan(self.contents, self.group, self.number, assumed)
+
+    def sample(self, plan: Any) -> Sample:
+        found: Sample = plan.sample(self.contents, self.number)
+        return found
+
+    @property
+    def pickle_bytes(self) -> tuple[int, ...]:
+        return self.contents.pickle_bytes
+
+    @property
+    def small_files(self) -> tuple[tuple[str, bytes], ...]:
+        return tuple(self.contents.small.items())
+
+
+def save_input(
+    group: Group,
+    number: int,
+    state: StateDict | FileSet,
+    planner: SavePlanner | None = None,
+    separate: str = "",
+    path: str = "",
+    call: Call = PREPARES,
+    check: Callable[[], object] = lambda: None,
+) -> SaveInput:
+    """Return the input of a save.
+
+    Args:
+        group, number, path, call, check: As of ``SaveInput``.
+        state: A set of files, or a state dict.
+        planner, separate: As of ``StateToSave``; of no matter for files.
+    """
+    if isinstance(state, FileSet):
+        return FilesToSave(group, number, state, path=path, call=call, check=check)
+    return StateToSave(group, number, state, planner, separate, path=path, call=call, check=check)
+
 
 # To unpickle one takes some 50 us.
 _MOST_TRIED = 1000
@@ -54,10 +287,10 @@ _NOTICE_S = 2.0
 
 
 class Captured(NamedTuple):
-    """What is to be staged: the memory for it, and its tensors in the order of the plan, which has its objects.
+    """A captured state: the memory for it, and its tensors in the order of the plan. The plan has its objects.
 
     ``pickle_bytes``, ``small_files``: as of ``WriteRequest``. ``is_new``: the plan was made for this save. ``sample``:
-    of what the ranks compare.
+    values for the ranks to compare.
     """
 
     buffer: StagingBuffer
@@ -69,28 +302,17 @@ class Captured(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """By what a rank can save: the number of a ``plan`` that it keeps, the attempt that stored one, or None.
+    """The plan a rank can save by: the number of one it keeps, the attempt of a stored one, or None.
 
-    ``call``: what it does. ``heard``, ``has_settled``: the number of the
-    last save by that plan that it knows to be durable, and whether it would be good to plan anew for what that says.
+    ``call``: the call of the rank.
     """
 
     plan: int | str | None
     call: Call
-    heard: int = 0
-    has_settled: bool = False
-
-
-class _Choice(IntEnum):
-    """What all ranks do: take the plan that they have, make another of the same state, or plan."""
-
-    KEPT = 0
-    SETTLED = 1
-    NEW = 2
 
 
 def _warn_untrusted(plan: CheckpointPlan | FileSetPlan, path: str) -> None:
-    """Say which values a load would refuse, unless it is told to run code: after a crash is late to learn that."""
+    """Log the names of values that a load would refuse to unpickle. After a crash would be late to learn this."""
     refused = []
     for name, data in islice(plan.objects.own_pickles(), _MOST_TRIED):
         if len(data) > _MOST_BYTES_TRIED:
@@ -112,28 +334,23 @@ def _warn_untrusted(plan: CheckpointPlan | FileSetPlan, path: str) -> None:
         )
 
 
-def _next_settling(plan: CheckpointPlan) -> Settling | None:
-    return plan.settling.next_for(plan.files)
-
-
 @dataclass
 class PlanSelection:
-    """Of one engine: out of the plans that ``buffers`` keeps, in memory of the worker that ``supervisor`` gives."""
+    """Choose among the plans in ``buffers``, or make a new one. The memory belongs to the worker of ``supervisor``."""
 
     config: Config
     buffers: BufferPool
     supervisor: Supervisor
-    threads: CopyThreads
     stored: StoredPlan | None = None
-    """That of the checkpoint which this job goes on from, until there is a plan for what is in it."""
+    """The plan of the checkpoint that this job was resumed from, until a save has taken or replaced it."""
 
     def for_all(self, wanted: SaveInput, *, prepares: bool = False) -> Captured:
-        """The memory and the tensors of what all ranks save, as they have planned it.
+        """Capture a state by a plan that all ranks have, or make together.
 
-        ``prepares``: it is only prepared, and all ranks are asked, whatever was promised.
+        ``prepares``: the save is only prepared, and the ranks agree even with ``assume_constant_structure``.
 
         Raises ``UnsavableStateError``, ``OutOfMemoryError``, ``RankFailedError``, ``WorkerDiedError``,
-        ``SaveTimeoutError``; ``StructureChangedError`` where ``assume_constant_structure`` was promised in vain.
+        ``SaveTimeoutError``; ``StructureChangedError`` if the structure changed despite ``assume_constant_structure``.
         """
         try:
             check_not_capturing()
@@ -156,7 +373,7 @@ class PlanSelection:
             client = wanted.group.connect_worker(self.supervisor.running)
             found = self._found_by_all(wanted, client, prepares)
         if not isinstance(found, Captured):
-            plan = found or wanted.make_plan(self._settling(wanted))
+            plan = found or wanted.make_plan(tuple(self.config.assume_unchanged))
             found = self._placed_by_all(wanted, client, plan)
         if self.stored is not None and self.stored.names <= found.buffer.plan.names:
             self.stored = None  # it was taken, or never will be
@@ -164,16 +381,16 @@ class PlanSelection:
         return found._replace(pickle_bytes=wanted.pickle_bytes, small_files=wanted.small_files, sample=sample)
 
     def plan_as(self, read: Callable[[], StoredPlan | None]) -> None:
-        """Plan what comes first as a checkpoint was planned, if all ranks can. ``read``: gives that plan, or None."""
+        """Use the plan of a checkpoint in the first save, if it fits on all ranks. ``read`` returns it, or None."""
         self.stored = None if self.buffers.known else read()
 
     def for_file(self, contents: TorchFileContents, group: Group, number: int) -> Captured:
-        """The same for the contents of a single file.
+        """Capture the contents of a single file.
 
         Args:
-            contents: What is in it.
+            contents: The object in the file.
             group: This process alone.
-            number: That of the save.
+            number: The number of the save.
         """
         check_not_capturing()
         client = group.connect_worker(self.supervisor.running)
@@ -193,103 +410,58 @@ class PlanSelection:
     def _found_by_all(
         self, wanted: SaveInput, client: WorkerClient, prepares: bool
     ) -> Captured | CheckpointPlan | None:
-        """By a plan that all ranks have, or by that of a checkpoint, which is to be placed; None: all have to plan.
+        """Return the state captured by a plan that all ranks keep, or the plan of a checkpoint that fits on all ranks.
 
-        With constant structure no rank is asked, but to prepare.
+        None if the ranks have to make a new plan. With constant structure the ranks agree on nothing, except to
+        prepare.
         """
         is_constant = self.config.assume_constant_structure and not (wanted.asks or prepares)
         asks = not (wanted.group.alone or (is_constant and self.buffers.known))
+        may_plan = asks or wanted.group.alone
         found: Captured | CheckpointPlan | None = None
 
         def find() -> _Offer:
             nonlocal found
             wanted.check()
-            if (found := self._kept(wanted, client)) is not None:
-                plan = found.buffer.plan
-                offer = _Offer(plan.number, wanted.call)
-                if isinstance(plan, CheckpointPlan):
-                    offer = offer._replace(heard=plan.settling.heard, has_settled=_next_settling(plan) is not None)
-                return offer
-            if self.stored is not None and (asks or wanted.group.alone):  # else others may not have it
-                found = wanted.restore_plan(self.stored, self._settling(wanted))
+            if (found := self._kept(wanted, client, may_plan=may_plan)) is not None:
+                return _Offer(found.buffer.plan.number, wanted.call)
+            if self.stored is not None and may_plan:  # else others may not have it
+                found = wanted.restore_plan(self.stored, tuple(self.config.assume_unchanged))
             if self.stored is None or found is None:
                 return _Offer(None, wanted.call)
             return _Offer(self.stored.attempt, wanted.call)
 
-        def decide(offers: list[_Offer]) -> list[int]:
-            plans, calls, heard, has_settled = zip(*offers, strict=True)
+        def decide(offers: list[_Offer]) -> list[bool]:
+            plans, calls = zip(*offers, strict=True)
             check_same_call(calls)
-            choice = _Choice.NEW
-            if None not in plans and len({*plans} - {ANY_PLAN}) <= 1:
-                choice = _Choice.SETTLED if any(has_settled) and len({*heard}) == 1 else _Choice.KEPT
-            return [choice.value] * len(plans)
+            return [None not in plans and len({*plans} - {ANY_PLAN}) <= 1] * len(plans)
 
         if asks:
-            choice = wanted.group.ask_all("agree", wanted.number, find, decide)
-        elif wanted.group.alone:
-            (choice,) = decide([find()])
+            all_have_it = wanted.group.ask_all("agree", wanted.number, find, decide)
         else:
-            choice = _Choice.NEW if find().plan is None else _Choice.KEPT
-            if choice is _Choice.NEW:
+            all_have_it = find().plan is not None
+            if not all_have_it and not wanted.group.alone:
                 self._check_new(wanted)
-        if choice == _Choice.SETTLED and isinstance(found, Captured) and isinstance(found.buffer.plan, CheckpointPlan):
-            plan = found.buffer.plan
-            plan.settling = _next_settling(plan) or plan.settling
-        return found if choice == _Choice.KEPT else None
+        return found if all_have_it else None
 
-    def _settling(self, wanted: SaveInput) -> Settling:
-        """What is known of what does not change in the state, whatever its structure was so far."""
-        found = Settling()
-        for known in reversed(self.buffers.known):
-            if known.key == wanted.key and isinstance(known.plan, CheckpointPlan) and known.plan.names == wanted.names:
-                found = known.plan.settling
-        # Who finds out that something has changed after all has to be able to say so to all ranks, and before the copy.
-        may_say = not self.config.overlap and (wanted.group.alone or not self.config.assume_constant_structure)
-        return replace(
-            found,
-            shares=may_say and not self.config.replicas,
-            assumed=() if self.config.replicas else tuple(self.config.assume_unchanged),
-        )
+    def _kept(self, wanted: SaveInput, client: WorkerClient, *, may_plan: bool) -> Captured | None:
+        """Capture the state by a plan that this rank keeps; None if no plan fits.
 
-    def _has_changed(self, wanted: SaveInput, found: Captured) -> bool:
-        """Whether anything has that slots share; what was promised not to raises ``UnsavableStateError``."""
-        plan = found.buffer.plan
-        if not isinstance(plan, CheckpointPlan) or not plan.layout.shared_bytes:
-            return False
-        settling, is_first = plan.settling, found.buffer.is_unused
-        plan.since_check += 1
-        is_checked = is_first or plan.since_check >= self.config.check_unchanged_every
-        names = found.buffer.changed(found.tensors, self.threads, with_promised=is_checked)
-        plan.since_check = 0 if is_checked else plan.since_check
-        if names and is_first and found.buffer.refill():
-            return False
-        broken = [name for name in names if settling.is_assumed(name)]
-        if broken and not is_first:  # else they are those of a trainer before this
-            plan.broken_promise = (
-                f"changed, and Config.assume_unchanged promises that they do not: {some(broken)}; take out what names"
-                " them there, as checkpoints since the last check may have older values of them"
-            )
-            raise UnsavableStateError(plan.broken_promise)
-        plan.settling = settling.without(names) if names else settling
-        return bool(names)
+        ``may_plan``: a new plan may be made. If not, a plan fits even if other parameters are frozen: frozen names are
+        a hint and no structure.
+        """
 
-    def _kept(self, wanted: SaveInput, client: WorkerClient) -> Captured | None:
-        """By a plan that this rank has, and that is still good."""
-        kept = self.buffers.find(wanted.key, wanted.capture, client)
-        if kept is None or self._has_changed(wanted, found := Captured(*kept)):
-            return None
-        plan = found.buffer.plan
-        if isinstance(plan, CheckpointPlan) and plan.settling.is_to_be_learned and self.config.link_unchanged:
-            # The worker would say so only after this save, which would then be written in its old layout.
-            plan.settling.note_compared(plan.files, plan.spans_of(found.buffer.unchanged(found.tensors, self.threads)))
-        return found
+        def capture(plan: Any) -> Sequence[torch.Tensor]:
+            if may_plan and not wanted.is_frozen_as(plan):
+                raise StructureChanged("other parameters are frozen now")
+            return wanted.capture(plan)
+
+        kept = self.buffers.find(wanted.key, capture, client)
+        return None if kept is None else Captured(*kept)
 
     def _check_new(self, wanted: SaveInput) -> None:
-        """Constant structure is promised and the state has none of those planned: refuse it, if it is one changed."""
+        """Raise if a planned state has another structure now, although ``assume_constant_structure`` was promised."""
         names = wanted.names
-        for known in self.buffers.known:
-            if isinstance(known.plan, CheckpointPlan) and known.plan.broken_promise and names & known.plan.names:
-                raise UnsavableStateError(known.plan.broken_promise)
         if any(names & known.plan.names for known in self.buffers.known):
             raise StructureChangedError(
                 "the state has the names of one that was saved before, in another structure (a name, dtype, shape or"
@@ -298,7 +470,7 @@ class PlanSelection:
             )
 
     def _placed_by_all(self, wanted: SaveInput, client: WorkerClient, plan: CheckpointPlan | FileSetPlan) -> Captured:
-        """By a plan that is new here, which takes the place of one for the same names in another form."""
+        """Capture the state by a new plan. It replaces a plan for the same names in another form."""
         group, number = wanted.group, wanted.number
         if self.config.replicas and isinstance(plan, CheckpointPlan):
             place = RankPlace(own_domain(self.config.domain), copy_bytes(plan))
@@ -313,9 +485,6 @@ class PlanSelection:
         try:
             group.ask_all("memory", number, allocate, lambda each: each)
             tensors = wanted.capture(plan)
-            if made[0].changed(tensors, self.threads):  # it was that of a trainer before this
-                made[0].close()
-                made[0] = self.buffers.make(wanted.key, plan, client)
             self.buffers.keep(wanted.key, made[0])
         except BaseException as error:
             for buffer in made:

@@ -1,6 +1,6 @@
-"""Exporting: a stored state, read checked and piece by piece, and written as other files: safetensors, torch's, DCP's.
+"""Export a stored state, read with checksums and piece by piece, to other files: safetensors, torch's, DCP's.
 
-``stored.py`` has the words for what is read, ``batches.py`` those for what is written. The sources find out what is
-stored and where (``source_files.py`` opens the files), the targets lay out
-files for it, ``batches.py`` cuts such a file into what is read and written at once, and ``copying.py`` does it.
+``stored.py`` has the types for stored values, ``batches.py`` the types for output files. The sources find the stored
+values and their places; ``source_files.py`` opens their files. The targets lay out the output files. ``batches.py``
+cuts an output file into batches, and ``copying.py`` reads and writes them.
 """

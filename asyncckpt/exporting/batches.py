@@ -1,7 +1,7 @@
-"""A file to be written, cut into batches: what of it is read at once, and then written.
+"""Cut an output file into batches. A batch is read at once, and then written.
 
-No span of a source is read twice: where tensors stand in the source as they will in the output, or are only converted,
-batches begin where spans do. A tensor of which the shards lie across its rows is gathered whole: it is one batch.
+No span of a source is read twice: batches begin at spans if the order of elements is the same in source and output,
+converted or not. A tensor with shards across its rows is gathered: the whole tensor is one batch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from asyncckpt.planning.layout import contiguous_strides
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor in a file: its elements, as ``dtype``, begin at the byte ``payload_at``.
+    """A tensor in an output file. Its elements, as ``dtype``, begin at the byte ``payload_at``.
 
-    All that is written up to ``end`` belongs to it.
+    All bytes up to ``end`` belong to the tensor.
     """
 
     tensor: StoredTensor
@@ -32,12 +32,12 @@ class PlacedTensor(NamedTuple):
 
     @property
     def payload_end(self) -> int:
-        """Where its elements end, in bytes."""
+        """Return the end of the elements, in bytes."""
         return self.payload_at + math.prod(self.tensor.shape) * self.dtype.itemsize
 
 
 class Window:
-    """A part of a file in memory, of which the byte ``begin`` stands at the start of ``data``; set by its offsets."""
+    """A part of a file in memory. ``data`` begins at byte ``begin`` of the file. Slices take offsets of the file."""
 
     def __init__(self, begin: int, data: memoryview) -> None:
         self.begin = begin
@@ -45,7 +45,7 @@ class Window:
 
     @property
     def end(self) -> int:
-        """Where it ends in the file, in bytes."""
+        """Return the end of the part in the file, in bytes."""
         return self.begin + len(self.data)
 
     def __getitem__(self, where: slice) -> memoryview:
@@ -56,14 +56,18 @@ class Window:
 
 
 Complete = Callable[[Window], None]
-"""Given all of a file, part by part and in its order, before they are written: takes checksums, and may put them in."""
+"""Called with each part of a file, in order, before it is written.
+
+It takes checksums, and may write them into the part.
+"""
 
 
 @dataclass
 class FilePlan:
-    """A file: its ``tensors`` in their order, and the bytes around them, each with its offset, in their order.
+    """An output file: its ``tensors`` in order, and ``constants``, the bytes around them with their offsets, in order.
 
-    ``nbytes`` are written; ``length`` says, when all is complete, of how many the file consists.
+    ``nbytes`` are written. If ``length`` is given, it returns the final number of bytes of the file after the last
+    part.
     """
 
     name: str
@@ -75,11 +79,11 @@ class FilePlan:
 
 
 BATCH_BYTES = 8 << 20
-"""Of a batch, unless it is a tensor that has to be gathered; and of what is read before it is converted."""
+"""Maximum bytes of a batch, unless it is one gathered tensor; also of bytes that are read before they are converted."""
 
 
 class Move(NamedTuple):
-    """The bytes from ``begin`` to ``end`` of a source ``file``, as they are, to the byte ``to`` of the output."""
+    """The bytes from ``begin`` to ``end`` of a source ``file``, copied unchanged to the byte ``to`` of the output."""
 
     file: str
     begin: int
@@ -88,8 +92,10 @@ class Move(NamedTuple):
 
 
 class StridedCopy(NamedTuple):
-    """Elements that are copied one by one: from element ``first`` of what was read, with these ``strides``, to the byte
-    ``to`` of the output, with strides in elements there.
+    """Elements that are copied one by one.
+
+    They begin at element ``first`` of the bytes read, with ``strides``. They go to the byte ``to`` of the output, with
+    ``to_strides``. Strides are in elements.
     """
 
     shape: tuple[int, ...]
@@ -100,8 +106,9 @@ class StridedCopy(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """The bytes from ``begin`` to ``end`` of a source ``file``: elements of ``dtype`` that become ``to_dtype``, or are
-    not in a row in the output.
+    """The bytes from ``begin`` to ``end`` of a source ``file``: elements of ``dtype`` that are copied as ``to_dtype``.
+
+    The elements have another dtype in the output, or are not in a row there.
     """
 
     file: str
@@ -114,7 +121,7 @@ class Conversion(NamedTuple):
 
 @dataclass
 class Batch:
-    """The bytes of the output from ``begin`` to ``end``: what is read for it, and the tensors that it is for."""
+    """The bytes of the output from ``begin`` to ``end``: the parts to read, and the names of their tensors."""
 
     begin: int
     end: int
@@ -124,7 +131,7 @@ class Batch:
 
     @property
     def what(self) -> str:
-        """The tensors, for errors."""
+        """Return the names of the tensors, for errors."""
         if not self.names:
             return "what stands around the tensors"
         first, last = self.names[0], self.names[-1]
@@ -132,7 +139,7 @@ class Batch:
 
 
 class _Piece(NamedTuple):
-    """What ends at the byte ``end`` of the output and is not cut. ``nbytes``: of memory that it needs."""
+    """Bytes up to ``end`` of the output that are not cut. ``nbytes``: the memory that they need."""
 
     name: str
     end: int
@@ -142,11 +149,11 @@ class _Piece(NamedTuple):
 
 
 def batches(plan: FilePlan, files: Mapping[str, ChecksummedFile]) -> Iterator[Batch]:
-    """The batches of a file, in its order; together they are all of it.
+    """Yield the batches of a file, in order. Together they cover the file.
 
     Args:
-        plan: The file.
-        files: Those that are read.
+        plan: The output file.
+        files: The source files.
     """
     first = plan.tensors[0].payload_at if plan.tensors else plan.nbytes
     batch = Batch(0, first)
@@ -162,7 +169,7 @@ def batches(plan: FilePlan, files: Mapping[str, ChecksummedFile]) -> Iterator[Ba
             batch.names.append(piece.name)
             nbytes += piece.nbytes
     yield batch
-    if batch.end < plan.nbytes:  # what may only be known when all else has been read stands there in one
+    if batch.end < plan.nbytes:  # the bytes at the end are one batch, because they may depend on all others
         yield Batch(batch.end, plan.nbytes)
 
 
@@ -190,8 +197,9 @@ def _pieces(placed: PlacedTensor, files: Mapping[str, ChecksummedFile]) -> Itera
 
 
 def _cut(box: Box, size: int, file: ChecksummedFile) -> Iterator[tuple[int, int]]:
-    """A box whose elements are in a row, each of ``size`` bytes, cut where spans begin: of each part, how many elements
-    come before it, and how many it has.
+    """Cut a box of elements in a row, ``size`` bytes each, where spans begin.
+
+    Yield for each part the number of elements before it, and the number of its elements.
     """
     bounds, count = file.index.bounds, math.prod(box.shape)
     end = box.begin + count * size
@@ -205,7 +213,7 @@ def _cut(box: Box, size: int, file: ChecksummedFile) -> Iterator[tuple[int, int]
 
 
 def _gathered(placed: PlacedTensor, box: Box, file: ChecksummedFile) -> Iterator[Conversion]:
-    """What brings a box to its place."""
+    """Yield the conversions that copy a box to its place."""
     if 0 in box.shape:
         return
     tensor, strides = placed.tensor, contiguous_strides(placed.tensor.shape)
@@ -213,10 +221,10 @@ def _gathered(placed: PlacedTensor, box: Box, file: ChecksummedFile) -> Iterator
     to = placed.payload_at + placed.dtype.itemsize * sum(
         offset * stride for offset, stride in zip(box.offsets, strides, strict=True)
     )
-    # As it is stored: the dimension first along which the elements are furthest from each other.
+    # In the order in which the box is stored: first the dimension with the largest stride.
     order = sorted((dim for dim, n in enumerate(box.shape) if n > 1), key=lambda dim: -box.strides[dim])
     shape, its_strides, to_strides = (tuple(each[dim] for dim in order) for each in (box.shape, box.strides, strides))
-    if its_strides != contiguous_strides(shape):  # a view with gaps: at once
+    if its_strides != contiguous_strides(shape):  # a view with gaps, copied at once
         end = box.begin + box.extent * size
         copy = StridedCopy(shape, 0, its_strides, to, to_strides)
         yield Conversion(box.file, box.begin, end, tensor.dtype, placed.dtype, [copy])
@@ -231,8 +239,10 @@ def _gathered(placed: PlacedTensor, box: Box, file: ChecksummedFile) -> Iterator
 
 
 def _blocks(shape: tuple[int, ...], to_strides: tuple[int, ...], first: int, count: int) -> Iterator[StridedCopy]:
-    """The elements ``first`` to ``first + count`` of a tensor of ``shape`` in a row, as blocks: a part of a row, whole
-    rows, a part of a row, and so on within a part. ``to`` is in elements here.
+    """Yield the elements ``first`` to ``first + count`` of a tensor of ``shape`` as blocks.
+
+    The elements are in a row in the source. The blocks are a part of a row, whole rows, a part of a row; parts of rows
+    are cut in the same way. ``to`` is in elements here.
     """
     strides = contiguous_strides(shape)
 

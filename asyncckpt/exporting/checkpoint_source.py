@@ -1,4 +1,4 @@
-"""What is stored in a checkpoint of ours: its indexes say where, DCP's metadata how it was nested."""
+"""Read the state in a checkpoint of this library: the indexes have the places, DCP's metadata has the nesting."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from asyncckpt.planning.structure import Keys
 
 
 def open_checkpoint(folder: SourceFiles, source: StorageSource, within: str = "") -> StoredState:
-    """The state in a checkpoint.
+    """Return the state in a checkpoint.
 
     Args:
-        folder: Its folder.
-        source: The same, or the set of files that it is in.
-        within: What their names begin with in ``source``: of a folder of DCP's in a set of files its name, and "/".
+        folder: The folder of the checkpoint.
+        source: The same folder, or the set of files that contains it.
+        within: The prefix of the names of its files in ``source``: for a DCP folder in a set of files its name, and
+            "/".
 
     Raises:
-        CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is none, or it is damaged.
-        MismatchError: It is a set of files, without a state dict.
+        CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is no checkpoint, or it is damaged.
+        MismatchError: This is a set of files without a state dict.
     """
     path = folder.folder
     data = source.read(f"{within}{METADATA_NAME}") if within else source.metadata()
@@ -60,7 +61,7 @@ def open_checkpoint(folder: SourceFiles, source: StorageSource, within: str = ""
 
 
 def nesting(metadata: Metadata) -> dict[str, Keys]:
-    """By the name of each value, in their order, the keys that lead to it in the state dict, as DCP has noted them."""
+    """Return the keys of each value in the state dict, by name, in order, as DCP has noted them."""
     known = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     names = dict.fromkeys(
         [*(name for name in known if name in metadata.state_dict_metadata), *metadata.state_dict_metadata]
@@ -69,13 +70,13 @@ def nesting(metadata: Metadata) -> dict[str, Keys]:
 
 
 def whole(name: str, dtypes: set[torch.dtype], shape: tuple[int, ...], boxes: list[Box], path: str) -> StoredTensor:
-    """A tensor, with all its boxes. Raises ``DamagedCheckpointError`` where they are not the whole of one.
+    """Return a tensor with all its boxes. Raise ``DamagedCheckpointError`` if they do not form the whole tensor.
 
     Args:
-        name: Its name.
-        dtypes: Those that its boxes have.
-        shape: Its own.
-        boxes: Where it is stored.
+        name: The name of the tensor.
+        dtypes: The dtypes of its boxes.
+        shape: The shape of the tensor.
+        boxes: The stored parts.
         path: The checkpoint, for the error.
     """
     dtype, *others = sorted(dtypes, key=str)

@@ -1,8 +1,9 @@
-"""Writing a file of which all is known but the bytes: batch by batch, on a few threads, in a bounded memory.
+"""Write a planned output file batch by batch, on a few threads, with limited memory.
 
-The life of a batch, on one thread: it is *filled* (read and checked, converted), it takes its *turn* (in the order of
-the file: checksums of the output are taken then), and it is written. Others are filled and written meanwhile. A write
-is of whole pages, past the page cache: what a batch has of the page at its end the next one takes over, in its turn.
+One thread carries out a batch. The batch is *filled* (read, checked, converted). Then it waits for its *turn*, in the
+order of the file; the checksums of the output are computed in the turn. Then it is written. Other batches are filled
+and written meanwhile. Writes are of whole pages, past the page cache: the bytes of an incomplete last page are carried
+to the next batch.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.storage.storage import OutputFile
 from asyncckpt.threads import Pool, without_gc
 
-# Batches that are filled or written at once: while some are read, others are written.
+# Number of batches that are filled or written at once: some are read while others are written.
 _THREADS = 6
-# Of all of them together, beside the largest tensor that has to be gathered: while it is written others are read.
+# Maximum bytes of all batches in flight, besides the largest gathered tensor: other batches are read while it is
+# written.
 _IN_FLIGHT_BYTES = 64 << 20
-# Of a batch that is larger than others.
+# Maximum bytes of one write.
 _WRITE_BYTES = BATCH_BYTES
 _ALIGNMENT = 64
 
@@ -43,14 +45,14 @@ def write(
     """Write a file, and make it durable.
 
     Args:
-        plan: The file.
-        state: What is read.
-        output: The new file, which is left open.
+        plan: The output file.
+        state: The state to read.
+        output: The new file; the caller closes it.
         readers: The threads that read.
-        progress: Called with the bytes written since the last call, on any thread.
+        progress: Called with the number of bytes written since the last call, on any thread.
 
     Returns:
-        Its length in bytes.
+        The length of the file, in bytes.
 
     Raises:
         DamagedCheckpointError, StorageError: Bytes are damaged, or storage refuses. The text names the tensors.
@@ -78,17 +80,17 @@ class _Writing:
         self._batches = list(batches(plan, state.files))
         largest = max(each.end - each.begin for each in self._batches)
         self._room = _IN_FLIGHT_BYTES + (largest if largest > 2 * BATCH_BYTES else 0)
-        # Guards what follows.
+        # Guards the next three attributes.
         self._changed = threading.Condition()
         self._turn = 0
         self._in_flight = 0
         self._failed = False
-        # In turns alone.
+        # Used only in turns.
         self._carried = b""
         self._constant = 0
 
     def run(self) -> None:
-        """All batches. Raises what the first that fails has raised."""
+        """Write all batches. Raises the error of the first batch that fails."""
         with Pool(_THREADS, thread_name_prefix="asyncckpt-export") as pool:
             tasks = []
             try:
@@ -98,13 +100,14 @@ class _Writing:
                     tasks.append(pool.submit(self._carry_out, number, batch))
                 for task in tasks:
                     task.result()
-            except BaseException:  # also an interrupt: the threads end before the files are closed
+            except BaseException:  # also after an interrupt, so that the threads end before the files are closed
                 self._give_up()
                 raise
 
     def _admit(self, batch: Batch) -> bool:
-        """Wait for its memory; they are let in in their order, so that none waits for a turn that cannot come. False
-        where it is not wanted any more.
+        """Wait for the memory of a batch. Return False if another batch has failed.
+
+        Batches are admitted in order, so that no batch waits for a turn that cannot come.
         """
         nbytes = batch.end - batch.begin
         with self._changed:
@@ -146,7 +149,7 @@ class _Writing:
 
     @contextmanager
     def _in_turn(self, number: int) -> Iterator[bool]:
-        """When all before it have had their turn; it yields False where one of them failed."""
+        """Wait for the turn of a batch. Yield False if another batch has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._failed or self._turn == number)
             is_wanted = not self._failed
@@ -157,7 +160,7 @@ class _Writing:
 
     @contextmanager
     def _about(self, batch: Batch) -> Iterator[None]:
-        """What goes wrong is said of its tensors."""
+        """Name the tensors of the batch in an error."""
         try:
             yield
         except CheckpointError as error:
@@ -166,21 +169,21 @@ class _Writing:
             raise OutOfMemoryError(f"{batch.end - batch.begin:,} bytes to gather {batch.what} in: {error}") from error
 
     def _complete(self, batch: Batch, window: Window) -> None:
-        """In turn: put in what stands around the tensors, and what the batch before has left of the first page."""
+        """Add the bytes around the tensors, and the carried bytes of the batch before. Called in turn."""
         window[window.begin : window.begin + len(self._carried)] = self._carried
         constants = self._plan.constants
         while self._constant < len(constants) and constants[self._constant][0] < batch.end:
             at, data = constants[self._constant]
             begin, end = max(at, batch.begin), min(at + len(data), batch.end)
             window[begin:end] = memoryview(data)[begin - at : end - at]
-            if at + len(data) > batch.end:  # the rest is for the next
+            if at + len(data) > batch.end:  # the rest is for the next batch
                 break
             self._constant += 1
         if self._plan.complete is not None:
             self._plan.complete(Window(batch.begin, window[batch.begin : batch.end]))
 
     def _fill(self, batch: Batch, window: Window) -> None:
-        """Read what belongs to the tensors of a batch."""
+        """Read the bytes of the tensors of a batch."""
         base = address_of(window.data) - window.begin if window.data else 0
         self._fetch((move.file, move.begin, move.end, base + move.to) for move in batch.moves)
         some: list[Conversion] = []
@@ -203,7 +206,7 @@ class _Writing:
             fetch(self._state.files[file], some, self._readers)
 
     def _convert(self, conversions: Sequence[Conversion], nbytes: int, window: Window) -> None:
-        """Read elements, ``nbytes`` together, and copy them to where they belong, as what they become."""
+        """Read elements, ``nbytes`` in total, and copy them, converted, to their places."""
         scratch = _scratch(nbytes)
         base = address_of(scratch)
         begins = list(accumulate((round_up(each.end - each.begin, _ALIGNMENT) for each in conversions), initial=0))
@@ -221,7 +224,7 @@ class _Writing:
 
 
 def _scratch(nbytes: int) -> memoryview:
-    """Memory of this thread to read into. The usual size of it is kept for the next call."""
+    """Return memory of this thread to read into. The thread keeps a buffer of the usual size."""
     if nbytes > BATCH_BYTES:
         return huge_buffer(nbytes)
     memory: memoryview | None = getattr(_own, "scratch", None)

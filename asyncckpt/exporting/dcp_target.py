@@ -1,4 +1,4 @@
-"""A checkpoint of ours, as one rank would have saved it: a data file, its index, DCP's metadata and the manifest."""
+"""Lay out a checkpoint as if one rank had saved it: a data file, its index, DCP's metadata and the manifest."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from asyncckpt.threads import without_gc
 
 
 class CheckpointTarget:
-    """A checkpoint that is laid out: ``plan`` is its data file; when that is written, the other files are known."""
+    """A checkpoint that is laid out: ``plan`` is its data file. The other files are known once that file is written."""
 
     def __init__(self, selection: Selection, pickles: Mapping[str, bytes]) -> None:
-        """Lay out what is selected; ``pickles`` are the objects, by the names they are stored under."""
+        """Lay out the selected values. ``pickles`` has the objects, by the names under which they are stored."""
         self._selection = selection
         numbers = {name: number for number, name in enumerate(selection.tensors)}
         specs = [
@@ -58,11 +58,11 @@ class CheckpointTarget:
         self.plan = FilePlan(data_name(0), placed, everything, layout.nbytes, self._sums.add)
 
     def index(self) -> bytes:
-        """The index of the data file, once that is written."""
+        """Return the index of the data file. Call this after the file is written."""
         return Index.head(self.plan.name, self._items) + Index.tail(self.plan.nbytes, self._sums.found)
 
     def metadata(self, path: str, attempt: str) -> bytes:
-        """DCP's, of a checkpoint at ``path``; no other has the ``attempt``."""
+        """Return DCP's metadata for a checkpoint at ``path``. ``attempt`` is unique to the checkpoint."""
         known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         storage: dict[MetadataIndex, _StorageInfo] = {}
         for item in self._items:
@@ -81,7 +81,7 @@ class CheckpointTarget:
         return pickle_metadata(metadata)[:-1] + storage_meta(path, attempt)
 
     def manifest(self, path: str, attempt: str, small: Mapping[str, bytes], seconds: float) -> bytes:
-        """The manifest of a checkpoint at ``path``, with the data file and the files ``small``."""
+        """Return the manifest of a checkpoint at ``path``, with the data file and the files ``small``."""
         files: dict[str, dict[str, object]] = {
             self.plan.name: {"bytes": self.plan.nbytes, "index": index_name(0)},
             **{name: {"bytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)} for name, data in small.items()},
@@ -101,12 +101,12 @@ class CheckpointTarget:
 
     @without_gc
     def small_files(self, path: str, attempt: str) -> dict[str, bytes]:
-        """Those that the manifest names beside the data file, once that is written."""
+        """Return the other files that the manifest names. Call this after the data file is written."""
         return {index_name(0): self.index(), METADATA_NAME: self.metadata(path, attempt)}
 
 
 class _SpanSums:
-    """The checksums of the spans of a file, which is seen part by part."""
+    """The checksums of the spans of a file, computed part by part."""
 
     def __init__(self, bounds: array[int]) -> None:
         self._bounds = bounds
@@ -114,7 +114,7 @@ class _SpanSums:
         self.found = array("Q")
 
     def add(self, window: Window) -> None:
-        """The next part."""
+        """Add the next part."""
         begin = window.begin
         while begin < window.end:
             bound = self._bounds[len(self.found) + 1]
@@ -148,7 +148,7 @@ def _extents(placed: Sequence[PlacedTensor]) -> Iterator[tuple[int, int]]:
 
 
 def _gaps(covered: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, bytes]]:
-    """Zeros for all that is not covered: first bytes and ends of what is."""
+    """Yield zeros for all bytes that are not ``covered`` (first bytes and ends)."""
     end = 0
     for first, last in sorted(covered):
         if first > end:

@@ -1,4 +1,4 @@
-"""Exporting a checkpoint: to safetensors, to a file of ``torch.save``, or to another checkpoint."""
+"""Export a checkpoint to safetensors, to a file of ``torch.save``, or to another checkpoint."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ Target = Literal["hf", "torch", "dcp"]
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has made: at ``path``, ``nbytes`` in ``files``, of what was stored in ``source``.
+    """Result of an export: ``nbytes`` in ``files`` at ``path``, from the checkpoint ``source``.
 
-    ``tied`` were left out of safetensors, each with the name its bytes stand under; ``objects`` were left out, too.
-    ``tops`` are the keys that the names of safetensors begin with.
+    ``tied`` were left out of safetensors, each with the name that has its bytes. ``objects`` were left out, too.
+    ``tops`` are the top-level keys that begin the names in safetensors.
     """
 
     source: str
@@ -66,7 +66,7 @@ class Exported:
     tops: Sequence[str] = ()
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the result as JSON data."""
         facts = {"source": self.source, "path": self.path, "files": self.files, "tensors": self.tensors}
         return facts | {"bytes": self.nbytes, "tied": self.tied, "left_out": self.objects}
 
@@ -84,28 +84,29 @@ def export(
     weights_only: bool = True,
     progress: bool = False,
 ) -> Exported:
-    """Write a stored state in another form, tensor by tensor, in little memory; what has checksums is checked by them.
+    """Write a stored state in another form, tensor by tensor, with little memory.
 
-    ``out`` appears when it is complete and durable, and not before; what is there already is never replaced.
+    Checksums are compared if there are any. ``out`` appears once it is complete and durable. An existing file or folder
+    is never replaced.
 
     Args:
-        path: A checkpoint of ours or of stock DCP, or a root, for its newest step.
-        out: For "hf" and "dcp" a folder (with the name of a step, that step of a root), for "torch" a file.
-        to: "hf", safetensors with an index, as ``from_pretrained`` reads them, tensors alone; "torch", one file that
-            ``torch.load`` reads; "dcp", a checkpoint that ``Checkpointer.load`` and stock DCP read.
-        dtype: What floating point tensors become, but those of one byte: "bf16", "fp16" or "fp32".
-        only: The key of the part of the state dict to export, as "model", or several with dots between them; the names
-            begin behind it.
-        rename: What names become then: "PATTERN=REPLACEMENT" as of ``re.sub``, the path of a JSON file with new names
-            by old ones, a dict of them, or a function.
-        max_shard_size: For "hf": bytes of a file, as "5GB", which is the default.
-        extra: For "hf": files that are copied beside.
-        weights_only: For "torch": no value may run code while it is unpickled.
+        path: A checkpoint of asyncckpt or of stock DCP, or a root, for its newest step.
+        out: For "hf" and "dcp" a folder (with the name of a step: that step of a root), for "torch" a file.
+        to: "hf": safetensors with an index, as ``from_pretrained`` reads them, tensors only. "torch": one file that
+            ``torch.load`` reads. "dcp": a checkpoint that ``Checkpointer.load`` and stock DCP read.
+        dtype: The new type of floating point tensors, except types of one byte: "bf16", "fp16" or "fp32".
+        only: The key of the part of the state dict to export, such as "model", or several keys joined by dots. It is
+            removed from the names.
+        rename: New names, applied after ``only``: "PATTERN=REPLACEMENT" as for ``re.sub``, the path of a JSON file with
+            new names by old names, a dict of them, or a function.
+        max_shard_size: For "hf": maximum bytes of a file, such as "5GB", the default.
+        extra: For "hf": files to copy into the folder.
+        weights_only: For "torch": refuse values that could run code while they are unpickled.
         progress: Show a bar on the terminal.
 
     Raises:
-        ValueError: An argument is none of these.
-        CheckpointExistsError: There is something at ``out``.
+        ValueError: An argument is invalid.
+        CheckpointExistsError: ``out`` exists.
         CheckpointNotFoundError, DamagedCheckpointError: There is no checkpoint, or it is damaged.
         MismatchError: There is nothing to export.
         UnsavableStateError: Names collide, or a value cannot be stored in that form.
@@ -122,8 +123,9 @@ def export(
 
 
 class _Planned(NamedTuple):
-    """What is going to be written of a state: large files, ``small`` ones beside them, and those of a ``checkpoint``,
-    which are known at the end.
+    """The files to write: large files, ``small`` files beside them, and the files of a ``checkpoint``.
+
+    The files of a checkpoint are known only after the large file is written.
     """
 
     state: StoredState
@@ -134,7 +136,7 @@ class _Planned(NamedTuple):
 
 
 class _Job:
-    """An export, from what was asked for."""
+    """An export, with its arguments."""
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class _Job:
         extra: Sequence[str | os.PathLike[str]],
         weights_only: bool,
     ) -> None:
-        """Arguments as those of ``export``. Raises ``ValueError``, ``StorageError``."""
+        """Check the arguments, see ``export``. Raises ``ValueError``, ``StorageError``."""
         if to not in ("hf", "torch", "dcp"):
             raise ValueError(f"to={to!r}: it is 'hf', 'torch' or 'dcp'")
         if to != "hf" and (extra or max_shard_size is not None):
@@ -163,9 +165,9 @@ class _Job:
 
     @without_gc
     def open(self, held: contextlib.ExitStack) -> StoredState:
-        """What is stored, held open, and held against removal."""
+        """Open the stored state, and protect it against removal."""
         path = _checkpoint_at(self._path)
-        held.enter_context(storage_for(path).reading(path))  # retention leaves it alone
+        held.enter_context(storage_for(path).reading(path))  # so that retention does not remove it
         self._source = folder = SourceFiles(path, held)
         if not is_stock(path):
             return open_checkpoint(folder, StorageSource(path))
@@ -176,7 +178,7 @@ class _Job:
 
     @without_gc
     def plan(self, state: StoredState, selection: Selection) -> _Planned:
-        """Lay out what was selected."""
+        """Lay out the selected values."""
         if self._to == "hf":
             if not selection.tensors:
                 raise MismatchError("there are no tensors in it", path=state.path)
@@ -193,7 +195,7 @@ class _Job:
         return _Planned(state, selection, [plan], {}, None)
 
     def write(self, planned: _Planned, place: str, bar: Progress) -> Exported:
-        """Write what was planned to ``place``."""
+        """Write the planned files to ``place``."""
         begun = time.perf_counter()
         state, selection, plans, small, checkpoint = planned
         beside, nbytes = sum(map(os.path.getsize, self._extra.values())), sum(plan.nbytes for plan in plans)
@@ -232,12 +234,12 @@ class _Job:
 
 
 def _checkpoint_at(path: str) -> str:
-    """Return the checkpoint at ``path``: of a root the newest step. Raises ``CheckpointNotFoundError``."""
+    """Return the checkpoint at ``path``; for a root, its newest step. Raises ``CheckpointNotFoundError``."""
     if storage_for(path).exists(os.path.join(path, MANIFEST_NAME)) or is_stock(path) or not named_steps(path):
         return path
     if (step := newest_step(path)) is None:
         raise CheckpointNotFoundError("there is no checkpoint here yet", path=path)
-    find_step(step, 0.0, path)  # or this says what there is
+    find_step(step, 0.0, path)  # otherwise this raises an error with the existing steps
     return step_folder(path, step)
 
 
@@ -248,7 +250,7 @@ def _write_small(attempt: OpenAttempt, name: str, data: bytes) -> None:
 
 
 def _copy(attempt: OpenAttempt, name: str, source: str) -> None:
-    """Copy a file beside."""
+    """Copy a file into the output folder."""
     with contextlib.closing(attempt.create(name, large=False)) as file, translated("copying a file", source):
         with open(source, "rb") as its:
             at = 0

@@ -1,7 +1,7 @@
-"""Where an export goes: a hidden folder or file beside that place, which gets its name in one step when it is durable.
+"""The output of an export: a hidden folder or file beside its final place, renamed in one step once it is durable.
 
-What a killed export has left is known by its name and by the lock that nobody holds on it; the next one to the same
-place removes it. The hidden name is not that of an attempt at a checkpoint, for which a load of the root would wait.
+A killed export leaves a hidden name and no lock on it. The next export to the same place removes it. The hidden name
+differs from that of a checkpoint attempt, because a load of the root would wait for an attempt.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _SUFFIX = "export"
 
 
 def place_for(out: str | os.PathLike[str], *, is_file: bool) -> str:
-    """Where ``out`` is, if an export may go there.
+    """Return the absolute path of ``out``, after checking that an export may go there.
 
     Args:
-        out: What was asked for.
-        is_file: Whether it is to be a file, and not a folder.
+        out: The requested path.
+        is_file: Whether the output is a file, not a folder.
 
     Raises:
-        CheckpointExistsError: There is something already.
-        StorageError: It is on an object store, or cannot be looked at.
+        CheckpointExistsError: Something exists there already.
+        StorageError: The path is on an object store, or cannot be examined.
     """
     path = absolute(out)
     if is_address(path):
@@ -59,18 +59,18 @@ def _taken(path: str) -> CheckpointExistsError:
 
 @contextlib.contextmanager
 def output(path: str, nbytes: int, *, is_file: bool) -> Iterator[OpenAttempt]:
-    """A new folder, or file, at ``path``: it is there, whole and durable, when the context ends without an error.
+    """Make a new folder, or file, at ``path``. It appears, complete and durable, if the context ends without an error.
 
     Args:
-        path: As ``place_for`` returned it. Missing folders above it are made.
-        nbytes: What is going to be written; there must be space for it.
-        is_file: Whether it is a file.
+        path: A path returned by ``place_for``. Missing parent folders are made.
+        nbytes: The number of bytes to write; there must be space for them.
+        is_file: Whether the output is a file.
 
     Yields:
-        What the files are created in.
+        The attempt in which files are created.
 
     Raises:
-        CheckpointExistsError: Something has come there meanwhile.
+        CheckpointExistsError: Something has appeared at ``path`` meanwhile.
         StorageError: There is too little space, or storage refuses.
     """
     parent, name = os.path.split(path)
@@ -100,7 +100,7 @@ def output(path: str, nbytes: int, *, is_file: bool) -> Iterator[OpenAttempt]:
 
 
 def _remove_leftovers(parent: str, name: str) -> None:
-    """Remove what killed exports to the same place have left. Raises ``OSError``."""
+    """Remove the leftovers of killed exports to the same place. Raises ``OSError``."""
     its = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{12}}\.{_SUFFIX}")
     for each in filter(its.fullmatch, os.listdir(parent)):
         path = os.path.join(parent, each)

@@ -1,4 +1,4 @@
-"""Files of safetensors as ``save_pretrained`` leaves them: one, or several and an index that says what is in which."""
+"""Lay out safetensors as ``save_pretrained`` does: one file, or several files and an index that names their tensors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def plan_safetensors(selection: Selection, most: int) -> tuple[list[FilePlan], d
     """Lay out tensors.
 
     Args:
-        selection: The tensors; the first name of tied ones gets them, as the format knows no others.
-        most: Bytes of tensors in a file, unless one alone has more.
+        selection: The tensors. Only the first name of tied tensors is stored, because the format has no ties.
+        most: Maximum bytes of tensors in a file, unless one tensor is larger.
 
     Returns:
-        The files, and those beside them.
+        The files, and the small files beside them.
 
     Raises:
-        UnsavableStateError: The format has no such type or name.
+        UnsavableStateError: The format does not support a dtype or a name.
     """
     tensors = {name: its for name, its in selection.tensors.items() if name not in selection.tied}
     forms = {name: (dtype, tensor.shape) for name, (tensor, dtype) in tensors.items()}

@@ -1,4 +1,4 @@
-"""What of a stored state is exported, under which names, and as which types."""
+"""Select the values of a stored state to export, their new names, and their new dtypes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from asyncckpt.planning.structure import Keys
 from asyncckpt.threads import without_gc
 
 Rename = Callable[[str], str] | Mapping[str, str] | str
-"""Gives a name of a value in the place of its own: a function; names by old names; or a text, see ``renaming``."""
+"""Renames values: a function of the name; a mapping from old to new names; or a text, see ``renaming``."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
 class Selection:
-    """What is exported: by its new name each tensor, with its new type, and of each object the name it is stored under.
+    """The values to export: each tensor with its new dtype, and the stored name of each object, by new names.
 
-    ``keys`` lead to each value in the exported state. ``tied``: for a name, the earlier one whose bytes are the same.
+    ``keys`` lead to each value in the exported state. ``tied``: for a name, the earlier name with the same bytes.
     """
 
     tensors: dict[str, tuple[StoredTensor, torch.dtype]] = field(default_factory=dict)
@@ -34,12 +34,12 @@ class Selection:
 
     @property
     def tops(self) -> list[str]:
-        """The keys at the top under which there are tensors."""
+        """Return the top-level keys under which there are tensors."""
         return list(dict.fromkeys(str(self.keys[name][0]) for name in self.tensors if len(self.keys[name]) > 1))
 
 
 def dtype_of(asked: str | torch.dtype | None) -> torch.dtype | None:
-    """The type that is asked for: bf16, fp16, fp32, or torch's name of one. Raises ``ValueError``."""
+    """Return the requested dtype: bf16, fp16, fp32, or torch's name of one of them. Raises ``ValueError``."""
     dtype = _DTYPES.get(asked, asked) if isinstance(asked, str) else asked
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), None)
@@ -49,10 +49,10 @@ def dtype_of(asked: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def renaming(rename: Rename | None) -> Callable[[str], str]:
-    """The function that ``rename`` stands for.
+    """Return the function for ``rename``.
 
-    A text is "PATTERN=REPLACEMENT", as of ``re.sub`` and split at its last "=", or, where it ends in ".json", a file
-    with an object of new names by old ones. Names that are not known stay. Raises ``ValueError``.
+    A text is "PATTERN=REPLACEMENT", as for ``re.sub`` and split at its last "=". A text that ends in ".json" is the
+    path of a file with an object of new names by old names. Unknown names stay. Raises ``ValueError``.
     """
     if rename is None:
         return lambda name: name
@@ -84,16 +84,16 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
 
 @without_gc
 def select(state: StoredState, only: str | None, rename: Callable[[str], str], dtype: torch.dtype | None) -> Selection:
-    """Choose what is exported.
+    """Select the values to export.
 
     Args:
-        state: What is stored.
+        state: The stored state.
         only: Keys, joined by dots, that lead to the part to export, which then is the whole; None: all.
-        rename: What the names become, after that.
-        dtype: What floating point tensors become, but those of less than two bytes; None: they stay.
+        rename: Renames values, applied after ``only``.
+        dtype: The new dtype of floating point tensors, except types of less than two bytes; None: no conversion.
 
     Raises:
-        MismatchError: Nothing is left.
+        MismatchError: No value is left.
         UnsavableStateError: Two values get the same name.
     """
     found = Selection()
@@ -129,18 +129,21 @@ def select(state: StoredState, only: str | None, rename: Callable[[str], str], d
 
 
 def _without(keys: Keys, prefix: str) -> Keys:
-    """Keys without those that ``prefix`` is made of, or the part of a key."""
+    """Return the keys without the keys, or the part of a key, in ``prefix``."""
     while prefix:
         head = f"{keys[0]}."
         if prefix.startswith(head):
             keys, prefix = keys[1:], prefix[len(head) :]
         else:
             keys, prefix = (head[len(prefix) : -1], *keys[1:]), ""
-    return (str(keys[0]), *keys[1:]) if isinstance(keys[0], int) else keys  # at the top there is a dict
+    return (str(keys[0]), *keys[1:]) if isinstance(keys[0], int) else keys  # the top level is a dict
 
 
 def _renamed(keys: Keys, new: str) -> Keys:
-    """The keys that a value has as ``new``: the last one, or those above it, are changed; else it is the only one."""
+    """Return the keys of a value with the name ``new``.
+
+    Either the last key or the keys above it are changed; otherwise ``new`` becomes the only key.
+    """
     above, last = keys[:-1], str(keys[-1])
     before = "".join(f"{key}." for key in above)
     if f"{before}{last}" == new:
@@ -158,7 +161,7 @@ def _renamed(keys: Keys, new: str) -> Keys:
 
 
 def check_nesting(keys: Mapping[str, Keys], path: str) -> None:
-    """Raise ``UnsavableStateError`` where names cannot be nested: a value has others in it, or a list has names."""
+    """Raise ``UnsavableStateError`` if names cannot be nested: a value contains others, or a list has names."""
     is_list: dict[Keys, bool] = {}
     for name, each in keys.items():
         for length in range(len(each)):
@@ -171,7 +174,7 @@ def check_nesting(keys: Mapping[str, Keys], path: str) -> None:
 
 
 def parse_bytes(text: str | int) -> int:
-    """A number of bytes, as "5GB" (10**9 each) or "5GiB" (2**30). Raises ``ValueError``."""
+    """Return a number of bytes, from "5GB" (10**9 each) or "5GiB" (2**30). Raises ``ValueError``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(text), re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
         raise ValueError(f"{text!r} is no size: write 5GB, or 500MB, or 5GiB")

@@ -1,6 +1,6 @@
-"""The files of a checkpoint that is read: no more of them are open at once than a process may have.
+"""Open the files of a checkpoint to read, within the limit of open files of the process.
 
-Files of a checkpoint of ours are compared with their checksums; those of stock DCP have none.
+Files of a checkpoint of this library are compared with their checksums; files of stock DCP have none.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ from asyncckpt.loading.source import StorageSource
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import FileStamp, InputFile
 
-# Of the descriptors that this process may have, one in so many; the others are for what else it does.
+# The divisor of the process's limit of descriptors; the rest is for the other work of the process.
 _SHARE = 4
 _FEWEST, _MOST = 8, 4096
 
 
 @dataclass
 class _Held:
-    """A file that is open, and how many are reading it."""
+    """An open file, and the number of its readers."""
 
     file: InputFile
     readers: int = 0
 
 
 class OpenFiles:
-    """Of files that are to be read, those that are open: the ones that were read last, and all that are being read."""
+    """The open files among the files to read: the last ones that were read, and all files that are being read."""
 
     def __init__(self) -> None:
-        """None is open yet."""
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE  # negative: there is no limit
+        """Open nothing yet."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE  # negative: no limit
         self._most = _MOST if most < 0 else min(max(most, _FEWEST), _MOST)
         self._lock = threading.Lock()
         self._held: OrderedDict[_Reopened, _Held] = OrderedDict()
 
     def open(self, path: str) -> InputFile:
-        """A file, to be closed. Raises ``DamagedCheckpointError``, ``StorageError``; reading it does so, too."""
+        """Open a file.
+
+        The caller closes it. Raises ``DamagedCheckpointError``, ``StorageError``; reading does so, too.
+        """
         if is_address(path):  # no descriptor is held
             return storage_for(path).open(path)
         file = _Reopened(self, path)
@@ -53,7 +56,7 @@ class OpenFiles:
 
     @contextmanager
     def reading(self, file: _Reopened) -> Iterator[InputFile]:
-        """The file itself, open until the context ends."""
+        """Yield the real file, open until the context ends."""
         with self._lock:
             held = self._held.pop(file, None)
             if held is None:
@@ -68,13 +71,13 @@ class OpenFiles:
                 held.readers -= 1
 
     def close(self, file: _Reopened) -> None:
-        """Close what nobody is reading."""
+        """Close a file that is not being read."""
         with self._lock:
             if (held := self._held.pop(file, None)) is not None:
                 held.file.close()
 
     def _close_some(self) -> None:
-        """Make room for one more, if possible."""
+        """Make room for one more file, if possible."""
         while len(self._held) >= self._most:
             idle = next((file for file, held in self._held.items() if not held.readers), None)
             if idle is None:
@@ -83,12 +86,12 @@ class OpenFiles:
 
 
 def _changed_error(path: str) -> StorageError:
-    """What to say where a file is not the one that was planned with."""
+    """Return the error for a file that has changed since the plan was made."""
     return StorageError("this file was changed or replaced while it was read: try again", path=path)
 
 
 class _Reopened(InputFile):
-    """A file that is opened when it is read, and has to be the same each time."""
+    """A file that is opened when it is read, and must be the same file each time."""
 
     def __init__(self, files: OpenFiles, path: str) -> None:
         self.path = path
@@ -97,7 +100,7 @@ class _Reopened(InputFile):
         self._stamp = storage_for(path).stamp(path)
 
     def open_again(self) -> InputFile:
-        """Raises ``StorageError`` where it is another one."""
+        """Open the file. Raises ``StorageError`` if it was replaced."""
         storage = storage_for(self.path)
         if storage.stamp(self.path) != self._stamp:
             raise _changed_error(self.path)
@@ -123,15 +126,15 @@ class SourceFiles:
     """The files of a folder. All methods raise ``DamagedCheckpointError`` and ``StorageError``."""
 
     def __init__(self, folder: str, held: ExitStack) -> None:
-        """Look at nothing yet. ``held`` closes what is opened: not all of it is at once."""
+        """Open nothing yet. ``held`` closes the files; not all of them are open at once."""
         self.folder = folder
         self._held = held
         self._storage = storage_for(folder)
         self._files = OpenFiles()
-        self._stamps: dict[str, FileStamp | None] = {}  # by the path, as it was when that was first looked at
+        self._stamps: dict[str, FileStamp | None] = {}  # by path, as of the first look
 
     def watch(self, name: str) -> None:
-        """Note how the file ``name`` is now, for ``check_unchanged``."""
+        """Remember the state of the file ``name`` for ``check_unchanged``."""
         path = os.path.join(self.folder, name)
         self._stamps.setdefault(path, self._storage.stamp(path))
 
@@ -142,7 +145,7 @@ class SourceFiles:
                 raise _changed_error(path)
 
     def plain(self, name: str) -> InputFile:
-        """Open the file ``name`` as it is, to be closed."""
+        """Open the file ``name`` without checks. The caller closes it."""
         return self._files.open(os.path.join(self.folder, name))
 
     def open(self, name: str, places: Sequence[tuple[str, int, int]]) -> ChecksummedFile:
@@ -150,14 +153,14 @@ class SourceFiles:
 
         Args:
             name: The file.
-            places: Of each value in it the name, the first byte, and how many there are.
+            places: For each value in the file: its name, first byte, and number of bytes.
 
         Returns:
-            The file, with an index that has no checksums.
+            The file, with an index without checksums.
 
         Raises:
-            DamagedCheckpointError: It is missing, or ends before a value does.
-            StorageError: It cannot be read.
+            DamagedCheckpointError: The file is missing, or ends before a value does.
+            StorageError: The file cannot be read.
         """
         self.watch(name)
         size = self._storage.size(path := os.path.join(self.folder, name))
@@ -173,5 +176,5 @@ class SourceFiles:
         return self._held.enter_context(closing(StoredFile(self.plain(name), Index(name, size, items, ()))))
 
     def open_from(self, source: StorageSource, name: str) -> ChecksummedFile:
-        """Open the file ``name`` of a checkpoint of ours."""
+        """Open the file ``name`` of a checkpoint of this library."""
         return self._held.enter_context(closing(source.open(name, self._files.open)))

@@ -1,8 +1,8 @@
-"""What is stored in a checkpoint of DCP's: each tensor as ``torch.save`` writes it, in an archive, or in its older form
-as our own are (see ``asyncckpt/planning/tensor_header.py``).
+"""Read the state in a checkpoint of stock DCP. Each tensor is stored as ``torch.save`` writes it.
 
-Where the tensor's bytes are in it, and in what order, is found without running any of it: of its pickle only what
-rebuilds a plain tensor is known here, and that makes a note of what it was asked for.
+The format is an archive, or the older form that this library uses, too (see ``asyncckpt/planning/tensor_header.py``).
+The place and order of a tensor's bytes are found without running any code of the pickle. Only the names that rebuild a
+plain tensor are known. They return a note of their arguments.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from asyncckpt.loading.data_file import ChecksummedFile, read_plain, read_pool
 from asyncckpt.loading.dcp_reader import read_stock_metadata
 from asyncckpt.storage.storage import InputFile
 
-# The records before that of a tensor's bytes take a kilobyte, or, where all are aligned to pages, some of these.
+# Size of the records before a tensor's bytes: a kilobyte, or some pages if all records are aligned to pages.
 _HEAD_BYTES, _LONGEST_HEAD_BYTES = 4 << 10, 256 << 10
-# Heads that are so near to each other are read at once.
+# Heads with a smaller distance are read together.
 _NEAR_BYTES = 64 << 10
 _READ_BYTES = 1 << 20
 
-# What their classes would say, too, with a warning.
+# The storage classes would give the same dtypes, but with a warning.
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -53,7 +53,7 @@ _STORAGES = {
 
 
 class _Place(NamedTuple):
-    """Where DCP has put an item, in bytes."""
+    """The place where DCP has put an item, in bytes."""
 
     at: int
     nbytes: int
@@ -61,7 +61,10 @@ class _Place(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """A plain tensor: its first element is ``begin``, of its storage in elements, then of the file in bytes."""
+    """A plain tensor.
+
+    ``begin`` is its first element: first counted in elements of its storage, later in bytes of the file.
+    """
 
     dtype: torch.dtype
     begin: int
@@ -70,14 +73,14 @@ class _Note(NamedTuple):
 
 
 def open_stock(folder: SourceFiles) -> StoredState:
-    """The state in a checkpoint. It has no checksums.
+    """Return the state in a checkpoint. It has no checksums.
 
     Args:
-        folder: Its folder.
+        folder: The folder of the checkpoint.
 
     Raises:
-        DamagedCheckpointError, StorageError: It is damaged, or cannot be read.
-        UnsavableStateError: It is stored in a way that only DCP can read.
+        DamagedCheckpointError, StorageError: The checkpoint is damaged, or cannot be read.
+        UnsavableStateError: A value is stored in a way that only DCP can read.
     """
     path = folder.folder
     folder.watch(METADATA_NAME)
@@ -125,7 +128,7 @@ def _box(file: str, place: _Place, note: _Note, dims: int, path: str) -> Box:
 
 
 def _notes(file: InputFile, places: Sequence[_Place], pool: ThreadPoolExecutor) -> Iterator[tuple[_Place, _Note]]:
-    """What the archives at ``places`` hold. Raises ``DamagedCheckpointError``, ``UnsavableStateError``."""
+    """Yield the contents of the archives at ``places``. Raises ``DamagedCheckpointError``, ``UnsavableStateError``."""
     groups: list[list[_Place]] = []
     for place in places:
         near = groups and place.at + _HEAD_BYTES - groups[-1][0].at <= _READ_BYTES
@@ -150,7 +153,7 @@ def _read_group(file: InputFile, group: Sequence[_Place]) -> list[tuple[_Place, 
                 raise pickle.UnpicklingError("there is not what torch.save writes of one tensor")
         except UnsavableStateError as error:
             raise UnsavableStateError(error.message, path=file.path) from error
-        except Exception as error:  # a pickle that is none fails in many ways
+        except Exception as error:  # invalid pickles fail in many ways
             raise DamagedCheckpointError(
                 f"{place.key.fqn!r}, from {place.at:,} on, cannot be read: {type(error).__name__}: {error}",
                 path=file.path,
@@ -160,7 +163,7 @@ def _read_group(file: InputFile, group: Sequence[_Place]) -> list[tuple[_Place, 
 
 
 def _note(head: bytes, place: _Place) -> _Note | None:
-    """What stands in the item that begins with ``head``; None: more has to be read of it."""
+    """Return the note of the item that begins with ``head``; None: more bytes of the item are needed."""
     return _note_of_archive(head, place) if head.startswith(LOCAL_MAGIC) else _note_of_older(head, place)
 
 
@@ -190,11 +193,11 @@ def _note_of_older(head: bytes, place: _Place) -> _Note:
     known = [_Unpickler(stream).load() for _ in range(2)]
     if known != [MAGIC_NUMBER, PROTOCOL_VERSION]:
         raise pickle.UnpicklingError(f"it begins with {known!r}")
-    _Unpickler(stream).load()  # of the machine that wrote it
+    _Unpickler(stream).load()  # facts of the machine that wrote it
     note = _checked(_Unpickler(stream).load(), place)
     if len(_Unpickler(stream).load()) != 1:
         raise pickle.UnpicklingError("it has not one storage")
-    return _placed(note, stream.tell() + 8, place)  # behind the number of elements
+    return _placed(note, stream.tell() + 8, place)  # after the number of elements
 
 
 def _checked(note: Any, place: _Place) -> _Note:
@@ -204,9 +207,9 @@ def _checked(note: Any, place: _Place) -> _Note:
 
 
 def _placed(note: _Note, payload_at: int, place: _Place) -> _Note:
-    """The note of a tensor whose storage begins ``payload_at`` a byte of the item."""
+    """Return the note of a tensor with a storage that begins at byte ``payload_at`` of the item."""
     begin = end = payload_at
-    if 0 not in note.shape:  # else it may begin anywhere
+    if 0 not in note.shape:  # an empty tensor may begin anywhere
         begin += note.begin * note.dtype.itemsize
         extent = 1 + sum((n - 1) * stride for n, stride in zip(note.shape, note.strides, strict=True))
         end = begin + extent * note.dtype.itemsize
@@ -220,7 +223,7 @@ def _other_order(place: _Place) -> UnsavableStateError:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of a plain tensor, and of nothing else. What it names is ours, or cannot be called."""
+    """An unpickler for one plain tensor. All names resolve to functions of this module, or cannot be called."""
 
     def find_class(self, module: str, name: str) -> Any:
         match module, name:
@@ -252,11 +255,11 @@ _BYTE_ORDER = sys.byteorder.encode()
 
 
 class _Hooks(dict[Any, Any]):
-    """Stands for an empty OrderedDict."""
+    """A replacement for an empty OrderedDict."""
 
 
 def _rebuild(storage: Any, first: Any, shape: Any, strides: Any, *more: Any) -> _Note:
-    """A note of what torch would rebuild. Where a storage has no type of its own, the tensor says which it has."""
+    """Return a note of the tensor that torch would rebuild. If the storage has no dtype, the tensor has it."""
     if any(isinstance(each, dict) and each for each in more):
         raise UnsavableStateError(f"a tensor is stored with {more[2:]}, and only plain ones can be exported")
     dtype = more[2] if len(more) > 2 and isinstance(more[2], torch.dtype) else storage

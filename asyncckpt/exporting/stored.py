@@ -1,4 +1,4 @@
-"""What is stored, wherever it is: tensors, each with the boxes that it is stored in, and objects."""
+"""Stored values, in any source: tensors with the boxes in which they are stored, and objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncckpt.shm.memcpy import Destinations, address_of
 
 
 class Box(NamedTuple):
-    """A part of a tensor as it is stored: its first element stands at byte ``begin`` of ``file``.
+    """A stored part of a tensor. Its first element is at byte ``begin`` of ``file``.
 
     ``offsets`` in the whole tensor, ``shape`` and ``strides`` are in elements.
     """
@@ -33,7 +33,7 @@ class Box(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """From its first element to its last, in elements."""
+        """Return the number of elements from the first to the last, with gaps."""
         if 0 in self.shape:
             return 0
         return 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
@@ -41,7 +41,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a stored state, whole, with all the boxes that it is stored in."""
+    """A whole tensor of a stored state, with all boxes in which it is stored."""
 
     name: str
     dtype: torch.dtype
@@ -50,13 +50,15 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @cached_property
     def rows(self) -> Sequence[tuple[int, Box]] | None:
-        """Its boxes in their order, each with its first element in the tensor, if each is the elements from there on in
-        a row: the whole tensor, or shards of its rows. None: it has to be gathered.
+        """Return the boxes in order, each with the position of its first element in the tensor, if each box is a row.
+
+        A row has the elements from its first one on without gaps: the whole tensor, or a shard of its rows. Otherwise
+        return None: the tensor has to be gathered.
         """
         if not all(map(self._is_row, self.boxes)):
             return None
@@ -69,7 +71,7 @@ class StoredTensor:
         )
 
     def check(self, path: str) -> None:
-        """That the boxes are the whole tensor, and each element is in one of them. Raises ``DamagedCheckpointError``.
+        """Check that each element of the tensor is in exactly one box. Raises ``DamagedCheckpointError``.
 
         Args:
             path: The checkpoint, for the error.
@@ -90,7 +92,7 @@ class StoredTensor:
             )
 
     def _overlap(self) -> bool:
-        """Whether two boxes have an element in common."""
+        """Return whether two boxes have an element in common."""
         if self.rows is not None:
             ends = [(begin, begin + math.prod(box.shape)) for begin, box in self.rows if 0 not in box.shape]
             return any(end > begin for (_, end), (begin, _) in pairwise(ends))
@@ -113,7 +115,7 @@ class StoredTensor:
 
 
 class StoredObject(NamedTuple):
-    """The bytes from ``begin`` to ``end`` of ``file``, as ``torch.load`` takes them."""
+    """The bytes from ``begin`` to ``end`` of ``file``, in the format of ``torch.load``."""
 
     file: str
     begin: int
@@ -124,8 +126,8 @@ class StoredObject(NamedTuple):
 class StoredState:
     """A state dict in storage.
 
-    ``keys`` lead to each value in it, by its name, which is those with dots between them: text, and positions in lists.
-    They have the order of the state dict. ``files`` are open.
+    ``keys`` lead to each value, by its name, in the order of the state dict. The name is the keys joined by dots; keys
+    are texts, and positions in lists. ``files`` are open.
     """
 
     path: str
@@ -135,7 +137,7 @@ class StoredState:
     files: Mapping[str, ChecksummedFile]
 
     def pickles(self, names: Iterable[str]) -> dict[str, bytes]:
-        """The bytes of the objects ``names``, checked. Raises ``DamagedCheckpointError``, ``StorageError``."""
+        """Return the bytes of the objects ``names``, checked. Raises ``DamagedCheckpointError``, ``StorageError``."""
         found: dict[str, bytes] = {}
         places: dict[str, list[tuple[str, StoredObject]]] = {}
         for name in names:
@@ -150,15 +152,15 @@ class StoredState:
 
 
 def fetch(file: ChecksummedFile, parts: Iterable[tuple[int, int, int]], pool: ThreadPoolExecutor) -> None:
-    """Read parts of a file into memory, and compare their checksums, if it has some.
+    """Read parts of a file into memory, and compare their checksums if there are any.
 
     Args:
         file: The file.
-        parts: Of each the first byte, the end, and the address that it goes to.
+        parts: For each part: the first byte, the end, and the destination address.
         pool: The threads that read.
 
     Raises:
-        DamagedCheckpointError, StorageError: Bytes are damaged, or cannot be read. Nobody writes to the memory then.
+        DamagedCheckpointError, StorageError: Bytes are damaged, or cannot be read. No thread writes to the memory then.
     """
     some = sorted(part for part in parts if part[0] < part[1])
     columns = [[part[column] for part in some] for column in range(3)]

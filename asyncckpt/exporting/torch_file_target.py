@@ -1,4 +1,4 @@
-"""A file as ``torch.save`` writes it, of the state dict as it was nested before DCP flattened it."""
+"""Lay out a file of ``torch.save``, with the nesting that the state dict had before DCP flattened it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 from asyncckpt.planning.torch_file_plan import StoragePickler, flat_bytes, storage_alignment
 
-_PROTOCOL = 2  # torch.save's own
+_PROTOCOL = 2  # the protocol of torch.save
 
 
 def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: str, *, weights_only: bool) -> FilePlan:
     """Lay out a file.
 
     Args:
-        selection: What is to be in it.
-        pickles: The objects, by the names they are stored under.
+        selection: The values of the file.
+        pickles: The objects, by the names under which they are stored.
         path: The checkpoint, for errors.
-        weights_only: No object may run code while it is unpickled.
+        weights_only: Whether to refuse objects that could run code while they are unpickled.
 
     Raises:
         UntrustedValueError: An object could run code.
-        CheckpointError, UnsavableStateError: One does not unpickle, or not pickle again.
+        CheckpointError, UnsavableStateError: An object does not unpickle, or does not pickle again.
     """
     state: dict[Any, Any] = {}
     storages: dict[str, _Storage] = {}
@@ -52,13 +52,13 @@ def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: st
     pickler = _Pickler(buffer, _PROTOCOL)
     try:
         pickler.dump(state)
-    except Exception as error:  # whatever an object's own code raises
+    except Exception as error:  # an object's own code may raise any error
         raise UnsavableStateError(f"the state cannot be pickled: {type(error).__name__}: {error}", path=path) from error
     return _plan(pickler, buffer.getvalue())
 
 
 def _put(state: dict[Any, Any], keys: Keys, value: Any) -> None:
-    """Put a value where ``keys`` lead to, and make the dicts and lists on the way."""
+    """Put a value at ``keys``, and make the dicts and lists on the way."""
     container: Any = state
     for key, inner in zip(keys, [*keys[1:], None], strict=True):
         if isinstance(container, list):
@@ -73,7 +73,7 @@ def _put(state: dict[Any, Any], keys: Keys, value: Any) -> None:
 
 
 def _plan(pickler: _Pickler, data: bytes) -> FilePlan:
-    """The file with what was pickled, and what that refers to: tensors to be copied, and storages within objects."""
+    """Return the file with the pickle and its storages: tensors to copy, and storages within objects."""
     known = [
         each if isinstance(each, _Storage) else flat_bytes(pickler.storages[each]).cpu().numpy().tobytes()
         for each in pickler.keys
@@ -103,14 +103,14 @@ class _Storage:
 
 
 class _Tensor:
-    """Stands for a tensor in the state that is pickled."""
+    """A placeholder for a tensor in the pickled state."""
 
     def __init__(self, storage: _Storage) -> None:
         self.storage = storage
 
 
 class _Pickler(StoragePickler):
-    """Knows these, too."""
+    """A pickler that also knows placeholders of tensors."""
 
     def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, _Tensor):
@@ -133,12 +133,12 @@ class _Pickler(StoragePickler):
 
 @functools.cache
 def _reduced(dtype: torch.dtype) -> Any:
-    """What torch pickles of a tensor of that type: how it is rebuilt, and from what."""
+    """Return torch's pickle of a tensor of that dtype: the function that rebuilds it, and the arguments."""
     return torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
 
 
 class _Completed:
-    """Takes the checksums of an archive as it is written, and puts in what depends on them."""
+    """Checksums of an archive, computed while it is written. The records that depend on them are filled in."""
 
     def __init__(self, records: Sequence[Record], sizes: Sequence[int], alignment: int) -> None:
         self._records = list(zip(records, sizes, strict=True))

@@ -1,1 +1,1 @@
-"""The formats of what stands on disk and in an image: manifest, index, archive, layout. Import no torch."""
+"""The formats of files and images: manifest, index, archive, segment layout. Imports no torch."""

@@ -1,12 +1,12 @@
-"""The archive: the zip that ``torch.load`` reads, with the storages first and all that varies behind them.
+"""The archive: the zip file that ``torch.load`` reads, with the storages first and all varying parts behind them.
 
-Each record is stored as it is, behind a local header that is padded so that the bytes begin aligned, and before a
-descriptor with their checksum (CRC-32): so the headers are known before the bytes are, and are the same in every save.
-Record for record this is what ``torch.save`` writes, down to the padding, by which ``torch.load`` may calculate where
-a storage stands without looking (``torch.utils.serialization.config.load.calculate_storage_offsets``). Only the order
-differs: the pickle, whose length changes from save to save, comes after the storages, so that no storage ever moves.
+Each record is stored without compression. A local header before its bytes is padded to align them, and a descriptor
+behind them holds their checksum (CRC-32). So the headers are known before the bytes are, and are the same in every
+save. Record for record this is the output of ``torch.save``, including the padding. So ``torch.load`` may calculate the
+offset of a storage without a look at the file (``torch.utils.serialization.config.load.calculate_storage_offsets``).
+Only the order differs: the pickle, of varying length, follows the storages, so that no storage ever moves.
 
-The format is PKWARE's APPNOTE.TXT; its 64-bit fields are used where a size or an offset needs them.
+The format is PKWARE's APPNOTE.TXT. Its 64-bit fields are used if a size or an offset needs them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from asyncckpt.format.manifest import checksum
 
 try:
     from isal.isal_zlib import crc32 as crc32  # five times as fast as zlib's
-except ImportError:  # there is none for this kind of processor
+except ImportError:  # isal has no build for this kind of processor
     from zlib import crc32 as crc32
 
-# The folder that all records stand in. torch.save takes the file's own name, or this where it knows none.
+# The folder of all records. torch.save uses the file's own name, or this name if it knows none.
 _FOLDER = "archive"
-# From here on a field of 32 bits holds no number, but says to look into the 64-bit fields.
+# From this value on a 32-bit field holds no number, and the 64-bit fields hold it instead.
 _LIMIT = 0xFFFFFFFF
 _LIMIT_16 = 0xFFFF
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 LOCAL_BYTES = _LOCAL.size
-"""Of the header of a record, before its name."""
+"""Size of a record's header without its name."""
 LOCAL_MAGIC = b"PK\3\4"
-"""What it begins with."""
+"""The first bytes of a record's header."""
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
@@ -41,16 +41,16 @@ _END = struct.Struct("<4s4H2LH")
 _DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4s3L"), struct.Struct("<4sL2Q")
 _EXTRA = struct.Struct("<2H")
 _EXTRA_64 = 1
-# torch's own mark for what is only there to be skipped.
+# torch's own mark for padding.
 _EXTRA_PADDING = int.from_bytes(b"FB", "little")
 
 _VERSION, _VERSION_64 = 20, 45
 _HAS_DESCRIPTOR, _IS_UTF8 = 0x8, 0x800
-_DATE = (1 << 5) | 1  # the first day that a zip can name
+_DATE = (1 << 5) | 1  # the first day that a zip file can name
 
-# How much of a storage is checksummed at a time, so that writing need not wait for the end of a large one.
+# Number of bytes to checksum at a time, so that writing need not wait for the end of a large storage.
 _PIECE_BYTES = 16 << 20
-# Enough for one of the few small records: its header and name, padding apart, its bytes, its descriptor.
+# Enough for one small record: header and name without padding, its bytes, its descriptor.
 _SMALL_BYTES = 256
 
 
@@ -64,22 +64,22 @@ class Record(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Whether it needs 64-bit fields around it."""
+        """Whether the record needs 64-bit fields."""
         return self.nbytes >= _LIMIT or self.at >= _LIMIT
 
     @property
     def end(self) -> int:
-        """Where the next record begins. One without bytes has no descriptor."""
+        """The start of the next record. A record without bytes has no descriptor."""
         return self.payload_at + self.nbytes + (_descriptor(self).size if self.nbytes else 0)
 
 
 def lay_out(alignment: int, room: int, *sizes: int) -> list[Record]:
-    """The records of the storages, and behind them that of the pickle.
+    """Return the records of the storages, and behind them the record of the pickle.
 
     Args:
-        alignment: The bytes of each record begin at a multiple of it.
-        room: The most bytes that the pickle may take.
-        *sizes: The bytes of each storage.
+        alignment: Multiple for the start of each record's bytes.
+        room: Maximum size of the pickle in bytes.
+        *sizes: Size of each storage in bytes.
     """
     records: list[Record] = []
     end = 0
@@ -90,7 +90,7 @@ def lay_out(alignment: int, room: int, *sizes: int) -> list[Record]:
 
 
 def tail_room(alignment: int, storages: int) -> int:
-    """Bytes that are enough for all that follows the pickle."""
+    """Return a number of bytes that is enough for everything behind the pickle."""
     small = _small_records(alignment, 0)
     longest = len(f"{_FOLDER}/data/{storages}") + len(_extra_64(_LIMIT, _LIMIT))
     directory = (storages + 1) * (_CENTRAL.size + longest) + len(small) * _SMALL_BYTES
@@ -98,7 +98,7 @@ def tail_room(alignment: int, storages: int) -> int:
 
 
 def header(record: Record) -> bytes:
-    """What stands before the bytes of a record."""
+    """Return the header of a record."""
     name, extra = record.name.encode(), _extra_64(record.nbytes, record.at)
     padding = record.payload_at - record.at - _LOCAL.size - len(name) - len(extra) - _EXTRA.size
     extra += _EXTRA.pack(_EXTRA_PADDING, padding) + b"Z" * padding
@@ -107,8 +107,9 @@ def header(record: Record) -> bytes:
 
 
 def record_at(data: bytes, at: int = 0) -> tuple[bytes, int]:
-    """The name of the record of which the header begins ``at`` a byte of ``data``, as far as it stands there, and the
-    byte where its own bytes begin. The first ``LOCAL_BYTES`` of the header must be there.
+    """Return the name of the record with its header at ``at`` in ``data``, and the offset of the record's bytes.
+
+    The first ``LOCAL_BYTES`` of the header must be in ``data``. The name may be cut off.
     """
     *_, name_bytes, extra_bytes = _LOCAL.unpack_from(data, at)
     name_at = at + LOCAL_BYTES
@@ -116,7 +117,7 @@ def record_at(data: bytes, at: int = 0) -> tuple[bytes, int]:
 
 
 def is_archive(data: bytes) -> bool:
-    """Whether ``data`` are a whole archive, or another zip without a comment."""
+    """Return whether ``data`` is a whole archive, or another zip file without a comment."""
     return data.startswith(LOCAL_MAGIC) and data[-_END.size :].startswith(b"PK\5\6") and data.endswith(b"\0\0")
 
 
@@ -146,16 +147,16 @@ def complete(
     wait_for: Callable[[int], None],
     advance: Callable[[int], None],
 ) -> int:
-    """Complete an archive: checksum the storages and the pickle, and write all that depends on the checksums.
+    """Complete an archive: checksum the storages and the pickle, and write the parts that depend on the checksums.
 
     Args:
-        image: The storages and the pickle stand in it as laid out; it is changed between and behind them.
+        image: Holds the storages and the pickle as laid out. The bytes between and behind them are changed.
         alignment: As given to ``lay_out``.
         room: As given to ``lay_out``.
         sizes: As given to ``lay_out``.
-        pickle_bytes: How many bytes the pickle has.
-        wait_for: Called with a position, in bytes, it returns when the image is there up to it.
-        advance: Called again and again with the position up to which the image is final, in bytes.
+        pickle_bytes: Size of the pickle in bytes.
+        wait_for: Called with a position in bytes. Returns when the image has arrived up to it.
+        advance: Called repeatedly with the position in bytes up to which the image is final.
 
     Returns:
         The length of the file, in bytes.
@@ -169,20 +170,20 @@ def complete(
             wait_for(end)
             crc = crc32(image[begin:end], crc)
             advance(end)
-        wait_for(record.end)  # nobody writes there any more
+        wait_for(record.end)  # nobody writes up to here any more
         archive.close(record, nbytes, crc)
     archive.finish(alignment)
     return archive.end
 
 
 class Image(Protocol):
-    """Bytes of a file in memory: all of them, or those that are being completed."""
+    """The bytes of a file in memory: the whole file, or the part that is being completed."""
 
     def __setitem__(self, where: slice, data: bytes | bytearray, /) -> None: ...
 
 
 class Archive:
-    """An archive being completed in memory, in an image in which headers, storages and pickle stand already."""
+    """An archive being completed in an image, which already has the headers, the storages and the pickle."""
 
     def __init__(self, image: Image) -> None:
         self._image = image
@@ -190,15 +191,15 @@ class Archive:
         self._records = 0
         self._crc = 0
         self.end = 0
-        """Up to where it is complete, in bytes."""
+        """End of the completed part, in bytes."""
 
     def close(self, record: Record, nbytes: int, crc: int) -> None:
-        """Put a record's descriptor behind its bytes, and the record into the directory.
+        """Write a record's descriptor behind its bytes, and add the record to the directory.
 
         Args:
-            record: As laid out.
-            nbytes: How many of its bytes are used.
-            crc: Their CRC-32.
+            record: The record as laid out.
+            nbytes: Number of its bytes that are used.
+            crc: CRC-32 of these bytes.
         """
         self.end = record.payload_at + nbytes
         if nbytes:
@@ -223,7 +224,8 @@ class Archive:
         self._put(self._directory)
         end, count = self.end, self._records
         self._put(
-            # As long as what follows in it; made and read by; this disk, the directory's.
+            # Size of the rest of this record; versions of the maker and for the reader; this disk, the directory's
+            # disk.
             _END_64.pack(b"PK\6\6", _END_64.size - 12, _VERSION_64, _VERSION_64, 0, 0, count, count, nbytes, at)
             + _LOCATOR_64.pack(b"PK\6\7", 0, end, 1)
             + _END.pack(b"PK\5\6", 0, 0, *2 * (min(count, _LIMIT_16),), min(nbytes, _LIMIT), min(at, _LIMIT), 0)
@@ -235,14 +237,14 @@ class Archive:
 
 
 def _place(name: str, at: int, nbytes: int, alignment: int) -> Record:
-    """The record whose header begins ``at``, and whose bytes at the next multiple of ``alignment`` behind that."""
+    """Return the record with its header ``at``, and its bytes at the next multiple of ``alignment`` behind it."""
     name = f"{_FOLDER}/{name}"
     least = at + _LOCAL.size + len(name) + len(_extra_64(nbytes, at)) + _EXTRA.size
     return Record(name, at, -(-least // alignment) * alignment, nbytes)
 
 
 def _small_records(alignment: int, *identity: int) -> dict[str, bytes]:
-    """What ``torch.save`` says about the file, in its order; ``identity`` is only ever logged by torch."""
+    """Return the small records of ``torch.save`` about the file, in its order. torch only logs ``identity``."""
     return {
         ".format_version": b"1",
         ".storage_alignment": str(alignment).encode(),
@@ -265,6 +267,6 @@ def _flags(nbytes: int) -> int:
 
 
 def _extra_64(nbytes: int, at: int) -> bytes:
-    """Those numbers that do not fit 32 bits, or nothing."""
+    """Return the extra field with the numbers that do not fit 32 bits; empty if all fit."""
     numbers = ([nbytes, nbytes] if nbytes >= _LIMIT else []) + ([at] if at >= _LIMIT else [])
     return _EXTRA.pack(_EXTRA_64, 8 * len(numbers)) + struct.pack(f"<{len(numbers)}Q", *numbers) if numbers else b""

@@ -1,8 +1,8 @@
-"""The index of a data file: which value stands where, and a checksum (XXH3, 64 bits) for every span.
+"""The index of a data file: the position of each value, and a checksum (XXH3, 64 bits) for every span.
 
-``__RANK_0.index.json`` is JSON, free of pickles. The *spans* cover the whole data file, headers and gaps included.
-Each begins where an item begins, or ``SPAN_BYTES`` after the one before in a longer item: so a bad byte is traced to
-its tensor, and a reader can check just what it reads.
+``__RANK_0.index.json`` is JSON, free of pickles. The *spans* cover the whole data file, including headers and gaps.
+Each item begins a new span, and a longer item has a span every ``SPAN_BYTES``. So a bad byte is traced to its tensor,
+and a reader verifies only the bytes that it reads.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from asyncckpt.format.manifest import FORMAT, MOST_BYTES, NOT_AS_WRITTEN, check_
 
 SPAN_BYTES = 8 << 20
 _FORM_FIELDS = ("kind", "dtype", "shape", "offsets", "nbytes", "lead", "payload_bytes")
-_FIELDS = ("name", "form", "at")  # of an item, with its form's number
+_FIELDS = ("name", "form", "at")  # of an item, with the number of its form
 
 
 class Item(NamedTuple):
     """One stored value of a data file.
 
-    ``kind`` is "tensor" or "object"; ``dtype``, ``shape`` and ``offsets`` (of this chunk in the whole tensor) are empty
-    for objects. It takes ``nbytes`` at ``at``; a tensor's own bytes are ``payload_bytes`` at ``payload_at`` (both from
-    the start of the file). An object's bytes are followed by zeros, its space to grow.
+    ``kind`` is "tensor" or "object". ``dtype``, ``shape`` and ``offsets`` (of this chunk in the whole tensor) are empty
+    for objects. The value takes ``nbytes`` at ``at``. A tensor's own bytes are ``payload_bytes`` at ``payload_at``.
+    Both positions count from the start of the file. An object's bytes are followed by zeros, its space to grow.
 
-    In an index all but its name and where it stands is its *form*, which stands there once for all that have it;
-    ``lead`` are the bytes before the payload. Nobody may change the lists of a form: they share them.
+    In an index, all fields except the name and the position are the item's *form*. A form is stored once for all items
+    that share it. ``lead`` is the number of bytes before the payload. The lists of a form are shared, so nobody may
+    change them.
     """
 
     name: str
@@ -52,9 +53,9 @@ _at = operator.attrgetter("at")
 
 
 def spans(starts: Iterable[int], nbytes: int) -> array[int]:
-    """The boundaries of the spans of a file of ``nbytes`` whose items begin at ``starts``, from 0 to ``nbytes``."""
+    """Return the span boundaries, from 0 to ``nbytes``, of a file with items that begin at ``starts``."""
     edges = sorted({0, nbytes, *starts})
-    if max(map(operator.sub, edges[1:], edges), default=0) <= SPAN_BYTES:  # a great many, all of them short
+    if max(map(operator.sub, edges[1:], edges), default=0) <= SPAN_BYTES:  # fast path for a great many short items
         return array("Q", edges)
     bounds = array("Q", edges[:1])
     for edge in edges[1:]:
@@ -65,7 +66,7 @@ def spans(starts: Iterable[int], nbytes: int) -> array[int]:
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a data file. ``asked``: a digest of what the rank was asked to save; "": it says nothing of that."""
+    """The index of a data file. ``asked``: digest of the state that the rank was asked to save; "" if not recorded."""
 
     data: str
     nbytes: int
@@ -75,26 +76,26 @@ class Index:
 
     @cached_property
     def bounds(self) -> array[int]:
-        """The spans' boundaries; span ``i`` is from ``bounds[i]`` to ``bounds[i + 1]``."""
+        """The span boundaries. Span ``i`` is from ``bounds[i]`` to ``bounds[i + 1]``."""
         return spans(map(_at, self.items), self.nbytes)
 
     def damage(self, begin: int, end: int) -> str:
-        """What to say where the checksum of the bytes from ``begin`` to ``end`` is not theirs."""
+        """Return the error text for a wrong checksum of the bytes from ``begin`` to ``end``."""
         names = ", ".join(map(repr, self.names_at(begin, end))) or "of no value, but of the space between them"
         return f"the bytes {begin:,} to {end:,} are damaged: {names}"
 
     def names_at(self, begin: int, end: int) -> list[str]:
-        """The names of the items in the bytes from ``begin`` to ``end``."""
+        """Return the names of the items in the bytes from ``begin`` to ``end``."""
         return [item.name for item in self.items if item.at < end and begin < item.at + item.nbytes]
 
     @staticmethod
     def head(data: str, items: Sequence[Item], asked: str = "") -> bytes:
-        """The constant part of an index, where ``tail`` goes on.
+        """Return the constant part of an index, which ``tail`` continues.
 
         Args:
-            data: The name of the data file.
-            items: What stands in it, in the order of the file.
-            asked: As of an index.
+            data: Name of the data file.
+            items: Items of the data file, in the order of the file.
+            asked: As in ``Index``.
         """
         forms: dict[tuple[Any, ...], int] = {}
         rows = []
@@ -109,12 +110,12 @@ class Index:
 
     @staticmethod
     def items_in(head: bytes) -> list[Item]:
-        """Those of a ``head``. Raises one of ``NOT_AS_WRITTEN`` where it is none."""
+        """Return the items of a ``head``. Raises one of ``NOT_AS_WRITTEN`` if ``head`` is not a valid head."""
         return _items(json.loads(head + b"}"))
 
     @staticmethod
     def tail(nbytes: int, checksums: array[int]) -> bytes:
-        """What follows the head: the size of the file, and the checksums, as base64 of little-endian 64-bit numbers."""
+        """Return the rest of an index: file size, and checksums as base64 of little-endian 64-bit numbers."""
         text = base64.b64encode(_little_endian(checksums).tobytes())
         return b', "bytes": %d, "checksums": "%s"}\n' % (nbytes, text)
 
@@ -129,7 +130,7 @@ class Index:
             index = cls(found["data"], found["bytes"], _items(found), checksums, asked)
             if not (type(index.data) is type(asked) is str and is_size(index.nbytes)):
                 raise ValueError("the name, the digest or the size of the file")
-            # Before anything is made of these numbers: there is a checksum for each span.
+            # Check that each span has a checksum before using these numbers, which could be absurdly large.
             starts = list(map(_at, index.items))
             if not 0 <= index.nbytes <= len(checksums) * SPAN_BYTES:
                 raise ValueError("the checksums do not fit the size")
@@ -143,26 +144,26 @@ class Index:
 
 
 def _items(found: Mapping[str, Any]) -> list[Item]:
-    """Those of what stands in an index, all of their types. Raises one of ``NOT_AS_WRITTEN``."""
+    """Return the items of a parsed index, with checked types. Raises one of ``NOT_AS_WRITTEN``."""
     if not found["items"]:
         return []
-    # By columns: of 100,000 items each microsecond would be a tenth of a second.
+    # Work by columns, because for 100,000 items each microsecond would be a tenth of a second.
     names, numbers, ats = zip(*found["items"], strict=True)
     kinds, dtypes, shapes, offsets, *sizes = zip(*found["forms"], strict=True)
     are_typed = {*map(type, chain(names, kinds, dtypes))} == {str} and {*map(type, chain(shapes, offsets))} == {list}
     if not are_typed or list(map(len, shapes)) != list(map(len, offsets)):
         raise ValueError("what it says of an item")
     known = [*numbers, *ats, *chain(*sizes), *chain(*shapes), *chain(*offsets)]
-    if {*map(type, known)} != {int} or not 0 <= min(known) <= max(known) < MOST_BYTES // 2:  # two are added up
+    if {*map(type, known)} != {int} or not 0 <= min(known) <= max(known) < MOST_BYTES // 2:  # two of them are added up
         raise ValueError("a size of an item")
     columns = (map(each.__getitem__, numbers) for each in (kinds, dtypes, shapes, offsets))
     nbytes, leads, payload_bytes = (map(each.__getitem__, numbers) for each in sizes)
     rows = zip(names, *columns, ats, nbytes, map(operator.add, ats, leads), payload_bytes, strict=True)
-    return list(map(tuple.__new__, repeat(Item), rows))  # the class itself would be called in Python, for each
+    return list(map(tuple.__new__, repeat(Item), rows))  # calling the class itself would run Python code for each item
 
 
 def _little_endian(numbers: array[int]) -> array[int]:
-    """``numbers`` between the host's order of bytes and the file's."""
+    """Convert ``numbers`` between the host's byte order and the file's."""
     if sys.byteorder == "big":
         numbers = array("Q", numbers)
         numbers.byteswap()

@@ -1,7 +1,7 @@
-"""The manifest, which says what a checkpoint is: its files, and what they have to be.
+"""The manifest, which describes a checkpoint: its files, with their sizes and checksums.
 
-``asyncckpt.json`` is JSON, free of pickles, and ends with a checksum of itself. A folder without it is no checkpoint of
-ours. What stands in a data file, its index says (``index.py``).
+``asyncckpt.json`` is JSON, free of pickles, and ends with a checksum of itself. A folder without it is not a checkpoint
+of asyncckpt. The contents of a data file are in its index (``index.py``).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ import xxhash
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError, FormatError
 
 CALLED_AT = "called_at"
-"""The name of what is no duration: when ``save`` was called, in seconds since the epoch."""
+"""Name of the only timing that is not a duration: the time of the call of ``save``, in seconds since the epoch."""
 
 
 def note(timings: MutableMapping[str, float], phase: str, begun: float, called_at: float) -> None:
-    """A phase ends now.
+    """Record the duration and the start of a phase that ends now.
 
     Args:
-        timings: Get how long it took, and when it began.
-        phase: Its name.
-        begun: When it did, by ``time.perf_counter``.
-        called_at: When ``save`` was called, by ``time.time``, on this host.
+        timings: Receives the two values, in seconds.
+        phase: Name of the phase.
+        begun: Start of the phase, by ``time.perf_counter``.
+        called_at: Time of the call of ``save``, by ``time.time``, on this host.
     """
     timings[f"{phase}_s"] = seconds = time.perf_counter() - begun
     timings[f"{phase}_from_s"] = max(0.0, time.time() - seconds - called_at)
 
 
 def of_all_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
-    """What a manifest keeps: by name, the number of each rank; None where a rank has none, as its trainer died."""
+    """Return the timings for a manifest: by name, the value of each rank. A rank has None if its trainer died."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {name: [round(rank[name], 6) if name in rank else None for rank in ranks] for name in names}
 
@@ -50,48 +50,51 @@ FORMAT = 6
 MANIFEST_NAME = "asyncckpt.json"
 METADATA_NAME = ".metadata"
 UPLOADED_NAME = "asyncckpt.uploaded"
-"""A file of a local checkpoint that is at its other place, too. It holds the attempt of that checkpoint."""
+"""A file in a local checkpoint that was uploaded. It holds the name of the checkpoint's attempt."""
 _DATA_NAME = re.compile(r".*__(\d+)_(\d+)\.distcp", re.DOTALL)
 _INDEX_NAME = re.compile(r"__\d+_\d+\.index\.json")
-_LONGEST_S = 1e12  # also of moments, in seconds since the epoch
+_LONGEST_S = 1e12  # also for moments, in seconds since the epoch
 _SHORT_BYTES = 240
 DIGEST_BYTES = 16
 MOST_BYTES, _MOST_RANKS = 1 << 63, 10_000_000
-# What a text raises that is no manifest, or no index, in one of many ways.
+# Errors of parsing a text that is not a valid manifest or index.
 NOT_AS_WRITTEN = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 # Fields that have another name in the file.
 _KEYS = {"nbytes": "bytes"}
 
 
 def data_name(rank: int, number: int = 0, prefix: str = "") -> str:
-    """The data file ``number`` of ``rank``; DCP's own naming, behind a ``prefix`` of the caller's."""
+    """Return the name of data file ``number`` of ``rank``: DCP's own naming behind the caller's ``prefix``."""
     return f"{prefix}__{rank}_{number}.distcp"
 
 
 def index_name(rank: int, number: int = 0) -> str:
-    """The index of the large file ``number`` of ``rank``; it has no prefix: who removes what begins so keeps it."""
+    """Return the name of the index of the large file ``number`` of ``rank``.
+
+    It has no prefix, so that removing files with a certain prefix keeps the index.
+    """
     return f"__{rank}_{number}.index.json"
 
 
 def is_data(name: str) -> bool:
-    """Whether ``name`` is that of a data file of DCP's, in whatever folder."""
+    """Return whether ``name`` is the name of a data file of DCP, in any folder."""
     return _DATA_NAME.fullmatch(name) is not None
 
 
 def place_of_data(name: str) -> tuple[int, int]:
-    """The rank that has written a data file of that ``name``, and its number among those of the rank; (-1, 0): none."""
+    """Return the rank that has written the data file ``name``, and its number on that rank; (-1, 0) for other names."""
     match = _DATA_NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else (-1, 0)
 
 
 def data_of_rank(names: Iterable[str], rank: int) -> list[str]:
-    """The data files of ``rank`` among ``names``, in the order of their numbers."""
+    """Return the data files of ``rank`` among ``names``, in the order of their numbers."""
     found = ((int(match[2]), match[0]) for match in map(_DATA_NAME.fullmatch, names) if match and int(match[1]) == rank)
     return [name for _, name in sorted(found)]
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Whether a file of that name belongs to a checkpoint, ours or stock DCP's."""
+    """Return whether a file of that name belongs to a checkpoint of asyncckpt or of stock DCP."""
     return (
         name in (MANIFEST_NAME, METADATA_NAME, UPLOADED_NAME)
         or is_index(name)
@@ -100,25 +103,25 @@ def is_checkpoint_file(name: str) -> bool:
 
 
 def is_index(name: str) -> bool:
-    """Whether ``name`` is that of an index."""
+    """Return whether ``name`` is the name of an index."""
     return _INDEX_NAME.fullmatch(name) is not None
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """XXH3, 64 bits."""
+    """Return the 64-bit XXH3 checksum of ``data``."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def digest_of(data: memoryview) -> bytes:
-    """XXH3, 128 bits: ``DIGEST_BYTES``."""
+    """Return the 128-bit XXH3 digest of ``data``, which has ``DIGEST_BYTES``."""
     return xxhash.xxh3_128_digest(data)
 
 
 def checksums_in(digests: bytes, bounds: Sequence[int], data: memoryview) -> array[int]:
-    """The checksums of the spans of ``data`` between the ``bounds``, out of their ``digests``, one after the other.
+    """Return the checksums of the spans of ``data`` between the ``bounds``, from their concatenated ``digests``.
 
-    Of more than 240 bytes XXH3 makes both of one state: the low half of the longer is the shorter (its specification,
-    and ``xxhash.h``).
+    For more than 240 bytes, XXH3 makes both from one state, and the low half of the digest is the checksum (see its
+    specification, and ``xxhash.h``).
     """
     halves = array("Q", digests)
     if sys.byteorder == "little":  # the digests are big-endian, the high half first
@@ -152,18 +155,18 @@ class Upload:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is; the fields in the order of the file. ``keep``: whether retention leaves it alone.
+    """The description of a checkpoint; the fields are in the order of the file. ``keep``: retention leaves it alone.
 
-    ``created``: seconds since the epoch; of the steps of a root, later for each that was committed later. ``began``:
-    when the training that saved this began, by the same clock. Retention leaves older checkpoints alone.
-    ``version``: of the asyncckpt that has written this.
+    ``created``: seconds since the epoch. Among the steps of a root, a later commit has a later time. ``began``: when
+    the training began that saved this, by the same clock. Retention leaves older checkpoints alone. ``version``:
+    version of asyncckpt that has written this.
 
-    ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``, or, of a large file,
-    to ``{"bytes": int, "index": name}``.
+    ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``. A large file maps to
+    ``{"bytes": int, "index": name}``.
 
-    ``timings``: by name, that of each rank (see ``manifest.py``).
+    ``timings``: by name, the value of each rank (see ``of_all_ranks``).
 
-    ``upload``: the intent to copy this checkpoint to another place; None: it stays here alone.
+    ``upload``: the intent to copy this checkpoint to another place; None: it is not to be copied.
     """
 
     attempt: str
@@ -179,14 +182,14 @@ class Manifest:
     upload: Upload | None = None
 
     def encode(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         body = {"format": FORMAT} | {_KEYS.get(name, name): value for name, value in vars(self).items()}
         body["upload"] = self.upload and vars(self.upload)
         return _dump({**body, "xxh3": f"{checksum(_dump(body)):016x}"})
 
     @classmethod
     def parse(cls, text: bytes, path: str) -> Manifest:
-        """Read a manifest and check it against its own checksum; ``path`` is for the error.
+        """Read a manifest and verify its own checksum. ``path`` is for the error.
 
         Raises ``DamagedCheckpointError``, ``FormatError``.
         """
@@ -200,13 +203,13 @@ class Manifest:
             encoded = manifest.encode()
         except NOT_AS_WRITTEN as error:
             raise DamagedCheckpointError(f"this manifest is damaged ({error})", path=path) from error
-        # Byte for byte, so that not even a changed space goes unseen.
+        # Compare byte for byte, so that even a changed space is found.
         if encoded != text:
             raise DamagedCheckpointError("this manifest is damaged (its checksum does not match)", path=path)
         return manifest
 
     def small_files(self) -> Iterator[str]:
-        """The names of those of a set that have no index."""
+        """Yield the names of the files of a set that have no index."""
         known = (MANIFEST_NAME, METADATA_NAME)
         return (
             name
@@ -215,14 +218,14 @@ class Manifest:
         )
 
     def data_files(self) -> Iterator[str]:
-        """The names of the files that have an index."""
+        """Yield the names of the files that have an index."""
         return (name for name, facts in self.files.items() if "index" in facts)
 
 
 def merged(reports: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
-    """Return the files of a manifest, of which each rank reports its own.
+    """Merge the reports of all ranks about their own files into the files of a manifest.
 
-    Raises ``CheckpointError`` where two ranks have written one file.
+    Raises ``CheckpointError`` if two ranks have written the same file.
     """
     files: dict[str, Mapping[str, Any]] = {}
     for rank, report in enumerate(reports):
@@ -235,7 +238,7 @@ def merged(reports: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Mapp
 
 
 def parsed_json(text: bytes) -> Any:
-    """What JSON says, in which there is no NaN, and nothing infinite. Raises ``ValueError``, ``RecursionError``."""
+    """Parse JSON that contains no NaN and no infinity. Raises ``ValueError``, ``RecursionError``."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is no number")
@@ -244,12 +247,12 @@ def parsed_json(text: bytes) -> Any:
 
 
 def is_size(number: object) -> bool:
-    """Whether it is a number of bytes, or of elements, that can be computed with."""
+    """Return whether ``number`` is a plausible number of bytes or elements, safe for arithmetic."""
     return type(number) is int and 0 <= number < MOST_BYTES
 
 
 def _check_fields(manifest: Manifest) -> None:
-    """That all is of its type, and can be computed with. Raises one of ``NOT_AS_WRITTEN``."""
+    """Check the type and the range of each field. Raises one of ``NOT_AS_WRITTEN``."""
     its = manifest
     wrong = {
         "attempt": type(its.attempt) is not str,
@@ -277,11 +280,11 @@ def _is_upload(found: Upload) -> bool:
     types = type(found.to), type(found.sets_aside), type(found.must), type(found.keep)
     keep_last = found.keep_last
     is_count = keep_last is None or (is_size(keep_last) and keep_last > 0)
-    return types == (str, bool, bool, bool) and is_count and _is_moment(found.timeout)
+    return types == (str, bool, bool, bool) and is_count and _is_timing(found.timeout)
 
 
 def _check_file(name: str, facts: Mapping[str, Any]) -> None:
-    """Whoever wrote a manifest may not have meant well: a file is one of its folder. Raises ``ValueError``."""
+    """Check a file's entry. A malicious manifest must not name files outside of its folder. Raises ``ValueError``."""
     if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise ValueError(f"{name!r} is no name of a file here")
     nbytes, digest = facts["bytes"], facts.get("xxh3")
@@ -293,21 +296,21 @@ def _check_file(name: str, facts: Mapping[str, Any]) -> None:
 
 
 def _check_timings(timings: Mapping[str, Sequence[float | None]], nranks: int) -> None:
-    """Raises ``ValueError``, ``TypeError``, ``AttributeError`` for what are no timings of ``nranks``."""
+    """Check the timings of ``nranks`` ranks. Raises ``ValueError``, ``TypeError``, ``AttributeError``."""
     for name, each in timings.items():
         if len(each) != nranks or not all(number is None or _is_timing(number) for number in each):
             raise ValueError(f"what it says of {name!r}")
 
 
 def _is_timing(number: object) -> bool:
-    """Whether it can be computed with: no text, no NaN, and not so large that a sum would be infinite."""
+    """Return whether ``number`` is safe for arithmetic: no text, no NaN, and not so large that a sum is infinite."""
     return type(number) in (int, float) and 0 <= number < _LONGEST_S  # type: ignore[operator]
 
 
 def check_format(found: Mapping[str, Any], path: str) -> None:
-    """Raise ``FormatError`` unless what was ``found`` in the file ``path`` is of this ``FORMAT``.
+    """Raise ``FormatError`` unless the contents ``found`` of the file ``path`` have this ``FORMAT``.
 
-    Raises one of ``NOT_AS_WRITTEN`` if there is no number of a format.
+    Raises one of ``NOT_AS_WRITTEN`` if the format is not a number.
     """
     number = found["format"]
     if type(number) is not int:
@@ -330,7 +333,7 @@ def check_format(found: Mapping[str, Any], path: str) -> None:
 @functools.cache
 def own_version() -> str:
     """Return the version of this asyncckpt, or "unknown" if it is not installed."""
-    from importlib import metadata  # here, as each worker that starts would take an eighth longer
+    from importlib import metadata  # imported here, because it would add an eighth to each worker's start time
 
     try:
         return metadata.version("asyncckpt")

@@ -1,4 +1,4 @@
-"""What stands where in a segment: the trainer lays it out, the worker is told, and so are those who read."""
+"""The layout of a segment. The trainer makes it, and sends it to the worker and to readers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class LargeFile:
     index_head: Region
 
     def name(self, rank: int) -> str:
-        """What it is called where ``rank`` has saved it."""
+        """Return the file's name in a checkpoint that ``rank`` has saved."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class SpannedFile(LargeFile):
-    """One whose offsets are all constant: it ends at ``length``, in bytes.
+    """A large file with constant offsets. It ends at ``length``, in bytes.
 
-    ``spans`` holds unsigned 64-bit numbers: the boundaries, in the file, of what has one checksum.
+    ``spans`` holds the span boundaries in the file, as unsigned 64-bit numbers. Each span has one checksum.
     """
 
     length: int
@@ -44,22 +44,22 @@ class SpannedFile(LargeFile):
 
     @property
     def checksums(self) -> int:
-        """How many it has."""
+        """The number of checksums."""
         return self.spans.nbytes // 8 - 1
 
 
 @dataclass(frozen=True)
 class DataFile(SpannedFile):
-    """A data file of DCP's, in ``folder`` of the checkpoint ("": at its top). Its name has its ``number`` among those
-    that a rank has there, and a ``prefix``. ``is_settled``: it is for what is not expected to change any more;
-    ``is_shared``: it stands in the segment once, and does not change as long as that has this layout.
+    """A data file of DCP, in ``folder`` of the checkpoint ("" is the top).
+
+    Its name has a ``prefix``, and its ``number`` among the rank's files in that folder. ``is_frozen``: it holds tensors
+    that are likely to stay the same.
     """
 
     number: int
     prefix: str
     folder: str = ""
-    is_settled: bool = False
-    is_shared: bool = False
+    is_frozen: bool = False
 
     def name(self, rank: int) -> str:
         return os.path.join(self.folder, data_name(rank, self.number, self.prefix))
@@ -67,7 +67,7 @@ class DataFile(SpannedFile):
 
 @dataclass(frozen=True)
 class SafetensorsData(SpannedFile):
-    """A file as safetensors writes it."""
+    """A file in the format of safetensors."""
 
     path: str
 
@@ -77,7 +77,7 @@ class SafetensorsData(SpannedFile):
 
 @dataclass(frozen=True)
 class ArchiveData(LargeFile):
-    """A file as ``torch.save`` writes it, an archive (see ``archive.py``), which the worker completes.
+    """A file in the format of ``torch.save``, an archive (see ``archive.py``), which the worker completes.
 
     ``sizes`` holds unsigned 64-bit numbers: the alignment of its records, the space for the pickle, and the size of
     each storage, in bytes.
@@ -92,45 +92,36 @@ class ArchiveData(LargeFile):
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """Where in a segment the files of a checkpoint stand.
+    """The places of a checkpoint's files in a segment.
 
-    ``data_files`` are those that differ from save to save, one after the other: an image of them, of ``data_bytes`` (a
-    multiple of the page), is at each of ``slots`` (offsets in bytes). Its last ``shared_bytes`` all images have in
-    common, at ``shared_at``. ``metadata`` is DCP's ``.metadata``.
+    ``data_files`` are the files that differ from save to save, one after the other. Each of ``slots`` (offsets in
+    bytes) holds an image of them, of ``data_bytes`` (a multiple of the page). ``metadata`` is DCP's ``.metadata``.
     """
 
     data_files: tuple[DataFile, ...]
     data_bytes: int
     slots: tuple[int, ...]
     metadata: Region
-    shared_bytes: int = 0
-    shared_at: int = 0
 
     def constants(self) -> tuple[Region, ...]:
-        """Of what is the same in every save."""
+        """Return the regions that are the same in every save."""
         return self.metadata, *(region for file in self.data_files for region in (file.index_head, file.spans))
 
     def published_files(self, number: int) -> tuple[DataFile, ...]:
-        """Those that readers of a published image see: all. ``number``: 0."""
+        """Return the files that readers of a published image see: all of them. ``number`` is 0."""
         return self.data_files
 
     def data(self, slot: int, file: DataFile) -> Region:
-        """Where ``file`` is in the image of ``slot``."""
-        begin = self.shared_begin if file.is_shared else self.slots[slot]
-        return Region(begin + file.begin, file.nbytes)
-
-    @property
-    def shared_begin(self) -> int:
-        """Where an image would begin that had what all share and its own in one piece."""
-        return self.shared_at - (self.data_bytes - self.shared_bytes)
+        """Return the region of ``file`` in the image of ``slot``."""
+        return Region(self.slots[slot] + file.begin, file.nbytes)
 
 
 @dataclass(frozen=True)
 class FileSetLayout:
-    """Where in a segment the large files of a set stand; ``data_bytes`` and ``slots`` as above.
+    """The places of the large files of a set in a segment. ``data_bytes`` and ``slots`` are as in ``CheckpointLayout``.
 
-    ``files``: those first whose bytes are all the trainer's. ``metadata`` has a ``.metadata`` for each folder of DCP's:
-    those can be published, in that order.
+    ``files``: files that consist only of the trainer's bytes come first. ``metadata`` has a ``.metadata`` for each
+    folder of DCP. The folders can be published, in that order.
     """
 
     files: tuple[LargeFile, ...]
@@ -139,19 +130,20 @@ class FileSetLayout:
     metadata: tuple[tuple[str, Region], ...]
 
     def constants(self) -> tuple[Region, ...]:
-        """Of what is the same in every save: nobody asks, as no image of a set is held."""
+        """Return no regions. Nobody asks for them, because no image of a set is held."""
         return ()
 
     def published_files(self, number: int) -> tuple[DataFile, ...]:
-        """Those that readers of a published image see: of the folder of that number."""
+        """Return the files that readers of a published image see: the data files of folder ``number``."""
         folder, _ = self.metadata[number]
         return tuple(file for file in self.files if isinstance(file, DataFile) and file.folder == folder)
 
 
 @dataclass(frozen=True)
 class TorchFileLayout:
-    """Where in a segment a single file stands, an archive; ``data_bytes``, ``slots`` as above, ``sizes`` as of
-    ``ArchiveData``.
+    """The place of a single file, an archive, in a segment.
+
+    ``data_bytes`` and ``slots`` are as in ``CheckpointLayout``, ``sizes`` as in ``ArchiveData``.
     """
 
     data_bytes: int
@@ -159,24 +151,24 @@ class TorchFileLayout:
     sizes: Region
 
     def constants(self) -> tuple[Region, ...]:
-        """Of what is the same in every save."""
+        """Return the regions that are the same in every save."""
         return (self.sizes,)
 
 
 @dataclass(frozen=True)
 class WeightsLayout:
-    """Of a segment that has only a header page: its slots are other segments, of these numbers, each a file of tensors
-    with its own index (see ``asyncckpt/weights/layout.py``).
+    """The layout of a segment that has only a header page. Its ``slots`` are other segments, by number.
 
-    ``files``: where in a slot several stand, of a version that several ranks have published (see
-    ``transfer/mirror.py``); empty: a slot is one file.
+    Each of them is a file of tensors with its own index (see ``asyncckpt/weights/layout.py``). ``files``: the places of
+    several files in a slot, for a version that several ranks have published (see ``transfer/mirror.py``). If empty, a
+    slot is one file.
     """
 
     slots: tuple[int, ...]
     files: tuple[Region, ...] = ()
 
     def constants(self) -> tuple[Region, ...]:
-        """None."""
+        """Return no regions."""
         return ()
 
 

@@ -1,5 +1,6 @@
-"""The bytes of DCP's ``.metadata``, as we pickle it: its end, which alone differs from save to save (where the
-checkpoint stands, and who it is), and the data files that it names.
+"""The bytes of DCP's ``.metadata`` as pickled here: its end, and the names of its data files.
+
+Only the end differs from save to save. It holds the path and the id of the checkpoint.
 """
 
 from __future__ import annotations
@@ -7,18 +8,19 @@ from __future__ import annotations
 import pickle
 import re
 
-# The step of a pickle that makes the name of a data file: its length, then itself.
+# The pickle opcode that makes the name of a data file: its length, then the name.
 _DATA_NAME = re.compile(rb"X(.{4})([^\x00-\x1f]{0,4000}?__\d+_\d+\.distcp)", re.DOTALL)
 
 
 def storage_meta(path: str, save_id: str) -> bytes:
-    """What takes the place of the last byte of DCP's ``.metadata``, of which all else is the same in every save.
+    """Return the replacement for the last byte of DCP's ``.metadata``. All bytes before it are the same in every save.
 
-    These are the last steps of its pickle: they give the object before them its ``storage_meta``, as DCP's writer does.
+    The replacement holds the last opcodes of the pickle. They set the ``storage_meta`` of the object before them, as
+    DCP's writer does.
 
     Args:
-        path: Where the checkpoint is to stand.
-        save_id: What no other save has.
+        path: Path of the checkpoint.
+        save_id: An id that no other save has.
     """
     fields = {"checkpoint_id": _text(path), "save_id": _text(save_id), "load_id": pickle.NONE}
     fields["modules"] = pickle.EMPTY_LIST
@@ -31,13 +33,13 @@ def storage_meta(path: str, save_id: str) -> bytes:
 
 
 def without_storage_meta(metadata: bytes) -> bytes:
-    """DCP's ``.metadata`` as it was before ``storage_meta`` took the place of its last byte, if that has happened."""
-    found = metadata.rfind(_storage_meta_begin())  # a path has no zero bytes, so not in it
+    """Return DCP's ``.metadata`` without its ``storage_meta``, if it has any."""
+    found = metadata.rfind(_storage_meta_begin())  # a path has no zero bytes, so it cannot contain this
     return metadata if found < 0 else metadata[:found] + pickle.STOP
 
 
 def data_names_in(metadata: bytes) -> list[str]:
-    """The names of the data files in which something stands."""
+    """Return the names of the data files that hold any values."""
     found = (match for match in _DATA_NAME.finditer(metadata) if int.from_bytes(match[1], "little") == len(match[2]))
     return list(dict.fromkeys(match[2].decode("utf-8", "surrogatepass") for match in found))
 
@@ -48,6 +50,6 @@ def _storage_meta_begin() -> bytes:
 
 
 def _text(value: str) -> bytes:
-    """The step of a pickle that makes a ``str``."""
+    """Return the pickle opcode that makes a ``str``."""
     data = value.encode("utf-8", "surrogatepass")
     return pickle.BINUNICODE + len(data).to_bytes(4, "little") + data

@@ -33,8 +33,6 @@ One socket pair joins trainer and worker. What is marked with a * travels as a `
     worker   UploadsUnderWay              this, and why it is not there yet
     worker   Uploaded                     an attempt to copy one has ended, at any time
     worker   Logged                       what it has to say, for the trainer's log, at any time
-    trainer  Clear *                      what is in a segment is gone: it will be laid out anew
-    worker   Cleared                      nobody finds it any more
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
 
@@ -192,15 +190,6 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class Clear:
-    segment: int
-
-
-class Cleared:
-    """Nobody finds it any more."""
-
-
-@dataclass(frozen=True)
 class Take:
     """Take the memory of a segment from byte ``begin`` up to ``end`` too, beside all else. ``Taken`` says when."""
 
@@ -302,9 +291,13 @@ class Written:
 
 @dataclass(frozen=True)
 class Committed:
-    """``timings``: see ``manifest.py``. ``direct``: whether the page cache was bypassed. ``nbytes``: of the image.
-    ``unchanged``: for each data file, which spans have not changed, if that is of use (see ``durable_files.py``).
-    ``trouble``: why the pointer of the save was not advanced.
+    """The end of a save.
+
+    Args:
+        timings: See ``manifest.py``.
+        direct: The page cache was bypassed.
+        nbytes: Size of the image.
+        trouble: Why the pointer of the save was not advanced.
     """
 
     save_id: int
@@ -312,7 +305,6 @@ class Committed:
     timings: dict[str, float]
     direct: bool
     nbytes: int
-    unchanged: tuple[bytes, ...] = ()
     trouble: CheckpointError | None = None
 
 
@@ -347,7 +339,6 @@ class Answer:
         | Served
         | Followed
         | CopiesKept
-        | Cleared
         | Refused
     )
 

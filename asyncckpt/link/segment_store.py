@@ -189,12 +189,6 @@ class SegmentStore:
             hosted.taken_end = begin
             hosted.segment.give_back(begin)
 
-    def clear(self, number: int) -> None:
-        """What is in a segment is gone, and it has no layout until it gets another one."""
-        with self._lock:
-            self._forget_images(number)
-            self._hosted[number].layout = None
-
     def hosted(self, number: int) -> HostedSegment:
         """The segment of that number."""
         return self._hosted[number]

@@ -1,1 +1,1 @@
-"""From storage, or from the memory of a worker, back into a state dict."""
+"""Load a state dict from storage, or from the memory of a worker."""

@@ -1,4 +1,4 @@
-"""The bar of tqdm. Import it where a bar is shown: the package may be missing."""
+"""The progress bar of tqdm. Import this module only to show a bar, because tqdm may be missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 
 class Bar(tqdm):  # type: ignore[type-arg]  # nothing is iterated over
-    """A bar that leaves neither a thread of its own in the training process nor a lock of multiprocessing."""
+    """A bar that leaves no thread of its own in the training process, and no lock of multiprocessing."""
 
     monitor_interval = 0
 

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: its values, each with its shards. The indexes say that; of what DCP wrote, its metadata."""
+"""Contents of a checkpoint: its values with their shards, from the indexes, or from the metadata if DCP wrote it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Shard:
 
 @dataclass
 class Value:
-    """A value of a state dict: a tensor with its ``dtype``, or an object, whose dtype is ""."""
+    """A value of a state dict: a tensor with its ``dtype``, or an object, with the dtype ""."""
 
     name: str
     dtype: str
@@ -40,26 +40,27 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """Of all shards."""
+        """Return the number of bytes of all shards."""
         return sum(shard.nbytes for shard in self.shards)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
         ends = [map(sum, zip(each.offsets, each.shape, strict=True)) for each in self.shards]
         return tuple(map(max, zip(*ends, strict=True)))
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the value as JSON data."""
         shards = [vars(shard) for shard in self.shards]
         return {"name": self.name, "dtype": self.dtype, "shape": self.shape, "bytes": self.nbytes, "shards": shards}
 
 
 def checkpoints_at(path: str) -> list[str]:
-    """The checkpoints that ``path`` stands for: itself, or those in it, by their steps, or else by their names; none in
-    an empty folder.
+    """Return the checkpoint ``path`` itself, or the checkpoints in the folder ``path``.
 
-    Raises ``CheckpointNotFoundError`` where there is nothing, or something else; ``StorageError``.
+    They are sorted by step, or by name if no name is of a step. The list is empty for an empty folder.
+
+    Raises ``CheckpointNotFoundError`` if nothing exists at ``path``, or something else; ``StorageError``.
     """
     storage = storage_for(path)
     if any(storage.exists(os.path.join(path, name)) for name in (MANIFEST_NAME, METADATA_NAME)):
@@ -71,12 +72,12 @@ def checkpoints_at(path: str) -> list[str]:
     if found := checkpoints_in(path):
         return found
     if step_of(path) is not None and names:
-        return [path]  # what made it one is missing
+        return [path]  # the file that would mark a checkpoint is missing
     raise CheckpointNotFoundError("there is no checkpoint here, nor a folder of checkpoints", path=path)
 
 
 def contents(path: str) -> list[Value]:
-    """The values in the checkpoint ``path``, in the order in which they are stored.
+    """Return the values of the checkpoint ``path``, in the order in which they are stored.
 
     Raises ``CheckpointNotFoundError``, ``DamagedCheckpointError``, ``UntrustedValueError``, ``StorageError``.
     """
@@ -89,7 +90,7 @@ def contents(path: str) -> list[Value]:
 
 
 def values_of(indexes: Iterable[Index], path: str) -> list[Value]:
-    """The values that the indexes of the checkpoint ``path`` have. Raises ``DamagedCheckpointError``."""
+    """Return the values in the indexes of the checkpoint ``path``. Raises ``DamagedCheckpointError``."""
     found: dict[str, Value] = {}
     for index in indexes:
         for item in index.items:
@@ -99,7 +100,7 @@ def values_of(indexes: Iterable[Index], path: str) -> list[Value]:
 
 
 def _alike(values: Mapping[str, Value], path: str) -> list[Value]:
-    """The same, where all shards of each have as many dimensions. Raises ``DamagedCheckpointError``."""
+    """Return the values. Raise ``DamagedCheckpointError`` if shards of one value differ in number of dimensions."""
     for value in values.values():
         if len({len(shard.shape) for shard in value.shards}) > 1:
             raise DamagedCheckpointError(
@@ -109,13 +110,13 @@ def _alike(values: Mapping[str, Value], path: str) -> list[Value]:
 
 
 def _stock_shards(path: str) -> list[tuple[str, str, Shard]]:
-    # Only here: all that is ours can be looked at without torch.
+    # Imported here, because checkpoints of this library can be inspected without torch.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from asyncckpt.loading.dcp_reader import read_stock_metadata
 
     metadata = read_stock_metadata(path, weights_only=True)
-    sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}  # of the chunks of a tensor, by their offsets
+    sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}  # shapes of the chunks of a tensor, by their offsets
     shards = []
     for index, place in (metadata.storage_data or {}).items():
         about, file = metadata.state_dict_metadata.get(index.fqn), place.relative_path
@@ -133,19 +134,19 @@ def _stock_shards(path: str) -> list[tuple[str, str, Shard]]:
 
 
 class SetsOfFiles:
-    """The sets that files are in, each looked for once, and held against removal.
+    """The sets of files that contain given files. Each set is looked up once, and protected against removal.
 
     All methods raise ``DamagedCheckpointError`` and ``StorageError``.
     """
 
     def __init__(self, held: ExitStack) -> None:
-        """Look at nothing yet. ``held`` lets go of the sets."""
+        """Look up nothing yet. ``held`` releases the sets."""
         self._held = held
         self._sets: dict[str, tuple[StorageSource, str] | None] = {}  # by the folder of a file
 
     def with_file(self, path: str) -> tuple[StorageSource, str] | None:
-        """The set that has the file ``path``, and the name that it has there; None: it is of none."""
-        # A link out of a set has taken the place of a file of it; one into a set leads to a file of that.
+        """Return the set that contains the file ``path``, and the name of the file there; None: no set contains it."""
+        # A link may have replaced a file of a set, or a link from elsewhere may lead to a file of a set.
         for each in (path,) if is_address(path) else (path, os.path.realpath(path)):
             folder, base = os.path.split(each)
             if folder not in self._sets:
@@ -155,16 +156,16 @@ class SetsOfFiles:
         return None
 
     def _around(self, folder: str) -> tuple[StorageSource, str] | None:
-        """Find the set that ``folder`` is in, and what the names of its files begin with there."""
+        """Find the set that contains ``folder``, and the prefix of the names of its files in the set."""
         for above in _upwards(folder):
             if _is_set(above, folder):
-                self._held.enter_context(storage_for(above).reading(above))  # retention leaves it alone
+                self._held.enter_context(storage_for(above).reading(above))  # so that retention does not remove it
                 return StorageSource(above), folder[len(above) :].lstrip("/") + "/" * (folder != above)
         return None
 
 
 def _is_set(above: str, folder: str) -> bool:
-    """Whether a set stands ``above``: what else is called as its manifest is somebody else's."""
+    """Return whether a set of files is at ``above``. Another program may use the name of the manifest, too."""
     storage, name = storage_for(above), os.path.join(above, MANIFEST_NAME)
     try:
         if not storage.exists(name):
@@ -172,8 +173,8 @@ def _is_set(above: str, folder: str) -> bool:
         found = json.loads(storage.read(name))
         return isinstance(found, dict) and found.keys() >= {"attempt", "files"}
     except (ValueError, RecursionError):
-        return above == folder  # it is damaged, if it is one
-    except StorageError as error:  # as on a store where only some keys may be read
+        return above == folder  # then it is damaged, if it is a set
+    except StorageError as error:  # as in a store that allows reading only some keys
         if above == folder:
             raise
         logger.info("whether %s is a set of files cannot be seen: %s", above, error)
@@ -181,7 +182,7 @@ def _is_set(above: str, folder: str) -> bool:
 
 
 def _upwards(folder: str) -> Iterator[str]:
-    """``folder`` and those above it, but for the root of the file system, or of all buckets."""
+    """Yield ``folder`` and its parents, except the root of the file system, or of all buckets."""
     is_object = is_address(folder)
     while folder != (above := os.path.dirname(folder)) and is_address(folder) == is_object:
         yield folder

@@ -1,4 +1,4 @@
-"""Conversions at a load: a stored tensor and the tensor to fill may have different dtypes."""
+"""Conversions during a load: a stored tensor and the tensor to fill may have different dtypes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INTEGERS = frozenset(
 
 
 def is_lossy(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a conversion loses more than digits: floats to integers, complex to real, integers out of range."""
+    """Return whether a conversion loses more than digits: float to integer, complex to real, smaller integers."""
     if stored in _INTEGERS and wanted in _INTEGERS:
         has, takes = torch.iinfo(stored), torch.iinfo(wanted)
         return has.min < takes.min or has.max > takes.max
@@ -32,7 +32,7 @@ def copy_converted(into: torch.Tensor, stored: torch.Tensor) -> int:
     if into.dtype == stored.dtype or type(into) not in PLAIN or not (into.is_floating_point() or into.is_complex()):
         return 0
     limits = torch.finfo(into.dtype)
-    # Values from here on are not rounded to the largest one.
+    # Values below this limit are rounded to the largest finite value; values from the limit on are out of range.
     limit = limits.max + limits.eps * 2.0 ** (math.frexp(limits.max)[1] - 2)
     source, found = _real(stored), _real(into)
     if into.is_complex() and not stored.is_complex():
@@ -52,7 +52,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def warn_out_of_range(counts: Mapping[str, int], path: str) -> None:
-    """Warn of tensors with values that their dtype cannot hold, with how many there are of each."""
+    """Warn about tensors with values out of the range of their dtype, with the count of each tensor."""
     if counts:
         some = ", ".join(f"{name!r} ({count:,})" for name, count in islice(counts.items(), 5))
         logger.warning(

@@ -1,4 +1,4 @@
-"""Data files: read span by span, each checked on the way, from storage or from memory, to where their bytes belong."""
+"""Data files: read from storage or from memory, span by span, with checksums, into the destinations of the bytes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from asyncckpt.threads import Pool
 
 
 def sharing(folder: str, name: str) -> list[str]:
-    """The names of the other checkpoints beside ``folder`` in which the file ``name`` is the same one, in their order.
+    """Return the names of the other checkpoints beside ``folder`` that share the file ``name`` (hard links), sorted.
 
-    None where nothing can be seen of that: what is said of it stands beside another error.
+    The list is empty if the storage cannot be read, because the list is only an addition to another error.
     """
     above, its_own = os.path.split(folder)
     known = _identity(os.path.join(folder, name))
@@ -37,7 +37,7 @@ def sharing(folder: str, name: str) -> list[str]:
     found = []
     with contextlib.suppress(CheckpointError):
         for other in sorted(storage_for(folder).names_in(above)):
-            if other == its_own or other.startswith("."):  # those are attempts, and what is being removed
+            if other == its_own or other.startswith("."):  # attempts, and checkpoints that are being removed
                 continue
             its = _identity(os.path.join(above, other, name))
             if its is not None and its[:2] == known[:2]:
@@ -52,9 +52,9 @@ def _identity(path: str) -> FileIdentity | None:
 
 
 def distrusted(folder: str, name: str) -> str:
-    """See that the damaged file ``name`` of the checkpoint in ``folder`` is not taken over by a later one.
+    """Prevent later checkpoints from linking to the damaged file ``name`` of the checkpoint in ``folder``.
 
-    Returns what is to be said behind the damage: which other checkpoints have it. "": none, as far as is seen.
+    Returns a text to append to the error: the other checkpoints that share the file; "" if none is found.
     """
     storage_for(folder).distrust(os.path.join(folder, name))
     others = sharing(folder, name)
@@ -65,15 +65,16 @@ def distrusted(folder: str, name: str) -> str:
 
 
 def explained(error: DamagedCheckpointError, path: str, name: str) -> DamagedCheckpointError:
-    """An error about the file at ``path``, which is ``name`` in its checkpoint, with the others that have it; as
-    ``distrusted``.
+    """Return the error about the file at ``path``, with the other checkpoints that share the file appended.
+
+    The file is distrusted, see ``distrusted``. ``name`` is its name in the checkpoint.
     """
     more = distrusted(path.removesuffix(name).rstrip("/"), name)
     return DamagedCheckpointError(error.message + more, path=error.path, rank=error.rank, step=error.step)
 
 
 class CheckedFile(NamedTuple):
-    """A file, and what it was checked against: the checksums of its indexes."""
+    """A file, and the indexes that it was checked against, by their checksums."""
 
     device: int
     inode: int
@@ -81,50 +82,51 @@ class CheckedFile(NamedTuple):
 
 
 class CheckedFiles:
-    """What was found in files that have several names, so that none is read for each of them."""
+    """Results of checks of files with several names, so that each file is read only once."""
 
     def __init__(self) -> None:
-        """Nothing was checked yet."""
+        """Begin without results."""
         self._found: dict[CheckedFile, list[str]] = {}
 
     def known(self, file: CheckedFile | None) -> list[str] | None:
-        """What is damaged in a file, in words; None: it was not checked yet."""
+        """Return the damages of a file, as texts; None: the file was not checked yet."""
         return None if file is None else self._found.get(file)
 
     def add(self, file: CheckedFile | None, damages: list[str]) -> None:
-        """Remember what is damaged in a file; None: it has no other name."""
+        """Remember the damages of a file. ``file`` is None if the file has no other name."""
         if file is not None:
             self._found[file] = damages
 
 
-# Checked and copied at once, so that it is still in the cache; and read at once, unless the storage says more.
+# Bytes that are checked and copied together, while they are in the CPU cache. Also the size of one read, unless the
+# storage sets a larger one.
 RUN_BYTES = 2 << 20
-# More than cores, on a small machine: while some check and copy, others must keep the disk busy. One checks and copies
-# some 4 GB/s, so that many keep up with a link to a device, and more would be in the way of other ranks.
+# More threads than cores on a small machine: while some threads check and copy, others keep the disk busy. One thread
+# checks and copies some 4 GB/s. This number keeps up with a link to a device; more would disturb other ranks.
 READ_THREADS = min(16, max(4, len(os.sched_getaffinity(0))))
-# Of an object store: each request waits for the network.
+# Threads for an object store, where each request waits for the network.
 _REQUESTS = 16
-# Runs that are given to the threads before the first of them is done: a slow one must not keep the others waiting.
+# Number of runs that are queued before the first of them is done, so that a slow run does not block the others.
 _AHEAD = 4 * READ_THREADS
 
-# Of each thread: what is read at once, and the rest of the blocks at its ends.
+# Buffer of each thread, in bytes: one read, and the rest of the blocks at its ends.
 _BUFFER_BYTES = RUN_BYTES + 2 * PAGE
 
-# What a thread keeps memory for, to read a file as it is.
+# Maximum size of the buffer that a thread keeps for reading plain files.
 _KEPT_BYTES = 2 << 20
 
 _NOWHERE = Destinations([], [], [])
 
 
 class ReadRun(NamedTuple):
-    """Spans that were read: how many bytes they have, and an error for each that is damaged."""
+    """Spans that were read: their number of bytes, and an error for each damaged span."""
 
     nbytes: int
     damages: list[DamagedCheckpointError]
 
 
 class FilePart(NamedTuple):
-    """``data`` that stands at ``begin`` in a file; ``placed``: it is already where it belongs."""
+    """``data`` at offset ``begin`` of a file. ``placed``: the data is already at its destination."""
 
     begin: int
     data: memoryview
@@ -132,9 +134,9 @@ class FilePart(NamedTuple):
 
 
 class FileReading:
-    """Runs that threads read, in the order of the file; together they have ``nbytes_read(ranges)``.
+    """Runs of a file that threads read, yielded in the order of the file. Their size is ``nbytes_read(ranges)``.
 
-    Some are under way before they are asked for. The memory that they go to is written until this is closed.
+    Some runs are under way before the caller asks for them. The destinations are written until this is closed.
     """
 
     def __init__(
@@ -147,7 +149,10 @@ class FileReading:
         *,
         verify: bool,
     ) -> None:
-        """Begin. Args: as of ``ChecksummedFile.read``; ``runs`` are the first span of each run, and the next one's."""
+        """Begin.
+
+        Args: see ``ChecksummedFile.read``; ``runs`` has the first span of each run, and the span after its last.
+        """
         self._file, self._runs, self._pool = file, runs, pool
         self._destinations, self._verify = destinations, verify
         self._tasks: deque[Future[ReadRun]] = deque()
@@ -166,14 +171,14 @@ class FileReading:
             StorageError: The file cannot be read.
         """
         while self._tasks:
-            run = self._tasks[0].result()  # it stays one of the tasks: an interrupt may end the wait
+            run = self._tasks[0].result()  # not removed from the tasks yet, because an interrupt may end the wait
             self._tasks.popleft()
             self._begin_next()
             self._file.nbytes_done += run.nbytes
             yield run
 
     def close(self) -> None:
-        """Begin no more, and wait for what is being read."""
+        """Begin no more runs, and wait for the runs under way."""
         for task in self._tasks:
             task.cancel()
         wait(self._tasks)
@@ -190,7 +195,7 @@ class FileReading:
 
 
 class ChecksummedFile(ABC):
-    """A data file, wherever its bytes are. ``path`` is for errors."""
+    """A data file, in storage or in memory. ``path`` is for errors."""
 
     def __init__(self, path: str, index: Index, run_bytes: int = RUN_BYTES) -> None:
         self.path = path
@@ -198,7 +203,7 @@ class ChecksummedFile(ABC):
         self._run_bytes = run_bytes
         self._bounds = index.bounds
         self.nbytes_done = 0
-        """How many bytes were read of it so far."""
+        """Number of bytes read so far."""
 
     def read(
         self,
@@ -209,14 +214,14 @@ class ChecksummedFile(ABC):
         verify: bool = True,
         at_once: int | None = None,
     ) -> FileReading:
-        """Read the spans that ``ranges`` touch, and bring the bytes to their destinations, those of damaged spans, too.
+        """Read the spans that ``ranges`` touch, and copy the bytes to their destinations, even bytes of damaged spans.
 
         Args:
-            ranges: First byte and end of what is to be read; they may overlap.
+            ranges: First byte and end of each range to read; ranges may overlap.
             pool: The threads that read, check and copy. The first runs are under way when this returns.
-            destinations: Where the bytes go; what has no destination is only checked.
-            verify: Whether the checksums are compared.
-            at_once: How many runs may be under way; None: enough for all threads.
+            destinations: The destinations of the bytes; bytes without a destination are only checked.
+            verify: Whether to compare the checksums.
+            at_once: Maximum number of runs under way; None: enough for all threads.
 
         Raises:
             DamagedCheckpointError: The index names bytes beyond the file's end.
@@ -224,32 +229,38 @@ class ChecksummedFile(ABC):
         return FileReading(self, self._runs(ranges), pool, destinations, at_once or _AHEAD, verify=verify)
 
     def nbytes_read(self, ranges: Iterable[tuple[int, int]]) -> int:
-        """How many bytes ``read`` has to read for the byte ``ranges``: whole spans."""
+        """Return the number of bytes that ``read`` reads for the byte ``ranges``: whole spans."""
         return sum(self._bounds[last] - self._bounds[first] for first, last in self._touched(ranges))
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what is held."""
+        """Release the file or the memory."""
 
     def in_place(self, begin: int, end: int) -> memoryview | None:
-        """The bytes from ``begin`` to ``end``, good until this is closed; None where they have to be read."""
+        """Return the bytes from ``begin`` to ``end``, valid until the file is closed; None: they have to be read."""
         return None
 
     def explained(self, damage: DamagedCheckpointError) -> DamagedCheckpointError:
-        """What to raise of a damage that was read: it says which other checkpoints have the same file, and no later one
-        takes that over. For one that is raised, as it may look at all checkpoints of a root.
+        """Return the error to raise for ``damage``, with the other checkpoints that share the file.
+
+        Later checkpoints do not link to the file any more. Call this only for an error that is raised, because it may
+        look at all checkpoints of a root.
         """
         return damage
 
     @abstractmethod
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
-        """The bytes from ``begin`` to ``end``, or as many as there are, in order; each part good until the next one.
+        """Yield the bytes from ``begin`` to ``end``, or up to the file's end, in order.
 
-        Some may be read straight to their destination. Without destinations, a run is one part.
+        A part is valid until the next one. Some parts may be read straight to their destination. Without destinations,
+        a run is one part.
         """
 
     def _runs(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The spans that ``ranges`` touch, as runs (first, last + 1) of what is read at once, if no span is longer."""
+        """Yield the spans that ``ranges`` touch, as runs (first, last + 1).
+
+        A run is one read, unless a span is longer.
+        """
         bounds = self._bounds
         for first, last in self._touched(ranges):
             while first < last:
@@ -258,13 +269,14 @@ class ChecksummedFile(ABC):
                 first = stop
 
     def _touched(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The spans that ``ranges`` touch, (first, last + 1) of all that stand side by side."""
+        """Yield the spans that ``ranges`` touch: (first, last + 1) of each group of adjacent spans."""
         edges = np.fromiter(chain.from_iterable(ranges), np.int64).reshape(-1, 2)
         edges = edges[edges[:, 0] < edges[:, 1]]
         bounds = np.asarray(self._bounds, np.int64)
         if len(edges) and edges[:, 1].max() > bounds[-1]:
             raise DamagedCheckpointError("the index of this file names bytes beyond its end", path=self.path)
-        # How many ranges begin with a span, less those that end before it; their sum is how many touch it.
+        # For each span: the ranges that begin in it, less the ranges that end before it. The cumulative sum is the
+        # number of ranges that touch the span.
         change = np.zeros(len(bounds) + 1, np.int64)
         np.add.at(change, np.searchsorted(bounds, edges[:, 0], "right") - 1, 1)
         np.add.at(change, np.searchsorted(bounds, edges[:, 1], "left"), -1)
@@ -279,7 +291,7 @@ class ChecksummedFile(ABC):
         return ReadRun(self._bounds[last] - self._bounds[first], [self._damage(span) for span in damaged])
 
     def _read_span(self, span: int, last: int, destinations: Destinations, verify: bool) -> list[int]:
-        """One span, piece by piece."""
+        """Read and check one span, piece by piece. Return the span if it is damaged."""
         begin, end = self._bounds[span], self._bounds[last]
         digest = xxh3_64()
         nbytes = 0
@@ -295,14 +307,14 @@ class ChecksummedFile(ABC):
         return [span] if verify and digest.intdigest() != self.index.checksums[span] else []
 
     def _read_short_spans(self, first: int, last: int, destinations: Destinations, verify: bool) -> list[int]:
-        """Several spans at once. Returns those that are damaged."""
+        """Read and check several spans at once. Return the damaged spans."""
         bounds = self._bounds[first : last + 1]
         (part,) = self._fetch(bounds[0], bounds[-1], _NOWHERE)
         self._check_length(len(part.data), bounds[-1] - bounds[0])
         destinations.fill(part.begin, part.data)
         if not verify:
             return []
-        # All in C: of 100,000 small spans each microsecond would be a tenth of a second.
+        # All in C: for 100,000 small spans each microsecond costs a tenth of a second.
         edges = [bound - part.begin for bound in bounds]
         found = map(xxh3_64_intdigest, map(part.data.__getitem__, map(slice, edges, edges[1:])))
         expected = self.index.checksums
@@ -317,10 +329,10 @@ class ChecksummedFile(ABC):
 
 
 class StoredFile(ChecksummedFile):
-    """A data file on storage. It is read in whole blocks into aligned memory, or straight to where it belongs."""
+    """A data file in storage. It is read in whole blocks into aligned memory, or straight to its destination."""
 
     def __init__(self, file: InputFile, index: Index) -> None:
-        """``file`` is closed with this."""
+        """Read nothing yet. ``file`` is closed together with this object."""
         super().__init__(file.path, index, file.run_bytes)
         self._file = file
 
@@ -333,7 +345,7 @@ class StoredFile(ChecksummedFile):
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         to = destinations.only(begin, end)
         if to is not None:
-            # Of it, what is whole blocks of the file, and as the device wants its memory aligned.
+            # Read whole blocks of the file in place, if the memory has the alignment that the device needs.
             first, last = round_up(max(to.begin, begin)), min(to.end, end) // PAGE * PAGE
             address, alignment = to.address + first - to.begin, self._file.alignment
             if last - first >= self._run_bytes and alignment and address % alignment == 0:
@@ -342,22 +354,22 @@ class StoredFile(ChecksummedFile):
                     yield from parts
                     return
         while begin < end:
-            # Up to the end of a block, so that the next one is not read twice.
+            # Read up to the end of a block, so that the next block is not read twice.
             stop = min(end, (begin + self._run_bytes) // PAGE * PAGE) if end - begin > self._run_bytes else end
             yield FilePart(begin, self._read_to_buffer(begin, stop))
             begin = stop
 
     def _read_to_buffer(self, begin: int, end: int) -> memoryview:
-        """The bytes from ``begin`` to ``end``, or as many as there are; good until this thread reads again."""
+        """Return the bytes from ``begin`` to ``end``, or up to the file's end; valid until this thread reads again."""
         aligned = begin // PAGE * PAGE
         buffer = _buffer(round_up(end) - aligned)
         done = self._file.read([buffer], aligned)
         return buffer[:done][begin - aligned : end - aligned]
 
     def _read_around(self, begin: int, first: int, last: int, end: int, address: int) -> list[FilePart] | None:
-        """Read from ``begin`` to ``end``, and of that the whole blocks from ``first`` to ``last`` to ``address``.
+        """Read from ``begin`` to ``end``, with the whole blocks from ``first`` to ``last`` straight to ``address``.
 
-        Returns three parts; None if storage refuses that after all.
+        Returns three parts; None if the storage refuses the read after all.
         """
         aligned = begin // PAGE * PAGE
         buffer = _buffer(first - aligned + round_up(end) - last)
@@ -380,9 +392,9 @@ class MemoryFile(ChecksummedFile):
         """Read nothing yet.
 
         Args:
-            path: Where the file would be on storage.
-            index: What stands in it, and the checksum of each span.
-            data: Its bytes, which must not change until this is closed.
+            path: The path that the file would have in storage.
+            index: The contents of the file, and the checksum of each span.
+            data: The bytes, which must not change until this is closed.
         """
         super().__init__(path, index)
         self._data = data
@@ -398,13 +410,13 @@ class MemoryFile(ChecksummedFile):
 
 
 def read_pool(path: str) -> ThreadPoolExecutor:
-    """The threads that read the checkpoint ``path``."""
+    """Return the pool of threads that read the checkpoint ``path``."""
     threads = _REQUESTS if is_address(path) else READ_THREADS
     return Pool(threads, thread_name_prefix="asyncckpt-read")
 
 
 def read_plain(file: InputFile, begin: int, end: int) -> bytes:
-    """The bytes from ``begin`` to ``end`` of a file as it is, or as many as there are. Raises ``StorageError``."""
+    """Return the bytes from ``begin`` to ``end`` of a plain file, or up to its end. Raises ``StorageError``."""
     first = begin // PAGE * PAGE
     nbytes = round_up(end) - first
     buffer = own_buffer(_KEPT_BYTES)[:nbytes] if nbytes <= _KEPT_BYTES else huge_buffer(nbytes)

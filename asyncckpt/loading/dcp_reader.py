@@ -1,4 +1,4 @@
-"""Loading by DCP's planner: it says which bytes go where, and these readers fetch them from a checkpoint."""
+"""Load by DCP's planner: it decides which bytes go where, and these readers fetch the bytes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ from asyncckpt.storage.storage import FileStamp
 
 logger = logging.getLogger(__name__)
 
-_LARGEST = 1 << 63  # no size, and no offset, is as large
+_LARGEST = 1 << 63  # every size and every offset is smaller
 
 
 def check_metadata(metadata: Metadata, path: str) -> None:
-    """Raise ``DamagedCheckpointError`` for what is of another type or size than DCP would write, of ``path``."""
+    """Raise ``DamagedCheckpointError`` if the metadata of ``path`` has a type or size that DCP would not write."""
     try:
         for name, about in metadata.state_dict_metadata.items():
             if not isinstance(name, str) or not _is_value(about):
@@ -69,7 +69,7 @@ def check_metadata(metadata: Metadata, path: str) -> None:
             its = metadata.state_dict_metadata.get(name)
             if isinstance(its, TensorStorageMetadata) and not _are_sizes(index.offset or its.size, len(its.size)):
                 raise ValueError(f"which part of {name!r} it says is stored")
-    except unless_interrupt(Exception) as error:  # attributes may be missing, or be anything, as they were unpickled
+    except unless_interrupt(Exception) as error:  # unpickled attributes may be missing, or be of any type
         raise DamagedCheckpointError(
             f"{METADATA_NAME} is damaged: {type(error).__name__}: {error}", path=path
         ) from error
@@ -91,7 +91,7 @@ def _is_place(place: Any) -> bool:
 
 
 def _are_sizes(numbers: Any, count: int) -> bool:
-    """Whether these are so many sizes or offsets, none of them larger than can be."""
+    """Return whether these are ``count`` sizes or offsets within the limit."""
     return isinstance(numbers, tuple | list) and len(numbers) == count and all(map(_is_size, numbers))
 
 
@@ -100,29 +100,29 @@ def _is_size(number: Any) -> bool:
 
 
 def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool, **options: Any) -> None:
-    """``torch.distributed.checkpoint.load`` of any torch.
+    """Call ``torch.distributed.checkpoint.load`` in a way that works with every version of torch.
 
     Args:
-        state_dict: What to load, in place.
-        process_group: The ranks that load together; None: all of the job.
-        no_dist: This process loads alone.
+        state_dict: The state to load, in place.
+        process_group: The ranks that load together; None: all ranks of the job.
+        no_dist: Whether this process loads alone.
         options: The other arguments of ``torch.distributed.checkpoint.load``, by name.
     """
     with warnings.catch_warnings(), contextlib.ExitStack() as held:
-        # That one process alone loads is no news to a job of one process.
+        # Suppress the warning that only one process loads. In a job of one process it is no news.
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
         if "no_dist" in inspect.signature(state_dict_loader.load).parameters:
             options["no_dist"] = no_dist
-        elif no_dist and many(None):  # torch before 2.7: a group of its own is as good
+        elif no_dist and many(None):  # torch before 2.7 lacks the argument; a group of one rank has the same effect
             process_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
             held.callback(dist.destroy_process_group, process_group)
         if not no_dist and many(process_group):
-            process_group = cpu_group(process_group)  # DCP would have what its planners tell each other on devices
+            process_group = cpu_group(process_group)  # otherwise DCP exchanges the messages of its planners on devices
         state_dict_loader.load(state_dict, process_group=process_group, **options)
 
 
 def read_stock_metadata(path: str, *, weights_only: bool) -> Metadata:
-    """The metadata of the checkpoint ``path``, which stock DCP wrote. It names files of that folder alone.
+    """Return the metadata of the checkpoint ``path``, which stock DCP wrote. It names only files of that folder.
 
     Raises as ``load_metadata``, and ``StorageError``.
     """
@@ -136,7 +136,7 @@ def read_stock_metadata(path: str, *, weights_only: bool) -> Metadata:
 
 
 class _LookedAt:
-    """A planner that unpickles whatever it is given: what could run code is refused before it is given that."""
+    """A planner that unpickles any bytes. Bytes that could run code are refused before the planner gets them."""
 
     def __init__(self, planner: LoadPlanner, path: str) -> None:
         self._planner, self._path = planner, path
@@ -151,9 +151,10 @@ class _LookedAt:
 
 
 def _looked_at(planner: LoadPlanner, path: str, *, weights_only: bool) -> LoadPlanner:
-    """The same planner, but one that unpickles as DCP's does, with ``weights_only`` nothing that could run code.
+    """Return the planner, wrapped if ``weights_only`` so that bytes that could run code are refused.
 
-    Only whoever has another ``load_bytes`` knows what the bytes are.
+    Only a planner that unpickles as DCP's does is wrapped. A planner with its own ``load_bytes`` is returned unchanged,
+    because only that planner knows the format of the bytes.
     """
     if not weights_only or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
         return planner
@@ -161,12 +162,15 @@ def _looked_at(planner: LoadPlanner, path: str, *, weights_only: bool) -> LoadPl
 
 
 class _Converting:
-    """A planner for DCP's own reader. Tensors of another dtype than the stored one are converted here, and checked."""
+    """A planner for DCP's own reader.
+
+    It converts tensors with another dtype than the stored one, and checks the values.
+    """
 
     def __init__(self, planner: LoadPlanner, metadata: Metadata) -> None:
         self._planner, self._known = planner, metadata.state_dict_metadata
         self.out_of_range: Counter[str] = Counter()
-        self._into: dict[int, torch.Tensor] = {}  # by the tensor that DCP fills in their place
+        self._into: dict[int, torch.Tensor] = {}  # keyed by the address of the tensor that DCP fills instead
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._planner, name)
@@ -191,7 +195,7 @@ class _Converting:
 
 
 class StockReader(FileSystemReader):
-    """DCP's own reader, for what DCP wrote, but with an eye on what its metadata names."""
+    """DCP's own reader, for checkpoints of DCP, with checks of its metadata and of its files."""
 
     def __init__(self, path: str, *, weights_only: bool) -> None:
         super().__init__(path)
@@ -208,9 +212,9 @@ class StockReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """DCP would wait for ever where one of its files is a pipe.
+        """Read the data. Raise if the checkpoint was replaced during the read, because nothing else would notice.
 
-        Nothing else would tell that another checkpoint takes the place of this one meanwhile.
+        Open each file first: DCP would block for ever if a file is a pipe.
         """
         path = str(self.path)
         names = [*{self.storage_data[item.storage_index].relative_path for item in plan.items}]
@@ -230,7 +234,7 @@ class StockReader(FileSystemReader):
 
 
 class CheckpointReader(StorageReader):
-    """DCP's way to read a checkpoint of ours, for ``torch.distributed.checkpoint.load(storage_reader=...)``."""
+    """Storage reader for checkpoints of asyncckpt, for ``torch.distributed.checkpoint.load(storage_reader=...)``."""
 
     def __init__(
         self,
@@ -245,10 +249,10 @@ class CheckpointReader(StorageReader):
 
         Args:
             path: The folder of the checkpoint.
-            verify: Whether the checksums are compared.
-            weights_only: No value may run code while it is unpickled.
-            source: Where its files are; None: in the folder ``path``.
-            progress: Told of the bytes that are read; None: there is no bar.
+            verify: Whether to compare the checksums.
+            weights_only: Whether to refuse values that could run code while they are unpickled.
+            source: The source of its files; None: the folder ``path``.
+            progress: Gets the number of bytes that are read; None: no progress bar.
 
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError: There is no checkpoint, or its manifest is damaged.
@@ -269,8 +273,8 @@ class CheckpointReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
             self._metadata = load_metadata(self._source.metadata(), self._path, weights_only=self._weights_only)
-            save_id = getattr(self._metadata.storage_meta, "save_id", None)  # in memory there is none yet
-            # Where it is now: a checkpoint may be moved.
+            save_id = getattr(self._metadata.storage_meta, "save_id", None)  # missing if the checkpoint is in memory
+            # The present path, because a checkpoint may be moved.
             place = self._path if is_address(self._path) else Path(self._path)
             self._metadata.storage_meta = StorageMeta(place, save_id=save_id, load_id=str(uuid.uuid4()))
         return self._metadata
@@ -287,7 +291,8 @@ class CheckpointReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         storage: Mapping[Any, Any] = self._metadata.storage_data if self._metadata is not None else {}
         per_file: dict[str, list[tuple[ReadItem, int]]] = {}
-        sizes: dict[str, dict[int, int]] = {}  # of what is stored, by its offset: a first guess at what is to be read
+        # Sizes of stored values, by offset: a first estimate of the bytes to read.
+        sizes: dict[str, dict[int, int]] = {}
         for item in plan.items:
             stored = storage[item.storage_index]
             per_file.setdefault(stored.relative_path, []).append((item, stored.offset))
@@ -307,7 +312,7 @@ class CheckpointReader(StorageReader):
                         planner.load_bytes(item, io.BytesIO(data))
                     out_of_range += requests.out_of_range
                 all_filled += filled
-        for item, tensor in all_filled:  # when all is sent, also to devices
+        for item, tensor in all_filled:  # after all copies, also to devices
             planner.commit_tensor(item, tensor)
         warn_out_of_range(out_of_range, self._path)
         done: Future[None] = Future()
@@ -317,9 +322,9 @@ class CheckpointReader(StorageReader):
     def _requests(
         self, file: ChecksummedFile, items: list[tuple[ReadItem, int]], planner: LoadPlanner
     ) -> tuple[ReadRequests, list[tuple[ReadItem, torch.Tensor]]]:
-        """What is to be read of ``file`` for ``items``, each with its offset there, and the tensors that this fills."""
+        """Return the requests of ``file`` for ``items`` (each with its offset), and the tensors that they fill."""
         stored: dict[int, list[Item]] = {}
-        for each in file.index.items:  # what is tied stands at one place, under several names
+        for each in file.index.items:  # tied tensors are stored once, under several names
             stored.setdefault(each.at, []).append(each)
         sizes = functools.cache(self._sizes)
         filled: list[tuple[ReadItem, torch.Tensor]] = []
@@ -343,14 +348,15 @@ class CheckpointReader(StorageReader):
                     f"{item.dest_index.fqn!r} has the shape {tuple(tensor.shape)} and {tuple(item.lengths)} is stored",
                     path=file.path,
                 )
-            if is_lossy(dtype := dtype_named(found.dtype), tensor.dtype):  # for planners of others; ours has looked
+            # For other planners; the default one has checked this.
+            if is_lossy(dtype := dtype_named(found.dtype), tensor.dtype):
                 raise MismatchError(f"{item.dest_index.fqn!r} {_lost(tensor.dtype, dtype)}", path=file.path)
             filled.append((item, tensor))
             requests.box(tensor, found, item.storage_offsets, item.lengths)
         return requests, filled
 
     def _sizes(self, name: str) -> dict[tuple[int, ...], list[int]] | None:
-        """The shapes of the chunks of a tensor, by their offsets, as DCP's metadata has them; None: it is an object."""
+        """Return the shapes of the chunks of a tensor, by offset, from DCP's metadata; None: the value is an object."""
         known = self._metadata.state_dict_metadata[name] if self._metadata is not None else None
         if not isinstance(known, TensorStorageMetadata):
             return None
@@ -364,9 +370,9 @@ class CheckpointReader(StorageReader):
 def _same(
     index: MetadataIndex, sizes: Mapping[tuple[int, ...], list[int]] | None, found: Sequence[Item]
 ) -> Item | None:
-    """Which of ``found`` is what DCP's metadata says: of that name, of that chunk and of its shape.
+    """Return the item of ``found`` that matches DCP's metadata: the same name, chunk and shape.
 
-    Not of that dtype: a user's planner may save another than it says.
+    The dtype is not compared, because a user's planner may save another dtype than it declares.
     """
     expected: list[object] = [index.fqn, "object", [], []]
     if sizes is not None:
@@ -376,38 +382,38 @@ def _same(
 
 
 class CheckingPlanner(DefaultLoadPlanner):
-    """DCP's default planner, but what does not fit is said in our errors, and of all keys at once."""
+    """DCP's default planner with errors of this package. One error names all keys that do not fit."""
 
     def __init__(self, path: str, *, weights_only: bool, warns: bool = True, strict: bool = True) -> None:
         """Plan nothing yet.
 
         Args:
             path: The folder of the checkpoint, for errors.
-            weights_only: No value may run code while it is unpickled.
-            warns: Of values that were not asked for.
-            strict: Raise if the checkpoint lacks a value. Without, the value stays as it is.
+            weights_only: Whether to refuse values that could run code while they are unpickled.
+            warns: Whether to warn about values that were not requested.
+            strict: Raise if the checkpoint lacks a value. With False, the value stays unchanged.
         """
         super().__init__(allow_partial_load=not strict)
         self._path = path
         self._weights_only = weights_only
         self._warns = warns
         self.missing: Sequence[str] = ()
-        """The values that the checkpoint does not have, once there is a plan."""
+        """The values that the checkpoint lacks, once there is a plan."""
         self.unexpected: Sequence[str] = ()
-        """The values of the checkpoint that were not asked for."""
+        """The values of the checkpoint that were not requested."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         loaded = load_object(value, name, self._path, weights_only=self._weights_only)
         if name in self._keys:
             put_leaf(self.original_state_dict, self._keys[name], loaded)
-        else:  # a name that DCP gave before torch 2.4
+        else:  # the form of names that DCP gave before torch 2.4
             set_element(self.original_state_dict, self.mappings[name], loaded)
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        # DCP puts what it loads under keys of text, beside the caller's own where those are numbers.
+        # DCP writes loaded values under text keys, beside the caller's own keys if these are numbers.
         self._keys = {".".join(map(str, keys)): keys for keys in leaf_keys(state_dict)}
-        if not dist.is_initialized():  # else DCP makes tensors on the device of the process group
+        if not dist.is_initialized():  # otherwise DCP makes tensors on the device of the process group
             self._refuse_meta(state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
@@ -417,7 +423,7 @@ class CheckingPlanner(DefaultLoadPlanner):
         self.unexpected = unexpected(self.state_dict, known)
         left = left_out(self.original_state_dict, self.state_dict, known) if self.missing or self._warns else []
         if self.missing and not self.allow_partial_load:
-            others = left  # a prefix, as DDP's, often
+            others = left  # often a prefix, such as DDP's
             if not others and not _tops(self.missing) <= _tops(known):  # another name at the top
                 others = sorted(_tops(self.unexpected))
             there = f"; it has {some(others)}, which were not asked for" if others else ""
@@ -460,7 +466,7 @@ class CheckingPlanner(DefaultLoadPlanner):
 
 
 def _tops(names: Iterable[str]) -> set[str]:
-    """Return the keys that ``names`` have at the top of the state dict."""
+    """Return the top-level keys of ``names`` in the state dict."""
     return {name.partition(".")[0] for name in names}
 
 
@@ -475,7 +481,7 @@ def _lost(wanted: torch.dtype, stored: torch.dtype) -> str:
 
 
 def _why_not(value: Any, stored: TensorStorageMetadata) -> str | None:
-    """Why a stored tensor cannot be loaded into ``value``; None: it can, or DCP has to say."""
+    """Return why a stored tensor cannot be loaded into ``value``; None: it can, or DCP has to decide."""
     if not isinstance(value, torch.Tensor):
         if hasattr(value, "__create_chunk_list__"):
             return None

@@ -1,8 +1,7 @@
-"""Pinned buffers by way of which tensors on devices are loaded: while the bytes of one are on their way, the others are
-read into.
+"""Pinned buffers for loading tensors to devices. While one buffer is sent, the next ones are filled.
 
-From memory that its driver does not know, a device is given some bytes at a time, by a thread that copies them to the
-driver's own memory, and that nobody else can use meanwhile.
+A copy from memory that is not pinned goes through the driver's own memory, some bytes at a time. It occupies a thread
+meanwhile.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.shm.huge import HostMemory
 from asyncckpt.shm.segment import round_up
 
-# Tensors begin at a multiple of this in a buffer, as every dtype asks.
+# Alignment of tensors in a buffer, in bytes; enough for every dtype.
 ALIGNMENT = 64
-# The least that is pinned: the driver takes whole pages, and a call has a price of its own.
+# Minimum size to pin, in bytes: the driver pins whole pages, and each call has a cost.
 _LEAST_BYTES = 1 << 20
 BUFFERS = 4
-"""Of each load, at most."""
+"""Maximum number of buffers of each load."""
 
 
 class DeviceBuffer:
-    """Pinned memory, of which some is given to tensors that are then sent."""
+    """Pinned memory that is divided among tensors and then sent."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        """Take and pin ``nbytes``, a power of two, for all devices of the kind of ``device``."""
+        """Allocate and pin ``nbytes``, a power of two, for all devices of the kind of ``device``."""
         self._memory = HostMemory.take(nbytes)
         self._sent: ReadyEvents = {}
         self.nbytes = nbytes
@@ -39,7 +38,7 @@ class DeviceBuffer:
         self._pinned = PinnedMemory(self._memory, (), device)
 
     def divide(self, sizes: Sequence[int]) -> None:
-        """Give memory to tensors of these ``sizes``, in bytes, when nobody reads any more of what was sent."""
+        """Divide the memory among tensors of these ``sizes``, in bytes. Wait first until earlier copies are done."""
         self._wait()
         self.views, at = [], 0
         for size in sizes:
@@ -49,7 +48,7 @@ class DeviceBuffer:
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Queue the copies of ``views`` to ``tensors``, each on the current stream of its device.
 
-        The tensors are of one dimension, and on devices that have a kind.
+        The tensors have one dimension, and are on devices with a known kind.
         """
         stored = [
             torch.frombuffer(view, dtype=torch.uint8).view(tensor.dtype)
@@ -64,7 +63,7 @@ class DeviceBuffer:
                     self._sent[device] = kind.record(kind.current_stream(device))
 
     def close(self) -> None:
-        """Wait until all is sent, and give the memory back."""
+        """Wait until all copies are done, and free the memory."""
         with contextlib.ExitStack() as all_of_them:
             all_of_them.callback(self._pinned.close)
             all_of_them.callback(self.views.clear)
@@ -79,29 +78,30 @@ class DeviceBuffer:
 
 
 class DeviceBuffers:
-    """The buffers of one load, in the thread that loads; taken when they are first needed."""
+    """The buffers of one load, for the loading thread. Each is allocated when it is first needed."""
 
     def __init__(self) -> None:
-        self._buffers: list[DeviceBuffer] = []  # the one whose turn it is first
+        self._buffers: list[DeviceBuffer] = []  # the next one to reuse is first
 
     def take(self, device: torch.device, sizes: Sequence[int]) -> DeviceBuffer:
-        """A buffer, divided for tensors of these ``sizes``, in bytes. It is the caller's until ``BUFFERS`` calls later.
+        """Return a buffer, divided for tensors of these ``sizes``, in bytes.
 
-        Raises ``OutOfMemoryError`` where the host has no memory for the buffer.
+        The buffer belongs to the caller until ``BUFFERS`` calls later. Raises ``OutOfMemoryError`` if the host has no
+        memory for the buffer.
         """
         total = sum(round_up(size, ALIGNMENT) for size in sizes)
         buffer = self._buffers.pop(0) if len(self._buffers) == BUFFERS else None
         if buffer is not None and buffer.nbytes < total:
             buffer.close()
             buffer = None
-        if buffer is None:  # to a power of two, so that few are outgrown
+        if buffer is None:  # rounded up to a power of two, so that few buffers are outgrown
             buffer = DeviceBuffer(device, max(_LEAST_BYTES, 1 << (total - 1).bit_length()))
         self._buffers.append(buffer)
         buffer.divide(sizes)
         return buffer
 
     def close(self) -> None:
-        """Wait until all is sent, and give the memory back."""
+        """Wait until all copies are done, and free the memory."""
         with contextlib.ExitStack() as all_of_them:
             while self._buffers:
                 all_of_them.callback(self._buffers.pop().close)

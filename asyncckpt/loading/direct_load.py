@@ -1,8 +1,9 @@
-"""Loading without a plan: the bytes of every value go straight to it, from where the indexes say that they are.
+"""Load without a plan: read the bytes of every value straight into the value, from the place that the indexes name.
 
-DCP's planner makes some ten objects a tensor, and has the first rank see all of them, which takes longer than the bytes
-of a small one. The indexes of a checkpoint say which box of a tensor stands where, and each rank takes of these what it
-has a part of. A state that is not as plain as that is left to DCP, whole, and so is saying what is wrong with it.
+DCP's planner makes some ten objects for each tensor, and the first rank has to process the objects of all ranks. For a
+small tensor this takes longer than reading its bytes. The indexes of a checkpoint name the box of a tensor in each
+place; each rank takes the boxes that overlap its own part. DCP loads every state that is not plain, as a whole, and
+reports its errors.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ from asyncckpt.planning.structure import PLAIN, Keys, is_leaf, put_leaf
 
 logger = logging.getLogger(__name__)
 
-# Every rank reads the indexes of all ranks. For more than these, DCP's metadata, one file, is the quicker way.
+# Every rank reads the indexes of all ranks. For more files than this, DCP's metadata, which is one file, is faster.
 _MOST_FILES = 64
 
-# By its name, where a value is stored, or each part of it.
+# The places of each value, or of each part of it, by name.
 _Stored = dict[str, "list[tuple[ChecksummedFile, Item]]"]
 
 
 class _NotPlain(Exception):
-    """This is for DCP to load, or to refuse."""
+    """The load has to be done, or refused, by DCP."""
 
 
 @dataclass(frozen=True)
 class DirectLoad:
-    """A load that is left to be read: the ``requests`` that fill ``state_dict``, for each open file of a ``source``.
+    """A prepared load: the ``requests`` that fill ``state_dict``, for each open file of ``source``.
 
-    ``path`` is the folder of the checkpoint, for errors; ``unexpected`` are the values that were not asked for, and
-    ``left_out`` those of them that may have been forgotten.
+    ``path`` is the folder of the checkpoint, for errors. ``unexpected`` has the stored values that were not requested,
+    and ``left_out`` the values that the caller may have forgotten.
     """
 
     state_dict: dict[str, Any]
@@ -67,10 +68,10 @@ class DirectLoad:
         """Fill the state dict.
 
         Args:
-            progress: Told of the bytes that are read.
-            verify: Whether the checksums are compared.
-            weights_only: No value may run code while it is unpickled.
-            warns: Of values that were not asked for.
+            progress: Gets the number of bytes that are read.
+            verify: Whether to compare the checksums.
+            weights_only: Whether to refuse values that could run code while they are unpickled.
+            warns: Whether to warn about values that were not requested.
 
         Raises:
             DamagedCheckpointError, UntrustedValueError: Bytes are damaged, or a value could run code.
@@ -81,7 +82,7 @@ class DirectLoad:
         if progress.shown:
             progress.expect(sum(requests.nbytes_read(file) for file, requests in self.requests.items()))
         with DeviceBuffers() as buffers, read_pool(self.path) as pool:
-            metadata = pool.submit(self.source.metadata)  # nothing in it is needed, but it is a part of the checkpoint
+            metadata = pool.submit(self.source.metadata)  # not needed, but checked as a part of the checkpoint
             for file, requests in self.requests.items():
                 for (name, keys), data in requests.read(file, pool, buffers, progress.update, verify=verify):
                     value = load_object(io.BytesIO(data), name, self.path, weights_only=weights_only)
@@ -90,16 +91,16 @@ class DirectLoad:
 
 
 def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack) -> DirectLoad | None:
-    """Compare a state dict with what is stored.
+    """Compare a state dict with the stored values.
 
     Args:
-        state_dict: What to load, in place; without ``Stateful`` values.
+        state_dict: The state to load, in place; without ``Stateful`` values.
         source: The files of the checkpoint.
         path: Its folder, for errors.
         held: Closes the files that are opened.
 
     Returns:
-        The load, to be read; None: DCP has to load this, or to say what is wrong with it.
+        The prepared load; None: DCP has to load the state, or to report its errors.
     """
     try:
         leaves = _Leaves(state_dict)
@@ -108,7 +109,7 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
         left = left_out(state_dict, asked, stored)
         if not leaves.containers.isdisjoint(left):
             raise _NotPlain("DCP looks whether this is of a torch before 2.4")
-        with torch.no_grad():  # a DTensor's part is its own then, and no view of it
+        with torch.no_grad():  # so that a DTensor's part is no view of the DTensor
             return DirectLoad(state_dict, source, path, _requests(leaves, stored), left, unexpected(asked, stored))
     except (_NotPlain, CheckpointError) as error:
         logger.debug("%s is loaded by DCP: %s", path, error)
@@ -116,16 +117,18 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
 
 
 def unexpected(asked: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the names that are ``known``, and not ``asked`` for, without what other ranks have of their own."""
+    """Return the names that are ``known`` but not ``asked`` for, without per-rank values of other ranks."""
     others = set(known).difference(asked := set(asked))
     per_rank = set(map(of_any_rank, asked)).difference(asked) if others else ()
     return sorted(name for name in others if of_any_rank(name) not in per_rank)
 
 
 def left_out(state_dict: Mapping[str, Any], asked: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Names that are ``known``, and not ``asked`` for, though others are with the same key at the top, or a container
-    of ``state_dict`` has nothing in it where they are; but for those of what each rank has of its own, where this
-    rank's, or any, is asked for.
+    """Return the stored names that the caller may have forgotten to request.
+
+    The name is ``known`` but not ``asked`` for. Besides, another name with the same top-level key is asked for, or the
+    name lies in an empty container of ``state_dict``. Per-rank values do not count if the value of this rank, or of any
+    rank, is asked for.
     """
     missing = set(known).difference(asked := set(asked))
     if not missing:
@@ -136,12 +139,12 @@ def left_out(state_dict: Mapping[str, Any], asked: Iterable[str], known: Iterabl
     return sorted(
         name
         for name in missing
-        if name.startswith(empty) or (name.partition(".")[0] in tops and of_any_rank(name) not in per_rank)
+        if of_any_rank(name) not in per_rank and (name.startswith(empty) or name.partition(".")[0] in tops)
     )
 
 
 def _empty(container: Any, name: str) -> Iterator[str]:
-    """How the names of values begin that would be in the empty containers of one without a value."""
+    """Yield the prefixes of names of values in the empty containers within a container."""
     if isinstance(container, Mapping | list):
         if not container:
             yield f"{name}."
@@ -150,7 +153,10 @@ def _empty(container: Any, name: str) -> Iterator[str]:
 
 
 def warn_left_out(left: Sequence[str], path: str) -> None:
-    """A fresh optimizer has no state yet, nor has a dict that fills with time a key: DCP loses theirs in silence."""
+    """Warn about forgotten values.
+
+    A fresh optimizer has no state yet, and a dict may get its keys later: DCP skips both silently.
+    """
     if left:
         logger.warning(
             "%d values of %s were not asked for, and not loaded: %s; if they belong to an optimizer, give it its"
@@ -163,7 +169,7 @@ def warn_left_out(left: Sequence[str], path: str) -> None:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of ``names``, for a message."""
+    """Return the first of ``names``, for a message."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(repr, names[:5])) + more
 
@@ -175,7 +181,7 @@ class _Leaves:
         """Raises ``_NotPlain``."""
         self.tensors: dict[str, torch.Tensor] = {}
         self.others: dict[str, Keys] = {}  # the keys that lead to each other value
-        self.containers: set[str] = set()  # those with a leaf in them, whatever DCP would call them
+        self.containers: set[str] = set()  # containers with a leaf in them, whatever DCP would call them
         self._collect(state_dict, (), "")
         self.containers.discard("")
         if shards_in(list(self.tensors.values())):
@@ -192,7 +198,7 @@ class _Leaves:
         for key, value in container.items() if is_dict else enumerate(container):
             name = f"{prefix}{key}"
             if type(value) in PLAIN:
-                # One by one: some answers raise for tensors of other kinds.
+                # One by one, because some of these checks raise for tensors of other kinds.
                 if name in tensors or value.layout != torch.strided or value.is_meta or value.is_quantized:
                     raise _NotPlain(f"{name} is there twice, or no plain tensor")
                 tensors[name] = value
@@ -211,7 +217,7 @@ class _Leaves:
 
 
 def _stored(source: Source, held: ExitStack) -> _Stored:
-    """Where each value is, by its name."""
+    """Return the places of each value, by name."""
     names = source.data_files()
     if len(names) > _MOST_FILES:
         raise _NotPlain("there are many files")
@@ -225,7 +231,7 @@ def _stored(source: Source, held: ExitStack) -> _Stored:
 
 def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, ReadRequests]:
     requests: defaultdict[ChecksummedFile, ReadRequests] = defaultdict(ReadRequests)
-    # Of a layer as of the one before.
+    # Cached, because layers have the same shapes.
     part_of, pieces_of = functools.cache(_part_of), functools.cache(_pieces_of)
     for name in _request_rows(leaves.tensors, stored, requests):
         tensor, found = leaves.tensors[name], stored.get(name, ())
@@ -259,7 +265,7 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
 def _request_rows(
     tensors: Mapping[str, torch.Tensor], stored: _Stored, requests: Mapping[ChecksummedFile, ReadRequests]
 ) -> Iterable[str]:
-    """Request what is a row of bytes, of each file together. Returns the names of all others."""
+    """Request plain rows of bytes, for each file together. Return the names of all other tensors."""
     plain: defaultdict[ChecksummedFile, list[tuple[str, torch.Tensor, Item]]] = defaultdict(list)
     others = []
     for name, tensor in tensors.items():
@@ -276,21 +282,23 @@ def _request_rows(
 
 
 def _is_of(item: Item, dtype: torch.dtype) -> bool:
-    """Whether it is a tensor of that dtype. Its size says the same, unless whoever wrote the index means harm."""
+    """Return whether the item is a tensor of that dtype. Also compare the size, because an index may be forged."""
     is_such = item.kind == "tensor" and dtype_named(item.dtype) == dtype
     return is_such and item.payload_bytes == dtype.itemsize * math.prod(item.shape)
 
 
 class _Box(NamedTuple):
-    """A part of a tensor, or of a part of one: where it begins, and its lengths, in elements of each dimension."""
+    """A part of a tensor, or of a part: its offsets, and its lengths, in elements of each dimension."""
 
     offsets: Sequence[int]
     lengths: Sequence[int]
 
 
 class _Piece(NamedTuple):
-    """What the stored part of that ``number`` has of the part of this rank: where it is in the one, and in the other;
-    None: the two are the same.
+    """The overlap of the stored part ``number`` and the part of this rank.
+
+    ``place`` is the overlap in this rank's part, and ``stored`` in the stored part. ``stored`` is None if both parts
+    are the same.
     """
 
     number: int
@@ -299,7 +307,7 @@ class _Piece(NamedTuple):
 
 
 def _part_of(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> _Box:
-    """The part of this rank. Raises ``_NotPlain``."""
+    """Return the part of this rank. Raises ``_NotPlain``."""
     if not {Shard, Replicate}.issuperset(map(type, placements)) or mesh.get_coordinate() is None:
         raise _NotPlain("a DTensor is placed in a way of its own")
     lengths, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
@@ -307,9 +315,9 @@ def _part_of(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement
 
 
 def _pieces_of(shape: torch.Size, part: _Box, boxes: Sequence[_Box]) -> Sequence[_Piece]:
-    """What fills a ``part`` of a tensor of that ``shape``, from the stored parts, which are these ``boxes`` of it.
+    """Return the pieces that fill ``part`` of a tensor of that ``shape``. ``boxes`` are the stored parts of the tensor.
 
-    Raises ``_NotPlain`` where these are not such a tensor, whole and once.
+    Raises ``_NotPlain`` if the stored parts are not the whole tensor, each element once.
     """
     ends = [tuple(map(add, *box)) for box in boxes]
     is_whole = sum(math.prod(box.lengths) for box in boxes) == math.prod(shape)

@@ -1,4 +1,4 @@
-"""The files of one image that a worker holds, read where they are: mapped from this host, or fetched from another."""
+"""The files of one image that a worker holds: mapped on this host, or fetched from another host."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ if TYPE_CHECKING:
 
 
 class ImageFiles(ABC):
-    """The files of an image, as if they were in storage. To be closed."""
+    """The files of an image, as if they were in storage. The caller has to close it."""
 
     def __init__(self, held: HeldImage) -> None:
         self.held = held
-        self._indexes: WeakValueDictionary[int, Index] = WeakValueDictionary()  # parsed once, while somebody has them
+        # Parsed once, while a file uses the index.
+        self._indexes: WeakValueDictionary[int, Index] = WeakValueDictionary()
         self.is_damaged = self.is_gone = False
-        """What was found while it was read: bytes that are not those that were staged; that nobody answers any more."""
+        """Results of reading: the bytes differ from the staged bytes; the worker does not answer any more."""
 
     def metadata(self) -> bytes:
-        """DCP's ``.metadata`` of the checkpoint that it is a part of; only the first rank's image has it.
+        """Return DCP's ``.metadata`` of the checkpoint. Only the image of the first rank has it.
 
         Raises ``DamagedCheckpointError``, ``CheckpointNotFoundError``.
         """
         return self._constant(self.held.layout.metadata)
 
     def has(self, name: str) -> bool:
-        """Whether one of its data files has that name."""
+        """Return whether one of the data files has that name."""
         return any(each.name(self.held.request.rank) == name for each in self.held.layout.data_files)
 
     def file(self, number: int) -> ChecksummedFile:
-        """The data file of that ``number``. Raises as ``metadata``."""
+        """Return the data file of that ``number``. Raises as ``metadata``."""
         held, layout = self.held, self.held.layout
         each = layout.data_files[number]
         path = os.path.join(held.request.path, each.name(held.request.rank))
@@ -64,18 +65,19 @@ class ImageFiles(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it."""
+        """Release the image."""
 
     @abstractmethod
     def _bytes(self, region: Region) -> bytes:
-        """Some bytes of the segment that it is in."""
+        """Return bytes of the segment of the image."""
 
     @abstractmethod
     def _data_file(self, path: str, index: Index, data: Region) -> ChecksummedFile: ...
 
     def _constant(self, region: Region) -> bytes:
-        """What is the same in all images there, checked: the trainer could write there until it died, and may have died
-        of writing where it should not.
+        """Return bytes that are the same in all images of the segment, after comparing their checksum.
+
+        The trainer could write there until it died, and a stray write may have been the cause of its death.
         """
         held = self.held
         found = self._bytes(region)
@@ -88,17 +90,17 @@ class ImageFiles(ABC):
 
 
 class MappedImage(ImageFiles):
-    """An image in a segment that is mapped here. It must not change until this is closed."""
+    """An image in a segment that is mapped in this process. The image must not change until this is closed."""
 
     def __init__(self, held: HeldImage, segment: Segment, lease: Descriptor, *, owns: bool = True) -> None:
-        """``lease``: what keeps it, closed with this; ``owns``: and so is ``segment``."""
+        """Map the image. ``lease`` prevents reuse of the slot; closed with this. ``owns``: close ``segment``, too."""
         super().__init__(held)
         self._segment, self._closing = segment, ExitStack()
         if owns:
             self._closing.callback(segment.close)
         self._closing.enter_context(lease)
-        # Kept, so that it stays mapped where another closes the segment. What is mapped to be read alone has a view
-        # that nobody tells the address of.
+        # Keep the mapping alive if another owner closes the segment. numpy is needed for the address, because a
+        # read-only view does not tell its address.
         self._mapping: np.ndarray[Any, Any] | None = np.frombuffer(segment.view, np.uint8)
         self._address = self._mapping.ctypes.data
 
@@ -117,7 +119,7 @@ class MappedImage(ImageFiles):
 
 
 class _MappedFile(MemoryFile):
-    """A data file of such an image."""
+    """A data file of a mapped image."""
 
     def __init__(self, path: str, index: Index, image: MappedImage, data: memoryview) -> None:
         super().__init__(path, index, data)
@@ -158,7 +160,7 @@ class FetchedImage(ImageFiles):
 
 
 class _FetchedFile(ChecksummedFile):
-    """A data file of such an image: it goes straight to where its bytes belong, but for the edges of what is there."""
+    """A data file of a fetched image. Its bytes go straight to their destination, except at the edges."""
 
     def __init__(self, path: str, index: Index, image: FetchedImage, offset: int) -> None:
         super().__init__(path, index)
@@ -186,26 +188,27 @@ class _FetchedFile(ChecksummedFile):
 
 @dataclass(frozen=True)
 class HeldImages:
-    """The ``images`` that the worker of the trainer before this one holds, in ``segments`` that are mapped here (and
-    are not closed here).
+    """The ``images`` that the previous trainer's worker holds, in ``segments`` that are mapped here.
+
+    This object does not close the segments.
     """
 
     segments: Mapping[int, Segment]
     images: Sequence[HeldImage]
 
     def is_closed(self) -> bool:
-        """Whether some of it was given back meanwhile."""
+        """Return whether a segment was closed meanwhile."""
         return any(segment.closed for segment in self.segments.values())
 
     def without(self, keys: Collection[ImageKey]) -> HeldImages:
-        """All but these."""
+        """Return all images except the images with these ``keys``."""
         kept = [each for each in self.images if ImageKey(each.request.attempt, each.request.rank) not in keys]
         return HeldImages(self.segments, kept)
 
     def files(self, held: HeldImage) -> MappedImage | None:
-        """The files of one of the images, to be closed, until when nobody writes there.
+        """Return the files of an image, to be closed by the caller. The image does not change until then.
 
-        None where another trainer has taken its slot, or a thread of this one is just closing the memory.
+        Returns None if another trainer has taken the slot, or if another thread is closing the memory.
         """
         request, segment = held.request, self.segments[held.request.segment]
         with contextlib.suppress(OSError, ValueError), ExitStack() as undo:

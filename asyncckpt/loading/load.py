@@ -1,4 +1,4 @@
-"""Loading: straight into place where the indexes say enough (``direct_load.py``), else by DCP's planner."""
+"""Load a checkpoint straight into the values if the indexes suffice (``direct_load.py``), or by DCP's planner."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from asyncckpt.ranks.collectives import gather, many, on_all
 from asyncckpt.storage import absolute, storage_for
 from asyncckpt.threads import without_gc
 
-# A load that takes longer has a progress bar.
+# A load that takes longer, in seconds, shows a progress bar.
 _LONG_S = 3.0
 
 
 class Filled(NamedTuple):
-    """The result of a load on this rank. With a planner of the caller's no names are known.
+    """The result of a load on this rank. With a planner of the caller the names are unknown.
 
     Attributes:
-        nbytes: The bytes that were read; 0 for a checkpoint of stock DCP.
-        missing: The names of values that the checkpoint does not have, and that stayed as they were (``strict=False``).
-        unexpected: The names of values that the checkpoint has, and the state dict has not.
+        nbytes: The number of bytes read; 0 for a checkpoint of stock DCP.
+        missing: The names of values that the checkpoint lacks, and that stayed as they were (``strict=False``).
+        unexpected: The names of values in the checkpoint that the state dict lacks.
     """
 
     nbytes: int = 0
@@ -62,23 +62,27 @@ def load(
 ) -> Filled:
     """Load a checkpoint into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
-    Tensors are filled where they are, other values are replaced, ``Stateful`` values at any depth are given their
-    state. Keys that only the checkpoint has are left alone. Stock DCP's are read, too.
+    Tensors are filled in place, other values are replaced, ``Stateful`` values at any depth get their state. Keys that
+    only the checkpoint has are ignored. Checkpoints of stock DCP are loaded, too.
 
     Args:
-        state_dict: What to load; its tensors have the shapes to fill.
-        path, source: The folder of the checkpoint, to read from; with a ``source`` in its place it is for errors.
-        planner: DCP's planner to use; None: the default one, where a plan is needed at all.
-        verify: Check all bytes while they are copied. After an error part of ``state_dict`` may have bad bytes.
-        weights_only: No value may run code while it is unpickled, see ``unpickle.py``.
-        process_group, no_dist: The ranks that load; None: all of the job; or this one alone. Errors are raised on all.
-        progress, warns: Show a bar on the terminal; say that values were not asked for, as of a fresh optimizer.
-        strict: Raise if the checkpoint lacks a value. Without, the value stays as it is.
-        on_loaded: Told of the source, while what was opened of it is open; None: it is stock DCP's.
+        state_dict: The state to load; its tensors have the shapes to fill.
+        path, source: The folder of the checkpoint. If there is a ``source``, it is read instead, and ``path`` is for
+            errors.
+        planner: The DCP planner to use; None: the default planner, if a plan is needed at all.
+        verify: Check all bytes while they are copied. After an error, parts of ``state_dict`` may have bad bytes.
+        weights_only: Whether to refuse values that could run code while they are unpickled, see ``unpickle.py``.
+        process_group, no_dist: The ranks that load; None: all ranks of the job; or this rank alone. All ranks raise the
+            error of one.
+        progress, warns: Whether to show a bar on the terminal; whether to warn about values that were not requested,
+            such as the state of a fresh optimizer.
+        strict: Raise if the checkpoint lacks a value. With False, the value stays unchanged.
+        on_loaded: Called with the source while its files are open; with None if the checkpoint is of stock DCP.
 
     Raises:
-        CheckpointNotFoundError, StorageError, DamagedCheckpointError: There is none, it cannot be read, or is damaged.
-        ValueError: ``strict=False`` with a ``planner``, which alone decides that.
+        CheckpointNotFoundError, StorageError, DamagedCheckpointError: There is none, it cannot be read, or it is
+            damaged.
+        ValueError: ``strict=False`` with a ``planner``, because the planner decides this.
         MismatchError: The checkpoint lacks a key, or has another shape, or a dtype that the tensor's cannot hold.
         UntrustedValueError, CheckpointError: A value could run code, or fails to unpickle; or ``planner`` raises.
     """
@@ -109,7 +113,10 @@ def load(
 
 
 def _dtensors(container: Any) -> Iterator[DTensor]:
-    """Yield the DTensors of a state. A load writes to their parts, and autograd has to learn that the wholes change."""
+    """Yield the DTensors of a state.
+
+    A load writes to their local parts, and autograd has to know that the DTensors change.
+    """
     for value in container.values() if isinstance(container, Mapping) else container:
         if isinstance(value, DTensor):
             yield value
@@ -120,7 +127,7 @@ def _dtensors(container: Any) -> Iterator[DTensor]:
 def _drafted_by_all(
     states: dict[str, Any], source: Source | None, path: str, held: contextlib.ExitStack, ranks: Any
 ) -> DirectLoad | None:
-    """How to load without DCP; None: some rank cannot."""
+    """Return the load without DCP; None: some rank needs DCP."""
     direct = on_all(lambda: draft(states, source, path, held) if source else None, ranks)
     return direct if all(gather(direct is not None, ranks)) else None
 
@@ -132,28 +139,28 @@ def _states(
     held: contextlib.ExitStack,
     ranks: Any,
 ) -> dict[str, Any]:
-    """The values to fill, with states for ``Stateful`` ones; those of each rank's own ask for what is there."""
+    """Return the values to fill, with states for ``Stateful`` values. Per-rank values look up the stored metadata."""
 
     def ask_for_stored() -> None:
         metadata = open_reader().read_metadata() if per_rank else Metadata({})
         for name, value in per_rank.items():
             held.enter_context(value.loaded_from(metadata, name))
 
-    on_all(ask_for_stored, ranks)  # before states are asked for, which may need all ranks
+    on_all(ask_for_stored, ranks)  # before states are requested, which may need all ranks
     keys: Iterable[str] = state_dict
     if any(stateful_types(state_dict)):
-        keys = sorted(keys, key=str)  # on all ranks the same, for what Stateful values may have to ask each other
+        keys = sorted(keys, key=str)  # the same order on all ranks, because ``Stateful`` values may communicate
     return on_all(lambda: dict(stateful_to_dict({key: state_dict[key] for key in keys})), ranks)
 
 
 def _open(path: str, held: contextlib.ExitStack) -> Source | None:
-    """The checkpoint ``path``, which is ``held`` against removal; None: stock DCP wrote it."""
+    """Open the checkpoint ``path``, with ``held`` protecting it against removal; None: stock DCP wrote it."""
     held.enter_context(storage_for(path).reading(path))
     return None if is_stock(path) else StorageSource(path)
 
 
 def _open_reader(path: str, source: Source | None, bar: Progress, verify: bool, weights_only: bool) -> StorageReader:
-    """For DCP. It has read its metadata here: of what is wrong with that DCP would make a text."""
+    """Return the reader for DCP. Read its metadata here, because DCP would turn an error of that into a text."""
     reader: StorageReader
     if source is None:
         reader = StockReader(path, weights_only=weights_only)
@@ -164,13 +171,16 @@ def _open_reader(path: str, source: Source | None, bar: Progress, verify: bool, 
 
 
 def _is_first() -> bool:
-    """Whether this is the first rank of the job, which alone shows the bar."""
+    """Return whether this is the first rank of the job, the only rank that shows the bar."""
     return not many(None) or dist.get_rank() == 0
 
 
 @contextlib.contextmanager
 def _as_ours(path: str, ranks: Any) -> Iterator[None]:
-    """Raise every failure as one of ours: DCP makes one that is no ``Exception`` of what the ranks raised."""
+    """Raise every failure as an error of this package.
+
+    DCP wraps the errors of ranks in an error that is no ``Exception``.
+    """
     try:
         with interrupts_as_they_are():
             yield
@@ -183,7 +193,7 @@ def _as_ours(path: str, ranks: Any) -> Iterator[None]:
             if isinstance(cause, CheckpointError):
                 raise cause from None
         if me in causes and is_interrupt(causes[me]):
-            raise causes[me] from None  # Ctrl-C, say
+            raise causes[me] from None  # such as Ctrl-C
         rank, cause = next(iter(causes.items()))
         raise located(cause, path=path, rank=rank if many(ranks) else None) from error
     except unless_interrupt(Exception) as error:

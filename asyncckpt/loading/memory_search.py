@@ -1,7 +1,7 @@
-"""Which images of a job the workers hold that trainers have left, on all hosts that a rank is on now.
+"""Search the images of a job that workers hold for trainers that died, on all hosts where ranks run now.
 
-They are known by what they are (attempt and rank), not by who asks: a job that is started again may have other ranks on
-other hosts, or more of them, or fewer. The first rank of each host asks the workers there, and tells the first of all.
+An image is identified by attempt and rank, not by the rank that asks: a restarted job may have more or fewer ranks, on
+other hosts. The first rank of each host asks the workers there, and reports to the first rank of the job.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KEY_BYTES = 32
-# How long a worker may take to see that its trainer is dead, and how often it is asked.
+# Maximum seconds for a worker to notice that its trainer is dead, and seconds between questions.
 _NOTICE_S = 5.0
 _POLL_S = 0.02
-# Side by side: those that are stopped are waited for until each has had its time to answer.
+# Number of workers that are asked in parallel, because a stopped worker is waited for until its timeout.
 _ASKED_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
 class ImagePlace:
-    """An image, and where it is held: by the worker with that ``endpoint``, on the host of that ``scope``.
+    """An image, and the worker that holds it: the ``endpoint``, and the ``scope`` of its host.
 
-    ``served``: where other hosts can read it; None: nowhere.
+    ``served``: the address where other hosts can read the image; None: there is none.
     """
 
     summary: ImageSummary
@@ -54,8 +54,9 @@ class ImagePlace:
 
 
 class Unusable(NamedTuple):
-    """What a rank could not load: the image of that ``key`` which the worker with that ``endpoint`` holds, on the host
-    of that ``scope``; None for the key: all that it holds. None for the endpoint: what a rank there has mapped.
+    """Images that a rank could not load: image ``key`` of the worker at ``endpoint``, on the host ``scope``.
+
+    If ``key`` is None, all images of the worker. If ``endpoint`` is None, an image that a rank on the host has mapped.
     """
 
     scope: str
@@ -63,16 +64,16 @@ class Unusable(NamedTuple):
     key: ImageKey | None
 
     def has(self, place: ImagePlace) -> bool:
-        """Whether ``place`` is such."""
+        """Return whether this excludes ``place``."""
         same_worker = place.scope == self.scope and self.endpoint in (None, place.endpoint)
         return same_worker and self.key in (None, place.summary.key)
 
 
 @dataclass(frozen=True)
 class HeldAttempt:
-    """What is held of one attempt: for each rank that saved it, the places of its image.
+    """The held images of one attempt: the places of the image of each rank that saved it.
 
-    ``request``: that of the first rank, which is there.
+    ``request``: the request of the first rank; its image is held.
     """
 
     request: WriteRequest
@@ -81,14 +82,16 @@ class HeldAttempt:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the images of all ranks are there."""
+        """Return whether the images of all ranks are held."""
         return len(self.places) == self.request.world_size
 
 
 @dataclass(frozen=True)
 class FoundImages:
-    """What is held: ``places``, on the first rank. ``own``: what this rank's predecessor has left, mapped here;
-    ``scope``: this host; ``key``: by which workers on other hosts let this job read.
+    """The images that workers hold: ``places``, on the first rank only.
+
+    ``own``: the images of this rank's predecessor, mapped here. ``scope``: the scope of this host. ``key``: allows this
+    job to read from workers on other hosts.
     """
 
     own: HeldImages | None
@@ -97,20 +100,23 @@ class FoundImages:
     places: tuple[ImagePlace, ...]
 
     def without(self, unusable: Collection[Unusable]) -> FoundImages:
-        """All but what some rank could not load."""
+        """Return all images except the unusable ones."""
         mapped = {each.key for each in unusable if each.endpoint is None and each.key is not None}
         own = None if self.own is None else self.own.without(mapped)
         places = tuple(place for place in self.places if not any(each.has(place) for each in unusable))
         return replace(self, own=own, places=places)
 
     def unfinished(self, root: str, step: int) -> list[WriteRequest]:
-        """First rank: what dead trainers were saving under ``root`` at later steps, which may be committed yet."""
+        """Return saves of dead trainers under ``root`` at later steps. They may still be committed. First rank only."""
         requests = [place.summary.request for place in self.places if not place.summary.committed]
         later = [each for each in requests if (each.step or 0) > step and os.path.dirname(each.path) == root]
         return [*{each.attempt: each for each in later}.values()]
 
     def attempts(self) -> Iterator[HeldAttempt]:
-        """First rank: what is held of each attempt of which the first rank's image is there, the newest first."""
+        """Yield the held attempts with all their images, the newest first. First rank only.
+
+        An attempt needs the image of its first rank.
+        """
         of: defaultdict[str, list[ImagePlace]] = defaultdict(list)
         for place in self.places:
             of[place.summary.request.attempt].append(place)
@@ -118,7 +124,7 @@ class FoundImages:
         for attempt, request in {each.attempt: each for each in sorted(firsts, key=_age)}.items():
             places: defaultdict[int, list[ImagePlace]] = defaultdict(list)
             for place in of[attempt]:
-                if place.summary.request.plan == request.plan:  # else the parts do not belong together
+                if place.summary.request.plan == request.plan:  # otherwise the parts do not belong together
                     places[place.summary.request.rank].append(place)
             yield HeldAttempt(request, any(place.summary.committed for place in of[attempt]), dict(places))
 
@@ -126,13 +132,13 @@ class FoundImages:
 def find_images(
     job: str, own: HeldImages | None, address: str | None, ranks: ProcessGroup | None = None
 ) -> FoundImages:
-    """Look what is held, on all ranks together.
+    """Find the images that workers hold, on all ranks together.
 
     Args:
-        job: Of which the images are.
-        own: What is held for this rank, and mapped here; None: nothing.
-        address: By which other hosts reach this one; None: that is found out.
-        ranks: That look; None: the whole job.
+        job: The job of the images.
+        own: The images that are held for this rank, and mapped here; None: none.
+        address: The address of this host for other hosts; None: determine it.
+        ranks: The ranks that search together; None: the whole job.
     """
     scope = _scope()
     scopes = gather(scope, ranks)
@@ -148,7 +154,10 @@ def _age(request: WriteRequest) -> tuple[float, int]:
 
 
 def _held_here(job: str, scope: str, key: bytes, host: str | None) -> Iterator[ImagePlace]:
-    """What the workers on this host hold. ``host``: its name to others; None: there are none."""
+    """Yield the images that workers on this host hold.
+
+    ``host``: the name of this host for other hosts, or None if there are no other hosts.
+    """
 
     def ask(endpoint: str) -> list[ImagePlace]:
         try:
@@ -176,7 +185,7 @@ def _served(client: ReaderClient, key: bytes, host: str) -> TransferAddress | No
 
 
 def _settled(client: ReaderClient) -> Images:
-    """What it holds, once it has taken note of the death of its trainer, if that is dead."""
+    """Return the images of the worker, after it has noticed the death of its trainer, if the trainer is dead."""
     noticed = time.monotonic() + _NOTICE_S
     while (found := client.images()).trainer is not None:
         if is_running(found.trainer) or time.monotonic() > noticed:
@@ -188,5 +197,5 @@ def _settled(client: ReaderClient) -> Images:
 def _scope() -> str:
     try:
         return endpoint_scope()
-    except OSError:  # no worker can be found here
+    except OSError:  # no worker can be found on this host
         return secrets.token_hex(_KEY_BYTES)

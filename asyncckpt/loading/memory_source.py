@@ -1,4 +1,4 @@
-"""Loading from memory: the images that workers hold for trainers that died, as the source of a checkpoint."""
+"""Load from memory: the images that workers hold for dead trainers are the source of a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How often to look again at what is in storage, which changes with each commit of a worker that finishes.
+# Maximum number of looks at storage, which changes with each commit of a worker that is finishing.
 _MOST_LOOKS = 100
 
 BytesFrom = Literal["memory", "peer", "storage"]
@@ -51,25 +51,24 @@ def chosen_source(
     transport: str,
     ranks: ProcessGroup | None = None,
 ) -> MemorySource | None:
-    """The checkpoint to load from memory, the same one on all ranks; None: none. To be closed.
+    """Return the checkpoint to load from memory, the same on all ranks; None: none. The caller has to close it.
 
     Args:
-        found: What is held.
-        choose: First rank: of which attempt to take what is held.
-        transport: The kind by which the bytes of other hosts are fetched.
-        ranks: That load together; None: the whole job.
+        found: The images that are held.
+        choose: Chooses the attempt to load. Called on the first rank.
+        transport: The kind of transport for bytes of other hosts.
+        ranks: The ranks that load together; None: the whole job.
     """
     attempt = from_first(lambda: choose(found), ranks)
     return None if attempt is None else MemorySource(found, attempt, choose, transport, ranks)
 
 
 def load_image(fill: Callable[..., None], source: MemorySource) -> bool:
-    """Load the checkpoint ``source``. Returns whether that was possible, on all ranks alike.
+    """Load the checkpoint ``source``. Return whether that was possible; the answer is the same on all ranks.
 
-    Where an image is damaged, or out of reach, what others hold is loaded: another copy, or an older step; ``source``
-    is that then.
+    If an image is damaged or unreachable, try another copy, or an older step. ``source`` changes to that checkpoint.
 
-    ``fill``: loads the checkpoint at a path, given its ``source``.
+    ``fill``: loads the checkpoint at a path from its ``source``.
     """
     expected: tuple[type[CheckpointError], ...] = (
         CheckpointNotFoundError,
@@ -83,23 +82,23 @@ def load_image(fill: Callable[..., None], source: MemorySource) -> bool:
             fill(source.request.path, source=source)
             return True
         except expected as error:
-            words = str(error)  # not itself: it holds on to the memory it saw
+            words = str(error)  # not the error, which keeps a reference to the memory
         if not source.choose_again():
             logger.warning("not loaded from memory: %s", words)
             return False
         logger.warning("step %s is loaded from what else is held, for: %s", source.request.step, words)
-        expected = (*expected, MismatchError)  # that was not what the caller has made ready for
+        expected = (*expected, MismatchError)  # the caller has prepared the state for another checkpoint
 
 
 def choose_in_memory(roots: Sequence[str], step: int | None, found: FoundImages) -> HeldAttempt | None:
-    """Choose which checkpoint to load from memory: a whole one, and no older than what is in storage.
+    """Choose the checkpoint to load from memory: a complete one, and no older than the newest in storage.
 
-    There it may have been replaced, or removed by somebody who did not want it.
+    In storage the checkpoint may have been replaced, or removed by a user who did not want it.
 
     Args:
-        roots: The folders of the run's checkpoints, that which is saved to first.
+        roots: The folders of the run's checkpoints; saves go to the first.
         step: The step to load; None: the newest.
-        found: What is held.
+        found: The images that are held.
     """
     attempts = [each for each in found.attempts() if each.request.step is not None]
     if not attempts:
@@ -107,11 +106,12 @@ def choose_in_memory(roots: Sequence[str], step: int | None, found: FoundImages)
     stored = history(*roots) if step is None else []
     for _ in range(_MOST_LOOKS):
         chosen = _choose(roots[0], step, attempts, stored[-1] if stored else None)
-        # A dead trainer's worker may be writing: what it commits between two looks would be taken for another's.
+        # A dead trainer's worker may be writing. Its commit between two looks would otherwise look like another
+        # checkpoint.
         before, stored = stored, history(*roots) if step is None else []
         if [each[:2] for each in stored] == [each[:2] for each in before]:  # step, and time of creation
             return chosen
-    return None  # somebody copies checkpoints here, say
+    return None  # another program may be copying checkpoints here
 
 
 def _choose(
@@ -123,10 +123,11 @@ def _choose(
         is_wanted = step in (None, request.step) and request.path == step_folder(root, request.step or 0)
         if not is_wanted:
             continue
-        # In this order: what is committed in between is this one.
+        # Check that the file exists before checking that it is final. A commit in between would otherwise look like
+        # another checkpoint.
         is_taken = request.existing != "set aside" and storage.exists(request.path)
         is_finalized = False
-        with contextlib.suppress(DamagedCheckpointError, FormatError):  # of whatever it is, something is there
+        with contextlib.suppress(DamagedCheckpointError, FormatError):  # it is damaged, but it exists
             is_finalized = storage.is_finalized(request.path, request.attempt)
         if is_finalized:
             is_newest = newest is not None and newest.step == request.step and root in newest.roots
@@ -138,17 +139,17 @@ def _choose(
 
 
 def _is_newer(request: WriteRequest, newest: StoredStep | None) -> bool:
-    """Whether what was staged, and is not committed yet, is newer than the newest in storage."""
+    """Return whether a staged checkpoint that is not committed yet is newer than the newest in storage."""
     if newest is None or newest.step < (request.step or 0):
         return True
-    return newest.created is not None and newest.created <= request.since  # the training went back behind it
+    return newest.created is not None and newest.created <= request.since  # the training went back before that step
 
 
 class MemorySource:
-    """One checkpoint, of which workers hold the parts that the ranks have saved.
+    """One checkpoint in the memory of workers.
 
-    What a worker on this host holds is read where it is; of other hosts it is fetched. What nobody holds is read from
-    the checkpoint in storage, if it is committed.
+    Parts that a worker on this host holds are read in place; parts on other hosts are fetched. If no worker holds a
+    part, it is read from the checkpoint in storage, if that is committed.
     """
 
     def __init__(
@@ -162,17 +163,17 @@ class MemorySource:
         """Read nothing yet.
 
         Args:
-            found: What is held.
-            attempt: What to load of it, the same on all ranks.
-            choose: First rank: what to load, where not all of that can be.
-            transport: The kind by which bytes are fetched.
-            ranks: That load together; None: the whole job.
+            found: The images that are held.
+            attempt: The attempt to load, the same on all ranks.
+            choose: Chooses another attempt if this one cannot be loaded. Called on the first rank.
+            transport: The kind of transport for bytes of other hosts.
+            ranks: The ranks that load together; None: the whole job.
         """
         self.request = attempt.request
         self._found, self._places, self._choose = found, attempt.places, choose
         self._transport, self._ranks = transport, ranks
         self._images: dict[int, ImageFiles | None] = {}
-        self._origins: dict[int, Unusable] = {}  # of the images that are open, should they turn out to be that
+        self._origins: dict[int, Unusable] = {}  # for the open images, in case they prove to be unusable
         self._unusable: set[Unusable] = set()
         self._holders: dict[TransferAddress, Holder] = {}
         self._held = ExitStack()
@@ -184,12 +185,14 @@ class MemorySource:
         return self.request.attempt
 
     def prepare(self) -> None:
-        """Learn what the checkpoint is made of, on all ranks together. Raises as ``open``."""
+        """Read the metadata of the checkpoint, on all ranks together. Raises as ``open``."""
         self._metadata = from_first(self._first_metadata, self._ranks)
 
     def choose_again(self) -> bool:
-        """Leave out what some rank could not load, on all ranks together. Returns whether there is anything else, or
-        another copy of this, which this is from now on; not prepared.
+        """Exclude images that some rank could not load, and choose again, on all ranks together.
+
+        Returns whether another checkpoint, or another copy of this one, is left. If so, this source changes to it; call
+        ``prepare`` next.
         """
         for rank, origin in self._origins.items():
             image = self._images.get(rank)
@@ -210,10 +213,10 @@ class MemorySource:
         return self._metadata
 
     def data_files(self) -> list[str]:
-        return data_names_in(self._metadata)  # the ranks need not have as many
+        return data_names_in(self._metadata)  # the number of ranks may differ from now
 
     def open(self, name: str) -> ChecksummedFile:
-        """As ``Source.open``. Raises ``CheckpointNotFoundError`` where the file is out of reach."""
+        """Open a data file, see ``Source.open``. Raises ``CheckpointNotFoundError`` if the file is unreachable."""
         request = self.request
         rank, number = place_of_data(name)
         image = self._image(rank)
@@ -222,21 +225,21 @@ class MemorySource:
             return self._noted(origin, image.file(number))
         if storage_for(request.path).is_finalized(request.path, request.attempt):
             stored = StorageSource(request.path)
-            if stored.attempt == request.attempt:  # else another has just taken its place
+            if stored.attempt == request.attempt:  # otherwise another checkpoint has just replaced it
                 return self._noted("storage", stored.open(name))
         raise CheckpointNotFoundError(
             f"{name} is in no memory that can be reached, and not yet in storage", path=request.path, step=request.step
         )
 
     def nbytes_from(self) -> dict[str, int]:
-        """How many bytes were read from where: the memory of this host, that of others ("peer"), or storage."""
+        """Return the bytes read from each source: memory of this host, memory of other hosts ("peer"), storage."""
         counts: dict[str, int] = {}
         for origin, file in self._opened:
             counts[origin] = counts.get(origin, 0) + file.nbytes_done
         return {origin: nbytes for origin, nbytes in counts.items() if nbytes}
 
     def close(self) -> None:
-        """Let go of all images."""
+        """Release all images."""
         self._held.close()
         self._images.clear()
         self._origins.clear()
@@ -256,7 +259,7 @@ class MemorySource:
         return image.metadata()
 
     def _image(self, rank: int) -> ImageFiles | None:
-        """That of a rank of the job that has saved; None where nobody holds it who can be reached."""
+        """Return the image of a rank of the job that saved; None: no reachable worker holds it."""
         if rank not in self._images:
             self._images[rank] = self._opened_image(rank)
         return self._images[rank]
@@ -269,12 +272,12 @@ class MemorySource:
                 if is_it and (files := own.files(held)) is not None:
                     self._origins[rank] = Unusable(self._found.scope, None, ImageKey(self.request.attempt, rank))
                     return self._held.enter_context(closing(files))
-        # What is on this host first.
+        # Try this host first.
         places = sorted(self._places.get(rank, []), key=lambda place: place.scope != self._found.scope)
         for place in places:
             origin, image = Unusable(place.scope, place.endpoint, place.summary.key), None
             if origin._replace(key=None) in self._unusable:
-                continue  # it has not answered
+                continue  # the worker has not answered
             try:
                 image = self._mapped(place) if place.scope == self._found.scope else self._fetched(place)
             except unless_interrupt(CheckpointError, EOFError, OSError) as error:
@@ -301,7 +304,8 @@ class MemorySource:
                 return None
             undo.callback(fd.close)
             again = client.image(key)
-            if again is None or replace(again, committed=held.committed) != held:  # its slot was taken before
+            # The slot was reused before the lease.
+            if again is None or replace(again, committed=held.committed) != held:
                 return None
             undo.pop_all()
         client.close()
@@ -310,7 +314,7 @@ class MemorySource:
     def _fetched(self, place: ImagePlace) -> ImageFiles | None:
         if place.served is None:
             return None
-        from asyncckpt.transfer.holder import Holder  # loaded where it is needed
+        from asyncckpt.transfer.holder import Holder  # imported only when needed
 
         holder = self._holders.get(place.served)
         if holder is None:

@@ -1,4 +1,4 @@
-"""Reading the plan that a checkpoint was saved by, for the first save of the job that has loaded it."""
+"""Read the plan of a checkpoint, so that the first save after a load need not plan."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ logger = logging.getLogger(__name__)
 
 
 def read_plan(source: Source | None, rank: int) -> StoredPlan | None:
-    """What the rank of that number needs of the plan; None: that is not stored, as by stock DCP (where there is no
-    ``source``), or cannot be read, which is no reason to fail.
+    """Return the part of the plan that the rank of that number needs, or None.
+
+    The plan may not be stored, as in a checkpoint of stock DCP (``source`` is None then), or may be unreadable. A load
+    does not fail because of that.
     """
     if source is None:
         return None
     try:
         return _read(source, rank)
-    except unless_interrupt(Exception) as error:  # whatever it is: the other ranks have loaded, and go on
+    # No error may stop this rank, because the other ranks have loaded and go on.
+    except unless_interrupt(Exception) as error:
         logger.info("the next save is planned anew, as the plan of attempt %s is not known: %s", source.attempt, error)
         return None
 

@@ -1,4 +1,4 @@
-"""What is to be read of a data file, and what becomes of it: bytes for tensors in place, and objects."""
+"""Requests to read a data file: bytes for tensors in place, and objects."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from asyncckpt.planning.structure import PLAIN
 from asyncckpt.shm.memcpy import Destinations, address_of
 from asyncckpt.shm.segment import round_up
 
-# Bytes that are collected before they can be copied to where they belong, at most, but for one larger tensor: a
-# millisecond on the link to a device.
+# Maximum bytes to collect before they are copied to their tensors; one tensor may be larger. The link to a device takes
+# about a millisecond for them.
 _BATCH_BYTES = 64 << 20
 _BATCHES_AT_ONCE = BUFFERS - 1
 
@@ -41,9 +41,9 @@ class BoxCopy(NamedTuple):
     lengths: Sequence[int]
 
     def fill(self, data: memoryview) -> int:
-        """Copy ``data``, the bytes of the box, into the tensor. Return how many values are out of its range.
+        """Copy ``data``, the bytes of the box, into the tensor. Return the number of values out of its range.
 
-        Raises ``MismatchError`` if it cannot hold them.
+        Raises ``MismatchError`` if the tensor cannot hold them.
         """
         if data:
             source = torch.frombuffer(data, dtype=torch.uint8).view(dtype_named(self.item.dtype))
@@ -57,8 +57,10 @@ class BoxCopy(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Rows that are read together: the ``buffer`` whose memory is sent to the tensors ``to_devices``, and other
-    ``collected`` bytes, each with what it becomes.
+    """Rows that are read together.
+
+    The memory of ``buffer`` is sent to the tensors ``to_devices``. ``collected`` has the other bytes, each with its
+    request.
     """
 
     reading: FileReading
@@ -68,35 +70,35 @@ class _Batch(NamedTuple):
 
 
 class DeviceFill(NamedTuple):
-    """Collected bytes that are sent to a device, as they are: to ``tensor``, of one dimension."""
+    """Collected bytes that are sent unchanged to a device: to ``tensor``, which has one dimension."""
 
     tensor: torch.Tensor
 
 
 class ReadRequests:
-    """The bytes to be read of one data file, as rows; they may overlap.
+    """The bytes to read from one data file, as rows. Rows may overlap.
 
-    The bytes of a row go straight to an address in this process; or they are collected, and once they are all there and
-    good they become a tensor (``DeviceFill``, ``BoxCopy``) or are given to the caller with a key.
+    The bytes of a row go straight to an address in this process, or they are collected. Collected bytes become a tensor
+    (``DeviceFill``, ``BoxCopy``), or are yielded with a key, once they are complete and their checksums match.
     """
 
     def __init__(self) -> None:
-        # Columns, because there may be a great many rows.
+        # Stored as columns, because there may be very many rows.
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._addresses: list[int] = []  # 0: collected, or empty
-        self._filled: list[torch.Tensor] = []  # those that stand at the others
+        self._filled: list[torch.Tensor] = []  # the tensors at the addresses other than 0
         self.out_of_range: Counter[str] = Counter()
-        """How many values of each stored tensor the tensor that was filled cannot hold."""
-        self._collected: dict[int, Any] = {}  # by the number of the row: what it becomes, or the key of an object
+        """Number of values of each stored tensor that are out of range in the tensor to fill."""
+        self._collected: dict[int, Any] = {}  # by the number of the row: the request, or the key of an object
 
     def rows(self, tensors: Sequence[torch.Tensor], items: Sequence[Item]) -> bool:
-        """Fill plain ``tensors``, if each is the bytes of its item in a row, on the host. Returns whether they are.
+        """Request plain ``tensors`` on the host, if each takes the bytes of its item in a row. Return whether all do.
 
-        By columns: of 100,000 tensors each microsecond would be a tenth of a second.
+        Works on columns: for 100,000 tensors each microsecond costs a tenth of a second.
         """
         _, kinds, dtypes, shapes, *_, begins, sizes = zip(*items, strict=True)
-        # The items of one form share its shape.
+        # Items of one form share the shape object.
         keys = list(zip(kinds, dtypes, map(id, shapes), sizes, strict=True))
         forms = {}
         for (kind, dtype, _, nbytes), shape in dict(zip(keys, shapes, strict=True)).items():
@@ -104,7 +106,7 @@ class ReadRequests:
                 return False
             forms[kind, dtype, id(shape), nbytes] = dtype_named(dtype), tuple(shape)
         addresses = plain_addresses(tensors, list(map(forms.__getitem__, keys)))
-        if addresses is None or 0 in compress(addresses, sizes):  # the memory of one was freed
+        if addresses is None or 0 in compress(addresses, sizes):  # the memory of a tensor was freed
             return False
         self._begins += begins
         self._ends += map(add, begins, sizes)
@@ -123,10 +125,10 @@ class ReadRequests:
         """Fill ``tensor`` with a box of a stored tensor.
 
         Args:
-            tensor: Of the shape ``lengths``, of any dtype, on any device.
+            tensor: The tensor, of the shape ``lengths``, of any dtype, on any device.
             item: The stored tensor.
-            offsets: Where the box begins in it, in elements, for each dimension.
-            lengths: How long the box is, in elements, for each dimension.
+            offsets: The offsets of the box in the stored tensor, in elements, for each dimension.
+            lengths: The lengths of the box, in elements, for each dimension.
         """
         first, count = _extent(item.shape, offsets, lengths)
         dtype = dtype_named(item.dtype)
@@ -139,11 +141,11 @@ class ReadRequests:
             self._collect(begin, nbytes, BoxCopy(tensor, item, lengths))
 
     def object(self, item: Item, key: Any) -> None:
-        """Collect the stored object ``item``, and the zeros behind it; ``read`` yields it with ``key``."""
+        """Collect the stored object ``item``, and the zeros behind it. ``read`` yields it with ``key``."""
         self._collect(item.at, item.nbytes, key)
 
     def nbytes_read(self, file: ChecksummedFile) -> int:
-        """How many bytes ``read`` reads, with all that stands around what is requested."""
+        """Return the number of bytes that ``read`` reads: the requested bytes, and the rest of their spans."""
         return sum(file.nbytes_read(self._ranges(rows)) for rows in self._batches())
 
     def read(
@@ -155,32 +157,33 @@ class ReadRequests:
         *,
         verify: bool,
     ) -> Iterator[tuple[Any, memoryview]]:
-        """Read all that is requested, and fill the tensors; those on devices are filled when ``buffers`` are closed.
+        """Read all requested bytes, and fill the tensors. Tensors on devices are filled when ``buffers`` are closed.
 
         Args:
             file: The file to read.
             pool: The threads that read.
-            buffers: By way of which bytes are sent to devices.
-            progress: Called with the bytes read since the last call.
-            verify: Whether the checksums are compared.
+            buffers: The buffers for bytes that are sent to devices.
+            progress: Called with the number of bytes read since the last call.
+            verify: Whether to compare the checksums.
 
         Yields:
-            The key of each object, with its bytes, which are good until the next one.
+            The key of each object, with its bytes, which are valid until the next object.
 
         Raises:
-            DamagedCheckpointError: Bytes are damaged. Tensors may have been filled, with bad bytes too, but nothing
-                that was collected together with them.
+            DamagedCheckpointError: Bytes are damaged. Tensors may have been filled, with bad bytes too, but not tensors
+                that were collected together with the damaged bytes.
             StorageError: The file cannot be read.
-            CheckpointError: What goes to a device would become a part of a graph.
+            CheckpointError: A copy to a device would be captured into a graph.
         """
         becoming = (each for each in self._collected.values() if isinstance(each, DeviceFill | BoxCopy))
         if is_capturing() and not all(each.tensor.is_cpu for each in becoming):
             raise CheckpointError("a graph is being captured on this stream, and each replay would load: load before")
         increment_version(self._filled)
-        # What must be collected first is read a batch at a time, to bound that memory. While one is sent, the threads
-        # have the next ones: neither the disk nor the link waits for the last run of a batch.
+        # Collected bytes are read in batches, to limit the memory. While one batch is sent, the threads read the next
+        # ones: neither the disk nor the link waits for the last run of a batch.
         batches = list(self._batches())
-        # Tied where they are loaded to, and not where they were stored: the last one wins, and is whole.
+        # Tensors may share memory in the state dict without sharing bytes in the checkpoint. The last one then wins as
+        # a whole.
         is_tied = len(batches) > 1 and self._destinations(range(len(self._begins))).tied
         under_way: deque[_Batch] = deque()
         try:
@@ -223,14 +226,14 @@ class ReadRequests:
                 yield becomes, data
 
     def _fill(self, tensor: torch.Tensor, item: Item, begin: int, nbytes: int) -> None:
-        """Have the bytes of ``item`` from ``begin`` on become the elements of a plain tensor, in a row."""
+        """Request that the bytes of ``item`` from ``begin`` on become the elements of a plain tensor, in a row."""
         if tensor.is_cpu:
             self._add(begin, nbytes, tensor.data_ptr())
             self._filled.append(tensor)
             return
         flat, size = tensor.detach().view(-1), tensor.itemsize
         while len(flat):
-            # Up to a border between spans of the item, so that none is read twice.
+            # Cut at a border between spans of the item, so that no span is read twice.
             left = _BATCH_BYTES - (begin - item.at) % _BATCH_BYTES
             some, flat = flat[: max(1, left // size)], flat[max(1, left // size) :]
             self._collect(begin, some.nbytes, DeviceFill(some))
@@ -246,7 +249,7 @@ class ReadRequests:
         self._add(begin, nbytes, 0)
 
     def _batches(self) -> Iterator[Sequence[int]]:
-        """The rows that are read together, in the order of the file."""
+        """Yield the rows that are read together, in the order of the file."""
         begins, ends = self._begins, self._ends
         rows: Sequence[int] = range(len(begins))
         if begins != sorted(begins):
@@ -268,7 +271,10 @@ class ReadRequests:
     def _take_buffer(
         self, rows: Sequence[int], buffers: DeviceBuffers
     ) -> tuple[DeviceBuffer | None, list[torch.Tensor]]:
-        """What of ``rows`` is sent to devices, and the buffer that has the memory for that; None: nothing is."""
+        """Return the tensors of ``rows`` to send to devices, and the buffer with their memory.
+
+        The buffer is None if there are no such tensors.
+        """
         its = [row for row in rows if isinstance(self._collected.get(row), DeviceFill)] if self._collected else []
         tensors = [self._collected[row].tensor for row in its]
         if not tensors:
@@ -279,7 +285,10 @@ class ReadRequests:
         return buffer, tensors
 
     def _take_memory(self, rows: Sequence[int], file: ChecksummedFile) -> list[tuple[Any, memoryview]]:
-        """What else is to be collected of ``rows``, each with memory for it, or where it is in the file's own."""
+        """Return the other requests of ``rows`` that collect bytes, each with its memory.
+
+        The memory is a view of the file if the file is in memory.
+        """
         collected = []
         for row in rows if self._collected else ():
             if row not in self._collected or isinstance(self._collected[row], DeviceFill):
@@ -293,27 +302,27 @@ class ReadRequests:
         return collected
 
     def _destinations(self, rows: Sequence[int]) -> Destinations:
-        """Of those that have an address: to copy, or to read there."""
+        """Return the destinations of the rows that have an address: for a copy, or for a read in place."""
         begins, ends, addresses = self._begins, self._ends, self._addresses
         columns: Sequence[Sequence[int]] = (begins, ends, addresses)
         if rows != range(len(begins)) or not all(addresses) or any(map(ge, begins, ends)):
             to = [row for row in rows if addresses[row] and begins[row] < ends[row]]
             columns = [[column[row] for row in to] for column in columns]
         destinations = Destinations(*columns)
-        if destinations.tied:  # of what is tied in both places, once is enough
+        if destinations.tied:  # rows that are tied in both places are copied once
             destinations = Destinations(*map(list, zip(*sorted(set(zip(*columns, strict=True))), strict=True)))
         return destinations
 
 
 @functools.cache
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that an index calls ``name``."""
+    """Return the dtype with that ``name`` in an index."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def has_room(tensor: torch.Tensor) -> bool:
-    """Whether each element of a plain tensor has memory of its own: it is neither expanded nor freed."""
+    """Return whether each element of a plain tensor has memory of its own: it is not expanded, and not freed."""
     if tensor.numel() == 0:
         return True
     if (tensor.is_cpu or tensor.is_cuda) and tensor.data_ptr() == 0:
@@ -324,13 +333,13 @@ def has_room(tensor: torch.Tensor) -> bool:
 
 
 def _is_filled_by_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is just its elements in a row, of the host or of a device that has a kind."""
+    """Return whether a plain tensor is its elements in a row, on the host or on a device with a known kind."""
     is_reached = tensor.is_cpu or kind_of(tensor.device) is not None
     return is_reached and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _extent(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
-    """The first element of a box in a contiguous tensor, and how many there are up to its last one."""
+    """Return the first element of a box in a contiguous tensor, and the number of elements up to its last one."""
     if 0 in lengths:
         return 0, 0
     strides = contiguous_strides(shape)

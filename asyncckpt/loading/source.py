@@ -1,6 +1,6 @@
-"""Checkpoints in storage: which there are, what each is, and its files, each checked against what was written.
+"""Checkpoints in storage: list them, tell their kind, and read their files with checksums.
 
-All of it works without torch, and reads no pickle.
+This module works without torch, and reads no pickle.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from asyncckpt.storage.storage import InputFile
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-_SOME = 4  # checkpoints that an error names
+_SOME = 4  # maximum number of checkpoints that an error names
 
 
-# Saves that a dead trainer can have staged, for its worker to write: some slots each of some structures.
+# Maximum number of saves that a dead trainer can have staged for its worker: some slots for each structure.
 _MOST_STAGED = 8
-# Files that a checkpoint has: of this library, of stock DCP, of Hugging Face's Trainer.
+# Files that mark a checkpoint: of this library, of stock DCP, of Hugging Face's Trainer.
 _MARKS = (MANIFEST_NAME, METADATA_NAME, "trainer_state.json")
 
 
 def check_root(root: str) -> None:
     """Raise ``CheckpointExistsError`` if ``root`` is itself a checkpoint, or holds only checkpoints of other kinds.
 
-    A training would find nothing there to load, and would begin at step 0 inside of a checkpoint, or beside others that
-    its user meant to load.
+    A training would find nothing to load there. It would begin at step 0, inside a checkpoint or beside checkpoints
+    that its user meant to load.
     """
     storage = storage_for(root)
     if _is_checkpoint(root):
@@ -73,13 +73,13 @@ def _is_checkpoint(folder: str) -> bool:
 
 
 def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> None:
-    """Wait until no worker is writing under ``root`` any more: one whose trainer died may be about to finalize, or to
-    begin. A line in the log says so.
+    """Wait until no worker writes under ``root``.
 
-    One whose trainer lives may always be writing: after as many attempts as a dead one can have left, this waits for no
-    other. Raises ``StorageError`` after ``timeout`` seconds.
+    A dead trainer's worker may be about to finalize a checkpoint, or to begin one. A wait is logged. The worker of a
+    live trainer may write for ever; so the wait ends after as many attempts as a dead trainer can have left. Raises
+    ``StorageError`` after ``timeout`` seconds.
 
-    ``locked``: the folder that who saves to ``root`` has the lock of; None: that one.
+    ``locked``: the folder that a saver to ``root`` has locked; None: ``root``.
     """
     storage, deadline = storage_for(root), time.monotonic() + timeout
     known: set[str] = set()
@@ -101,9 +101,9 @@ def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> N
 
 
 def settled_step(timeout: float, *roots: str) -> int | None:
-    """The newest step under ``roots``, the first of which is saved to, once nobody is writing there any more.
+    """Return the newest step under ``roots``, once no worker writes there. Saves go to the first root.
 
-    Raises as ``wait_for_attempts``, and as ``check_root`` where there is none.
+    Raises as ``wait_for_attempts``, and as ``check_root`` if there is no checkpoint.
     """
     wait_for_attempts(roots[0], timeout, roots[-1])
     if (found := newest_step(*roots)) is None:
@@ -112,7 +112,7 @@ def settled_step(timeout: float, *roots: str) -> int | None:
 
 
 def find_step(step: int | None, timeout: float, *roots: str) -> list[tuple[int, str]]:
-    """``step``, or, for None, the newest, once nobody is writing any more: the number and the root of each copy.
+    """Return the step and the root of each copy of ``step``; for None: of the newest step, once no worker writes.
 
     Raises ``CheckpointNotFoundError``, ``StorageError``, and as ``check_root``.
     """
@@ -134,10 +134,10 @@ def find_step(step: int | None, timeout: float, *roots: str) -> list[tuple[int, 
 
 
 def is_stock(path: str) -> bool:
-    """Whether stock DCP wrote the checkpoint ``path``: it has DCP's metadata, and not our manifest.
+    """Return whether stock DCP wrote the checkpoint ``path``: it has DCP's metadata, and no manifest of this library.
 
-    What has an index of ours is none, also without a manifest, which it has lost: nothing would check its bytes, and
-    another may just be taking its place, file by file.
+    A folder with an index of this library is not of stock DCP, even without a manifest. The manifest was lost, or
+    another checkpoint is just replacing this one, file by file. DCP would load such bytes unchecked.
     """
     storage = storage_for(path)
     if storage.exists(os.path.join(path, MANIFEST_NAME)) or not storage.exists(os.path.join(path, METADATA_NAME)):
@@ -146,9 +146,9 @@ def is_stock(path: str) -> bool:
 
 
 def read_manifest(path: str) -> Manifest:
-    """The manifest of the checkpoint ``path``, which has to be of the step that the name of the folder says.
+    """Return the manifest of the checkpoint ``path``. Its step must match the name of the folder.
 
-    Raises ``CheckpointNotFoundError`` where there is none, ``DamagedCheckpointError``, ``StorageError``.
+    Raises ``CheckpointNotFoundError`` if there is no checkpoint, ``DamagedCheckpointError``, ``StorageError``.
     """
     storage, name = storage_for(path), os.path.join(path, MANIFEST_NAME)
     if storage.exists(name):
@@ -179,15 +179,17 @@ def read_manifest(path: str) -> Manifest:
 
 
 def checkpoints_in(path: str) -> list[str]:
-    """Return the checkpoints of ours right in the folder ``path``, in the order of their names, whatever those are."""
+    """Return the checkpoints of this library directly in the folder ``path``, sorted by name, whatever their names."""
     storage = storage_for(path)
     inside = [os.path.join(path, name) for name in sorted(storage.names_in(path)) if not name.startswith(".")]
-    return [each for each in inside if storage.exists(os.path.join(each, MANIFEST_NAME))]  # others are attempts
+    # Folders without a manifest are attempts.
+    return [each for each in inside if storage.exists(os.path.join(each, MANIFEST_NAME))]
 
 
 def stands_there(path: str, attempt: str) -> Literal["still", "another", "none"]:
-    """Whether the checkpoint at ``path`` is still that of the ``attempt``; else what was read may be of two, or only a
-    part of one, and is not damaged.
+    """Return whether the checkpoint at ``path`` is still of the ``attempt``.
+
+    If not, the bytes that were read may be of two checkpoints, or only a part of one, and are not damaged.
     """
     try:
         return "still" if read_manifest(path).attempt == attempt else "another"
@@ -198,36 +200,37 @@ def stands_there(path: str, attempt: str) -> Literal["still", "another", "none"]
 
 
 class Source(Protocol):
-    """The files of one checkpoint, wherever they are."""
+    """The files of one checkpoint, in storage or in memory."""
 
     @property
     def attempt(self) -> str:
-        """The attempt that it is of."""
+        """Return the attempt that wrote the checkpoint."""
 
     def metadata(self) -> bytes:
-        """DCP's ``.metadata``, checked."""
+        """Return DCP's ``.metadata``, after comparing its checksum."""
 
     def data_files(self) -> list[str]:
-        """The names of its data files."""
+        """Return the names of the data files."""
 
     def open(self, name: str) -> ChecksummedFile:
-        """The data file ``name``, to be closed."""
+        """Open the data file ``name``. The caller has to close it."""
 
 
 class StorageSource:
     """The checkpoint ``path`` in storage. All methods raise ``DamagedCheckpointError`` and ``StorageError``."""
 
     def __init__(self, path: str) -> None:
-        """Read its ``manifest``. Raises also ``CheckpointNotFoundError``."""
+        """Read the ``manifest``. Raises also ``CheckpointNotFoundError``."""
         self.path = path
         self._metadata = b""
-        self._indexes: WeakValueDictionary[str, Index] = WeakValueDictionary()  # parsed once, while somebody has them
+        # Parsed once, while a file uses the index.
+        self._indexes: WeakValueDictionary[str, Index] = WeakValueDictionary()
         self.manifest = read_manifest(path)
         self.attempt = self.manifest.attempt
         self._storage = storage_for(path)
 
     def metadata(self) -> bytes:
-        """Raises also ``MismatchError`` where this is a set of files without one."""
+        """Return DCP's ``.metadata``. Raises also ``MismatchError`` if this is a set of files without it."""
         if METADATA_NAME not in self.manifest.files:
             some = ", ".join(list(self.manifest.files)[:4])
             raise MismatchError(f"this is no state dict, but a set of files: load these, as {some}", path=self.path)
@@ -235,7 +238,7 @@ class StorageSource:
         return self._metadata
 
     def data_files(self) -> list[str]:
-        """Those that ``.metadata`` may be about."""
+        """Return the names of the data files that ``.metadata`` may describe."""
         files = self.manifest.files.items()
         return [name for name, its in files if "index" in its and "/" not in name and name.endswith(".distcp")]
 
@@ -264,7 +267,7 @@ class StorageSource:
         return map(self.index, self.manifest.data_files())
 
     def read(self, name: str) -> bytes:
-        """All of the small file ``name``, if its bytes are those that were written."""
+        """Return all bytes of the small file ``name``, after comparing their checksum."""
         data = self._storage.read(path := self._checked(name))
         if f"{checksum(data):016x}" != self._facts(name).get("xxh3"):
             raise DamagedCheckpointError("the file is damaged: its checksum does not match", path=path)
@@ -277,7 +280,7 @@ class StorageSource:
         return facts
 
     def _checked(self, name: str) -> str:
-        """Where the file ``name`` is, which has the size it was written with."""
+        """Return the path of the file ``name``, after comparing its size with the manifest."""
         written = self._facts(name)["bytes"]
         size = self._storage.size(path := os.path.join(self.path, name))
         if size is None:
@@ -290,7 +293,7 @@ class StorageSource:
         return path
 
     def shared(self, name: str) -> CheckedFile | None:
-        """Which file ``name`` is, and what it is to be checked against; None: it has no other name."""
+        """Return the identity of file ``name``, with the checksum of its index; None: the file has no other name."""
         its = self._storage.identity(os.path.join(self.path, name))
         if its is None or its.links < 2:
             return None
@@ -299,8 +302,10 @@ class StorageSource:
 
 @dataclass
 class Report:
-    """What ``verify`` found: ``nbytes`` checked, and an error for each damage, with its file. ``shared``: of the bytes
-    those of files that were checked before, as files of another checkpoint, and were not read again.
+    """Result of ``verify``: ``nbytes`` checked, and an error for each damage, with its file.
+
+    ``shared``: bytes, included in ``nbytes``, of files that were checked before as files of another checkpoint, and
+    were not read again.
     """
 
     path: str
@@ -312,16 +317,16 @@ class Report:
 def verify(
     path: str, progress: Callable[[int], object] = lambda nbytes: None, checked: CheckedFiles | None = None
 ) -> Report:
-    """Check every byte of the checkpoint ``path`` and report all that is damaged, each with file and tensor.
+    """Check every byte of the checkpoint ``path``. Report all damages, each with file and tensor.
 
     Args:
         path: The checkpoint.
-        progress: Called with the bytes checked since the last call.
-        checked: What was found in files of others that were verified; is added to. None: this is the only one.
+        progress: Called with the number of bytes checked since the last call.
+        checked: Results for files of other checkpoints that were verified; new results are added. None: no others.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint at all, or none any more.
-        StorageError: It cannot be read.
+        CheckpointNotFoundError: There is no checkpoint, or it was removed meanwhile.
+        StorageError: The checkpoint cannot be read.
     """
     path = absolute(path)
     report = Report(path)
@@ -345,9 +350,9 @@ def verify_files(
     progress: Callable[[int], object],
     checked: CheckedFiles | None = None,
 ) -> None:
-    """Check every byte of the files ``names`` of a checkpoint, and add what is found to ``report``.
+    """Check every byte of the files ``names`` of a checkpoint, and add the result to ``report``.
 
-    ``progress``, ``checked``: as of ``verify``. Raises ``StorageError``.
+    ``progress``, ``checked``: see ``verify``. Raises ``StorageError``.
     """
     checked = checked or CheckedFiles()
     for name in names:

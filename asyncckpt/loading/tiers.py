@@ -1,6 +1,6 @@
-"""The tiers of a run: the folder that it saves to, and, where that is a local one, the root that steps are uploaded to.
+"""Tiers of a run: the folder for saves and, if that is a local folder, the root for uploads.
 
-Loading takes the newest checkpoint of all tiers, and of one that stands in several the nearest copy that can be read.
+A load takes the newest checkpoint of all tiers. If several tiers have it, the nearest readable copy is loaded.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Tiers:
         """Make the folders that are missing.
 
         Args:
-            root: Where the checkpoints are, or some of them; absolute, or an address.
-            local_root: A folder on faster disks; those of this root go to a folder of their own in it. None: there is
-                none.
+            root: The folder of the checkpoints, or of some of them; absolute, or an address.
+            local_root: A folder on faster disks; checkpoints of this root go to a folder of their own in it. With None
+                there is no local folder.
 
         Raises:
-            CheckpointExistsError: As ``check_root``. An object store is asked only by a load.
+            CheckpointExistsError: As ``check_root``. An object store is checked only by a load.
             StorageError: A folder cannot be made.
         """
         for folder in (root, *([] if local_root is None else [absolute(local_root)])):
@@ -48,14 +48,15 @@ class Tiers:
         self.root = root
         self.local = None if local_root is None else os.path.join(absolute(local_root), _name(root))
         self.roots: Sequence[str] = (root,) if self.local is None else (self.local, root)
-        """The nearest first: that is where saves go."""
+        """The nearest first; saves go to the nearest."""
         for folder in self.roots:
             if not is_address(folder):
                 _make_folder(folder)
 
     def check_local(self) -> None:
-        """Raise ``StorageError`` where the root has nothing, and had something: its disk may not be mounted; or the run
-        was removed by somebody who did not see the local folder.
+        """Raise ``StorageError`` if the root is empty although steps were uploaded to it.
+
+        Its disk may not be mounted, or a user has removed the run without noticing the local folder.
         """
         if self.local is not None and has_uploaded(self.local) and not complete_steps(self.root):
             raise StorageError(
@@ -65,17 +66,20 @@ class Tiers:
             )
 
     def steps(self) -> list[int]:
-        """The steps with a complete checkpoint, ascending."""
+        """Return the steps that have a complete checkpoint, ascending."""
         return complete_steps(*self.roots)
 
     def newest(self, timeout: float) -> int | None:
-        """The newest step, once no dead trainer's worker writes any more. Raises ``StorageError``."""
+        """Return the newest step, once no dead trainer's worker writes any more. Raises ``StorageError``."""
         return settled_step(timeout, *self.roots)
 
     def origin(
         self, step: int, unfinished: Sequence[WriteRequest] = (), *, goes_back: bool, began: float | None
     ) -> Origin:
-        """Where a run goes on that has loaded ``step``; the others as of ``origin_of``. Raises ``StorageError``."""
+        """Return the origin of a run that has loaded ``step``.
+
+        See ``origin_of`` for the other arguments. Raises ``StorageError``.
+        """
         return origin_of(step, *self.roots, unfinished=unfinished, goes_back=goes_back, began=began)
 
     def load(
@@ -87,20 +91,20 @@ class Tiers:
         *,
         fallback: bool,
     ) -> tuple[int, Literal["local", "storage"]]:
-        """Load a checkpoint, on all ranks the same.
+        """Load a checkpoint, the same on all ranks.
 
         Args:
-            fill: Loads the one in a folder.
-            step: Which one; None: the newest.
-            timeout: Seconds to wait for who is still writing.
-            ranks: That load together; None: the whole job.
-            fallback: Try the next older one where one cannot be read, and set a damaged one aside.
+            fill: Loads the checkpoint in a folder.
+            step: The step; None: the newest.
+            timeout: Seconds to wait for workers that are still writing.
+            ranks: The ranks that load together; None: the whole job.
+            fallback: If a checkpoint cannot be read, try the next older one. Set a damaged checkpoint aside.
 
         Returns:
-            Its step, and where it was.
+            The step that was loaded, and its tier.
 
         Raises:
-            CheckpointError: As ``fill``; or there is none.
+            CheckpointError: As ``fill``; or there is no checkpoint.
         """
         look = partial(find_step, step, timeout, *self.roots)
         copies = from_first(look, ranks)
@@ -126,12 +130,12 @@ class Tiers:
 
 
 def _copies(found: StoredStep | None) -> list[tuple[int, str]]:
-    """The step and the root of each copy, the nearest first."""
+    """Return the step and the root of each copy, the nearest first."""
     return [] if found is None else [(found.step, root) for root in found.roots]
 
 
 def _name(root: str) -> str:
-    """That of the local folder of a root: to be recognised, and no other's."""
+    """Return the name of the local folder of a root: recognisable, and unique to the root."""
     place = root if is_address(root) else os.path.realpath(root)
     return f"{os.path.basename(place)[:64]}-{xxh3_64_hexdigest(os.fsencode(place))[:8]}"
 

@@ -1,7 +1,7 @@
-"""Unpickling what a checkpoint holds, so that its bytes cannot run code.
+"""Unpickle values and metadata of a checkpoint so that its bytes cannot run code.
 
-With ``weights_only`` DCP's ``.metadata`` may name only what DCP itself writes there, a value only what
-``torch.load(weights_only=True)`` takes; both also what ``torch.serialization.add_safe_globals`` was given.
+With ``weights_only``, DCP's ``.metadata`` may name only classes that DCP itself writes there, and a value only classes
+that ``torch.load(weights_only=True)`` allows. Both may also name classes of ``torch.serialization.add_safe_globals``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _CLASSES = (
     *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata"),
     *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
 )
-# The ranks' own plans, which Megatron-LM and nvrx keep beside it.
+# The ranks' own plans, which Megatron-LM and nvidia-resiliency-ext store beside the metadata.
 _PLAN_MODULE = "torch.distributed.checkpoint.planner"
 _PLAN_CLASSES = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-# Where these stood until torch 2.3.
+# The module of these classes until torch 2.3.
 _OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
 _OLD_CLASSES = ("TensorProperties", "MEM_FORMAT_ENCODING")
 _METADATA_GLOBALS = frozenset(
@@ -52,7 +52,7 @@ _METADATA_GLOBALS = frozenset(
 
 
 class _MemberOfEnum:
-    """Stands for ``getattr`` in the pickle of an enum member, as Python 3.11.0 to 3.11.3 writes it.
+    """Replace ``getattr`` in the pickle of an enum member, as Python 3.11.0 to 3.11.3 writes it.
 
     An instance has no attributes, so a pickle cannot change this one.
     """
@@ -68,15 +68,16 @@ class _MemberOfEnum:
 
 _member_of_enum = _MemberOfEnum()
 
-# Constants of Python that torch does not know to be harmless, and bytes that are read like a file.
+# Types of plain Python values that torch does not allow by default, and ``io.BytesIO``.
 _HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice, io.BytesIO]
 _HARMLESS.append((_member_of_enum, "builtins.getattr"))
 
 
 class _Harmless:
-    """What ``torch.load(weights_only=True)`` is to take, too, for as long as anybody here unpickles.
+    """Additional safe globals for ``torch.load(weights_only=True)``, for as long as any thread unpickles.
 
-    torch knows one set of that for all threads, and forgets what it is told to, whoever else has added it.
+    torch has one set of safe globals for all threads. Removing a global removes it for all of them, even if another
+    thread has added it, too.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class _Harmless:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Have torch take it until the context ends, on any thread."""
+        """Let torch allow the globals until the context ends, on any thread."""
         with self._lock:
             if self._users == 0:
                 known = torch.serialization.get_safe_globals()
@@ -109,13 +110,13 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
     """Unpickle DCP's ``.metadata``.
 
     Args:
-        data: The file.
+        data: The bytes of the file.
         path: The folder of the checkpoint, for errors.
-        weights_only: Whether nothing may run code.
+        weights_only: Whether to refuse a pickle that could run code.
 
     Raises:
-        UntrustedValueError: It names something that could run code, or changes classes.
-        DamagedCheckpointError: It is no pickle, or not of DCP's metadata.
+        UntrustedValueError: The pickle names something that could run code, or changes classes.
+        DamagedCheckpointError: The bytes are no pickle, or not of DCP's metadata.
     """
     unpickler = (_MetadataUnpickler if weights_only else pickle.Unpickler)(io.BytesIO(data))
     classes = [getattr(dcp_metadata, name) for name in _CLASSES if hasattr(dcp_metadata, name)]
@@ -125,12 +126,12 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
     try:
         try:
             found = unpickler.load()
-        finally:  # also where it has changed them, and then ends in garbage
+        finally:  # also if the pickle has changed classes and then ends in garbage
             if weights_only:
                 _restore(classes, before)
     except _NotAllowed as error:
         raise untrusted(".metadata", error, path) from error
-    except unless_interrupt(Exception) as error:  # a pickle that is none fails in many ways
+    except unless_interrupt(Exception) as error:  # invalid pickles fail in many ways
         raise DamagedCheckpointError(f".metadata is no pickle: {type(error).__name__}: {error}", path=path) from error
     if not isinstance(found, Metadata):
         raise DamagedCheckpointError(f".metadata holds a {type(found).__name__}, and not DCP's metadata", path=path)
@@ -141,15 +142,15 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool, d
     """Unpickle one value.
 
     Args:
-        file: Its bytes, and whatever is behind them.
-        name: Its name in the state dict, for errors.
+        file: The bytes of the value, and any bytes behind them.
+        name: The name of the value in the state dict, for errors.
         path: The folder of the checkpoint, for errors.
-        weights_only: Whether nothing may run code.
-        device: Where tensors within it go; None: to those that they were on.
+        weights_only: Whether to refuse a pickle that could run code.
+        device: The device for tensors within the value; None: the device that they were saved from.
 
     Raises:
-        UntrustedValueError: It names something that could run code.
-        CheckpointError: It fails to unpickle: what it names is not there any more, or its own code raises.
+        UntrustedValueError: The pickle names something that could run code.
+        CheckpointError: The value fails to unpickle: a class that it names is missing, or its own code raises.
     """
     begin = file.tell()
     try:
@@ -159,7 +160,7 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool, d
         file.seek(begin)
         try:
             return _without_names(file)
-        except unless_interrupt(Exception):  # it is no such value: torch has said what it is
+        except unless_interrupt(Exception):  # no value without names; torch's error says what it is
             raise untrusted(repr(name), error, path) from error
     except unless_interrupt(Exception) as error:  # the value's own code runs
         raise CheckpointError(f"{name!r} fails to unpickle: {type(error).__name__}: {error}", path=path) from error
@@ -168,7 +169,7 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool, d
 def _without_names(file: io.BytesIO) -> Any:
     """Unpickle a value that names no class and no function, and so cannot run code.
 
-    Of a pickle's steps torch knows only some: none for an integer of more than 2,040 bits.
+    torch knows only some opcodes of a pickle, and none for an integer of more than 2,040 bits.
     """
     magic, protocol, _, value, storages = (_NamelessUnpickler(file).load() for _ in range(5))
     if (magic, protocol, storages) != (MAGIC_NUMBER, PROTOCOL_VERSION, []):
@@ -177,7 +178,10 @@ def _without_names(file: io.BytesIO) -> Any:
 
 
 def _restore(classes: list[type], before: list[dict[str, Any]]) -> None:
-    """A pickle can set attributes of the classes that it names. Undo that, and raise ``_NotAllowed``."""
+    """Undo changes of classes, and raise ``_NotAllowed`` if there are any.
+
+    A pickle can set attributes of classes that it names.
+    """
     changed = False
     for each, attributes in zip(classes, before, strict=True):
         for name, value in dict(vars(each)).items():

@@ -1,4 +1,4 @@
-"""Making the plan of a checkpoint, with all ranks: by DCP's own planner, so that all works as DCP users know it."""
+"""Make the plan of a checkpoint, with all ranks, by DCP's own planner: all works as DCP users know it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from asyncckpt.errors import UnsavableStateError
 from asyncckpt.format.index import Index, Item, spans
 from asyncckpt.format.manifest import data_name
 from asyncckpt.planning.dcp_planner import PLANNED_BY, check_shards, fresh, is_sharded, kept_items, options, planning
-from asyncckpt.planning.layout import DataLayout, PlannedFile, Settled, TensorSpec
+from asyncckpt.planning.frozen import matcher
+from asyncckpt.planning.layout import DataLayout, PlannedFile, TensorSpec
 from asyncckpt.planning.metadata import StoredPlaces, pickle_metadata
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import (
@@ -35,7 +36,6 @@ from asyncckpt.planning.plan import (
     split_items,
 )
 from asyncckpt.planning.replicas import Replicas
-from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key
 from asyncckpt.ranks.group import Group
 from asyncckpt.threads import without_gc
@@ -45,18 +45,21 @@ class DraftInput(NamedTuple):
     """A state dict to be planned.
 
     ``state_dict``: this rank's part, without ``Stateful`` values. ``planner``: the user's own; None: DCP's default one.
-    ``separate``: values whose names begin with it are stored in a file of their own; "": there is one file. ``folder``:
-    of DCP's, in the checkpoint; "": its top.
+    ``separate``: a prefix of names; the values with it are stored in a file of their own; "": none. ``folder``: a
+    folder of DCP's, in the checkpoint; "": its top. ``frozen``: the names of the frozen parameters of modules.
+    ``assumed``: patterns of other frozen names (``Config.assume_unchanged``).
     """
 
     state_dict: StateDict
     planner: SavePlanner | None
     separate: str = ""
     folder: str = ""
+    frozen: frozenset[str] = frozenset()
+    assumed: tuple[str, ...] = ()
 
     @property
     def key(self) -> Any:
-        """Equal where the same values are planned alike."""
+        """A key. Equal for values that are planned alike."""
         if self.planner is None or type(self.planner) is DefaultSavePlanner:
             return *options(self.planner or DefaultSavePlanner()).values(), self.separate
         return type(self.planner), self.separate
@@ -91,7 +94,7 @@ def make_plans(drafts: Sequence[Draft], group: Group, number: int) -> None:
 
 
 def _for_each(decide: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[[list[list[Any]]], list[list[Any]]]:
-    """First rank: a function that has each draft ``decide`` what to answer to what all ranks have said of it; its
+    """First rank: return a function that has each draft ``decide`` its answers to the reports of all ranks; its
     result is, for each rank, the answers for its drafts.
     """
 
@@ -103,44 +106,37 @@ def _for_each(decide: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callabl
 
 
 class Draft:
-    """A plan being made, step by step, as all ranks take the steps together."""
+    """A plan under construction. All ranks take its steps together."""
 
-    def __init__(
-        self,
-        given: DraftInput,
-        rank: int,
-        world_size: int,
-        settling: Settling | None = None,
-    ) -> None:
+    def __init__(self, given: DraftInput, rank: int, world_size: int) -> None:
         """Plan nothing yet.
 
         Args:
             given: What is to be planned.
             rank, world_size: The number of this rank, and how many there are.
-            settling: What is known of what does not change; None: nothing.
         """
         self.plan: Any  # a ``CheckpointPlan``, from ``lay_out`` on; complete with the metadata
-        self._state_dict, planner, self._separate, self._folder = given
-        self._planner, self._rank, self._world_size = fresh(planner), rank, world_size
-        self.settling = settling or Settling()
+        self._given, self._state_dict = given, given.state_dict
+        self._separate, self._folder = given.separate, given.folder
+        self._planner, self._rank, self._world_size = fresh(given.planner), rank, world_size
         self._flat: dict[str, Any] | None = None
         self.local = SavePlan([])
         self.asked = ""
-        """What the plans of all ranks are made of, of this rank: a digest; "": it is not plain, or not planned yet."""
+        """A digest of this rank's local plan; "": the draft is not plain, or not planned yet."""
         self.reserved: Sequence[int] | None = None
-        """The bytes to reserve for each object; None: as they need it."""
+        """The bytes to reserve for each object; None: as many as the object needs."""
         # First rank: what all have, until it becomes the metadata.
         self._finals: list[SavePlan] = []
         self.global_metadata = Metadata({})
 
     @property
     def is_plain(self) -> bool:
-        """Whether DCP's own planner plans it, and for a checkpoint of its own."""
+        """True if DCP's own planner plans it, for a checkpoint and not for a folder in a set of files."""
         return type(self._planner) is DefaultSavePlanner and not self._folder
 
     @without_gc
     def plan_alone(self) -> None:
-        """Find out what this rank has."""
+        """Make the local plan of this rank."""
         planner = self._planner
         with planning():
             planner.set_up_planner(dict(self._state_dict), StorageMeta(), self._rank == 0)
@@ -157,7 +153,7 @@ class Draft:
             self.asked = self._digest()
 
     def local_plan(self) -> SavePlan:
-        """What this rank has."""
+        """Make and return the local plan of this rank."""
         self.plan_alone()
         return self.local
 
@@ -169,19 +165,19 @@ class Draft:
         return hasher.hexdigest()
 
     def replicas(self, number: int) -> Replicas:
-        """What other ranks may have, too."""
+        """Return the values that other ranks may have, too."""
         values = self.values() if self._world_size > 1 else {}
         names = [str(name) for name, value in values.items() if not (isinstance(value, DTensor) or is_sharded(value))]
         return Replicas(self._state_dict, names, number)
 
     def values(self) -> Mapping[str, Any]:
-        """Those of the state by their names, as far as the planner shows them."""
+        """Return the values of the state by their names, as far as the planner shows them."""
         values: Any = self._flat if self._flat is not None else getattr(self._planner, "state_dict", None)
         return values if isinstance(values, Mapping) else {}
 
     @without_gc
     def global_plans(self, plans: list[SavePlan]) -> list[Any]:
-        """First rank: who writes what."""
+        """First rank: decide which rank writes which item. Return the final plan of each rank."""
         with planning():
             self._finals, self.global_metadata = self._planner.create_global_plan(plans)
         if type(self._planner) is DefaultSavePlanner:
@@ -190,7 +186,7 @@ class Draft:
 
     @without_gc
     def lay_out(self, final: Any, number: int) -> Any:
-        """Lay out this rank's files for its ``final`` plan, see ``final_plan``. Returns where its items stand."""
+        """Lay out this rank's files for its ``final`` plan, see ``final_plan``. Return the places of its items."""
         final = self.final_plan(final)
         items = self.finished(final)
         values = self.capture_of(items)
@@ -211,8 +207,7 @@ class Draft:
             _check_parts(tensor_items, tensors)
         stored = StoredObjects([item.index.fqn for item in object_items], objects, self.reserved)
         counts = self._counts([kinds[number] for number in order], items)
-        shared = sum(settled is Settled.SHARED for settled, _ in counts)
-        layout = DataLayout.lay_out(specs, stored.reserved, [*counts.values()], shared)
+        layout = DataLayout.lay_out(specs, stored.reserved, [*counts.values()])
         files = self._planned_files([*counts], layout, tensor_items, object_items)
         self.plan = CheckpointPlan(
             number=number,
@@ -223,7 +218,7 @@ class Draft:
             names=frozenset(item.index.fqn for item in self.local.items),
             files=files,
             replicas=self.replicas(number),
-            settling=self.settling,
+            frozen=self._given.frozen,
         )
         tensor_places, object_places = iter(layout.tensors), iter(layout.objects)
         places = [next(object_places if item.type == WriteItemType.BYTE_IO else tensor_places) for item in items]
@@ -237,7 +232,7 @@ class Draft:
 
     @without_gc
     def metadata(self, places: list[Any]) -> list[bytes]:
-        """First rank: DCP's metadata, with the places of all ranks; for the first alone, which writes it."""
+        """First rank: return DCP's metadata, with the places of all ranks. Only the first rank's has any bytes."""
         storage: dict[MetadataIndex, _StorageInfo] = {}
         for rank, (plan, its) in enumerate(zip(self._finals, places, strict=True)):
             storage.update(its.storage(rank, plan))
@@ -247,21 +242,21 @@ class Draft:
         return [pickle_metadata(self.global_metadata)] + [b""] * (len(places) - 1)
 
     def finish(self, metadata: bytes) -> None:
-        """All is known: ``metadata`` is what ``.metadata`` says to this rank."""
+        """Complete the plan with ``metadata``, this rank's answer from ``metadata``."""
         self.plan.metadata = metadata
 
     def final_plan(self, said: SavePlan | bytes) -> SavePlan:
-        """That of this rank, of which the first has ``said`` all, or what of the ``local`` one is kept."""
+        """Return this rank's final plan. The first rank has ``said`` all of it, or which local items are kept."""
         return said if isinstance(said, SavePlan) else SavePlan(list(compress(self.local.items, said)))
 
     def finished(self, final: SavePlan) -> Sequence[WriteItem]:
-        """The items of the ``final`` plan of this rank."""
+        """Return the items of the ``final`` plan of this rank."""
         with planning():
             items: Sequence[WriteItem] = self._planner.finish_plan(final).items
         return items
 
     def taken(self, values: FlatCapture | PlannerCapture) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
-        """The tensors and the objects."""
+        """Return the tensors and the objects."""
         try:
             return values.take(self._state_dict, self._planner)
         except StructureChanged as error:
@@ -272,47 +267,52 @@ class Draft:
             return FlatCapture(self._state_dict, self._flat, self._planner.flatten_state_dict, items)
         return PlannerCapture(self._planner, self.local, items, self._rank == 0)
 
-    def _kinds(self, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[tuple[Settled, bool, bool]]:
-        """For each item what it has in common with others that it stands beside, in their order: what is expected of
-        it, whether it goes to the file with the prefix, whether it is on the host.
+    def _kinds(self, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[tuple[bool, bool, bool]]:
+        """Return the kind of each item; items of one kind stand side by side. A kind says whether the item is a frozen
+        tensor, whether it goes to the file with the prefix, and whether it is on the host.
 
-        AdamW has its steps on the host, between its moments on the device: these could not be brought over many at a
-        time.
+        AdamW has its steps on the host, between its moments on the device. In that order the moments could not be
+        copied many at a time.
         """
         its = iter(tensors)
+        is_frozen = self._is_frozen()
         kinds = []
         for item in items:
-            is_separate = bool(self._separate) and item.index.fqn.startswith(self._separate)
-            is_on_host, settled = True, Settled.NOT
-            if item.type != WriteItemType.BYTE_IO:
-                tensor = next(its)
-                is_on_host = tensor.is_cpu
-                if item.tensor_data is not None:
-                    part = item.index.fqn, tuple(item.tensor_data.chunk.offsets)
-                    settled = self.settling.level_of(part, tensor.nbytes, is_on_host=is_on_host)
-            kinds.append((settled, is_separate, is_on_host))
+            name = item.index.fqn
+            is_separate = bool(self._separate) and name.startswith(self._separate)
+            if item.type == WriteItemType.BYTE_IO:
+                kinds.append((False, is_separate, True))
+            else:
+                kinds.append((is_frozen(name), is_separate, next(its).is_cpu))
         return kinds
 
+    def _is_frozen(self) -> Callable[[str], bool]:
+        """Return a function to tell whether the tensor of a name is frozen."""
+        values = {name: value for name, value in self.values().items() if isinstance(value, torch.nn.Parameter)}
+        frozen = self._given.frozen | {name for name, value in values.items() if not value.requires_grad}
+        is_assumed = matcher(self._given.assumed)
+        return lambda name: name in frozen or is_assumed(name)
+
     def _name(self, item: WriteItem) -> str:
-        """What the index calls it."""
+        """Return the name of an item in the index."""
         return f"{self._folder}/{item.index.fqn}" if self._folder else item.index.fqn
 
     def _counts(
-        self, kinds: Sequence[tuple[Settled, bool, bool]], items: Sequence[WriteItem]
-    ) -> dict[tuple[Settled, bool], tuple[int, int]]:
-        """For each data file how many tensors and objects it has."""
+        self, kinds: Sequence[tuple[bool, bool, bool]], items: Sequence[WriteItem]
+    ) -> dict[tuple[bool, bool], tuple[int, int]]:
+        """Return, for each data file, how many tensors and objects it has."""
         of = Counter((kind[:2], item.type == WriteItemType.BYTE_IO) for kind, item in zip(kinds, items, strict=True))
-        files = {(Settled.NOT, False), (Settled.NOT, bool(self._separate)), *(file for file, _ in of)}
+        files = {(False, False), (False, bool(self._separate)), *(file for file, _ in of)}
         return {file: (of[file, False], of[file, True]) for file in sorted(files)}
 
     def _planned_files(
         self,
-        which: Sequence[tuple[Settled, bool]],
+        which: Sequence[tuple[bool, bool]],
         layout: DataLayout,
         tensors: Sequence[WriteItem],
         objects: Sequence[WriteItem],
     ) -> list[PlannedFile]:
-        """The data files (see ``_kinds``) with what stands in each, in its order."""
+        """Return the data files (see ``_kinds``), each with an index of its items, in their order."""
         indexed: list[list[Item]] = [[] for _ in layout.begins]
         for item, spec, place in zip(tensors, layout.specs, layout.tensors, strict=True):
             offsets = list(item.index.offset or [0] * len(spec.shape))
@@ -327,17 +327,17 @@ class Draft:
         files = []
         for number, items in enumerate(indexed):
             begin, end = [*layout.begins, layout.nbytes][number : number + 2]
-            settled, is_separate = which[number]
+            is_frozen, is_separate = which[number]
             prefix = self._separate if is_separate else ""
             data = os.path.join(self._folder, data_name(self._rank, number, prefix))
             head = Index.head(data, items, asked=self.asked)
             bounds = spans((item.at for item in items), end - begin)
-            files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds, settled))
+            files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds, is_frozen))
         return files
 
 
 def _check_parts(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ``UnsavableStateError`` where a rank has another part of a tensor than DCP notes: nobody could load it."""
+    """Raise ``UnsavableStateError`` if this rank's part of a tensor is not the part that DCP notes."""
     for item, tensor in zip(items, tensors, strict=True):
         if item.tensor_data is not None and item.tensor_data.chunk.sizes != tensor.shape:
             raise UnsavableStateError(
@@ -347,7 +347,7 @@ def _check_parts(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) ->
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Which tensors are the same bytes as an earlier one: stored once, under both names."""
+    """Return which tensors have the same bytes as an earlier one. Such bytes are stored once, under both names."""
     first: dict[Any, int] = {}
     aliases = {}
     for number, tensor in enumerate(tensors):

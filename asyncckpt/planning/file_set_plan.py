@@ -69,14 +69,14 @@ class FileSetContents:
         return tuple(len(each.pickle) for each in self.large.values() if isinstance(each, TorchFileContents))
 
 
-def make_file_set_plan(contents: FileSetContents, group: Group, number: int) -> FileSetPlan:
+def make_file_set_plan(contents: FileSetContents, group: Group, number: int, assumed: tuple[str, ...]) -> FileSetPlan:
     """Plan a set of files. What all ranks have part in is planned with all, and what any rank raises, all raise.
 
-    Args: as those of ``make_plans`` and ``Draft``. Raises as ``make_plans``; ``UnsavableStateError`` also where two
-    files have one name.
+    Args: as those of ``make_plans`` and ``Draft``; ``assumed``: as of ``DraftInput``, for folders of DCP's. Raises as
+    ``make_plans``; ``UnsavableStateError`` also where two files have one name.
     """
     drafts = {
-        name: Draft(content, group.rank, group.world_size)
+        name: Draft(content._replace(assumed=assumed), group.rank, group.world_size)
         for name, content in contents.large.items()
         if isinstance(content, DraftInput)
     }
@@ -138,11 +138,11 @@ class FileSetPlan:
                 found += [(f"{file}/{name}", value) for name, value in values]
         return Sample(found)
 
-    def note_end(self, number: int, unchanged: tuple[bytes, ...] | None) -> None:
+    def note_end(self, *, is_committed: bool) -> None:
         """As ``CheckpointPlan.note_end``."""
         for part in self.parts.values():
             if isinstance(part, CheckpointPlan):
-                part.replicas.on_end(is_committed=unchanged is not None)
+                part.note_end(is_committed=is_committed)
 
     def constants(self) -> dict[str, bytes | memoryview]:
         """What the worker has to know of the layout, by the name of its region in the segment."""
@@ -152,7 +152,7 @@ class FileSetPlan:
             for name, data in _constants(file, plan).items()
         }
 
-    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region], shared_at: int) -> FileSetLayout:
+    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> FileSetLayout:
         """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
         files: list[LargeFile] = []
         metadata: list[tuple[str, Region]] = []

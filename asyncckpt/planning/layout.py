@@ -12,7 +12,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -60,24 +59,12 @@ class Place(NamedTuple):
         return Place(self.at - begin, self.nbytes, self.payload_at - begin, self.payload_bytes)
 
 
-class Settled(IntEnum):
-    """What is to be expected of what stands in a data file, and what is made of that."""
-
-    NOT = 0
-    """It changes from save to save."""
-    COPIED = 1
-    """It does not, as far as is known; it is copied into each slot all the same."""
-    SHARED = 2
-    """Nor does this, and all slots share it: it is looked at in each save, or somebody has promised it."""
-
-
 @dataclass(frozen=True)
 class DataLayout:
     """Where all items of an image stand: those of a data file after those of another, in each tensors, then objects.
 
     The files begin at ``begins``. They are whole pages, and so are the ``nbytes`` of all. ``constants``: the headers,
-    each with its offset. ``converted``: which tensors come in another dtype than they are stored in; empty: none. The
-    last ``shared_bytes`` all images have in common: whole files.
+    each with its offset. ``converted``: which tensors come in another dtype than they are stored in; empty: none.
     """
 
     specs: Sequence[TensorSpec]
@@ -87,12 +74,6 @@ class DataLayout:
     constants: Sequence[tuple[int, bytes]] = ()
     begins: Sequence[int] = (0,)
     converted: Sequence[bool] = ()
-    shared_bytes: int = 0
-
-    @property
-    def slot_bytes(self) -> int:
-        """What each slot has for itself."""
-        return self.nbytes - self.shared_bytes
 
     @classmethod
     def lay_out(
@@ -100,7 +81,6 @@ class DataLayout:
         specs: Sequence[TensorSpec],
         reserved: Sequence[int],
         counts: Sequence[tuple[int, int]] = (),
-        shared: int = 0,
     ) -> DataLayout:
         """Place tensors and objects, in the order given.
 
@@ -108,7 +88,6 @@ class DataLayout:
             specs: The tensors.
             reserved: For each object, how many bytes there are to be for it.
             counts: How many of the tensors, and of the objects, each data file has; empty: there is one file.
-            shared: How many of the data files, the last ones, all images have in common.
         """
         tensors: list[Place] = []
         objects: list[Place] = []
@@ -134,8 +113,7 @@ class DataLayout:
                 objects.append(Place(at, nbytes, at, nbytes))
                 end = at + nbytes
             end = round_up(end)
-        shared_bytes = end - begins[-shared] if shared else 0
-        return cls(specs, tensors, objects, end, constants, begins, shared_bytes=shared_bytes)
+        return cls(specs, tensors, objects, end, constants, begins)
 
     @classmethod
     def joined(cls, layouts: Sequence[DataLayout]) -> DataLayout:
@@ -165,7 +143,10 @@ class DataLayout:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A data file of a plan, as ``DataFile`` is one of a segment, with the bytes that it has regions for."""
+    """A data file of a plan, as ``DataFile`` is one of a segment, with the bytes that it has regions for.
+
+    ``is_frozen``: it holds the frozen tensors (``planning/frozen.py``).
+    """
 
     folder: str
     prefix: str
@@ -173,4 +154,4 @@ class PlannedFile:
     nbytes: int
     index_head: bytes
     spans: array[int]
-    settled: Settled = Settled.NOT
+    is_frozen: bool = False

@@ -6,9 +6,8 @@ order of the layout. For DCP's default planner they are picked by position; a pl
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -20,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.format.write_request import CopiedRank
-from asyncckpt.planning.layout import DataLayout, PlannedFile, Settled
+from asyncckpt.planning.layout import DataLayout, PlannedFile
 from asyncckpt.planning.objects import Raw, StoredObjects
 from asyncckpt.planning.replicas import Replicas, Sample
-from asyncckpt.planning.settling import Settling
 from asyncckpt.planning.structure import (
     PLAIN,
     Fingerprint,
@@ -61,12 +59,8 @@ class CheckpointPlan:
     metadata: bytes = b""
     copied_ranks: tuple[CopiedRank, ...] = ()
     """The ranks of other hosts that this rank's worker keeps copies of."""
-    settling: Settling = field(default_factory=Settling)
-    """What is known by now of what does not change."""
-    since_check: int = 1
-    """Saves since all that is promised not to change was looked at."""
-    broken_promise: str = ""
-    """What to say where something has changed that was promised not to: this plan is for no state any more."""
+    frozen: frozenset[str] = frozenset()
+    """Names of the parameters that modules of the state had frozen when the plan was made."""
 
     def capture(
         self, state_dict: StateDict, planner: SavePlanner | None = None, *, is_raw: bool = False
@@ -82,8 +76,6 @@ class CheckpointPlan:
             StructureChanged: This plan is not for this state dict, or that has ``Stateful`` values.
             UnsavableStateError: A value cannot be saved.
         """
-        if self.broken_promise:
-            raise StructureChanged(self.broken_promise)
         tensors, objects = self.values.take(state_dict, planner, is_raw=is_raw)
         self.fingerprint.check(tensors)
         self.objects.refresh(objects)
@@ -93,11 +85,9 @@ class CheckpointPlan:
         """What ranks compare of the ``state`` in save ``number``."""
         return Sample(self.replicas.values(state, number))
 
-    def note_end(self, number: int, unchanged: tuple[bytes, ...] | None) -> None:
-        """Save ``number`` by this plan has ended. ``unchanged``: as of ``Committed``; None: it has failed."""
-        self.replicas.on_end(is_committed=unchanged is not None)
-        if unchanged is not None:
-            self.settling.note(number, unchanged)
+    def note_end(self, *, is_committed: bool) -> None:
+        """Note that a save by this plan has ended."""
+        self.replicas.on_end(is_committed=is_committed)
 
     def constants(self) -> dict[str, bytes | memoryview]:
         """The files that are the same in every save, by the name of their region in the segment."""
@@ -106,23 +96,9 @@ class CheckpointPlan:
             constants |= {f"index_head {number}": file.index_head, f"spans {number}": memoryview(file.spans).cast("B")}
         return constants
 
-    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region], shared_at: int) -> CheckpointLayout:
-        """What the worker is told of a segment with images at ``slots``, which share what is ``shared_at``, offsets in
-        bytes.
-        """
-        layout, files = self.layout, self.large_files(0, regions)
-        return CheckpointLayout(files, layout.nbytes, slots, regions["metadata"], layout.shared_bytes, shared_at)
-
-    def spans_of(self, numbers: Sequence[int]) -> tuple[bytes, ...]:
-        """For each data file, 1 for each span of the tensors of these ``numbers``, else 0: as of ``Committed``."""
-        marks = [bytearray(len(file.spans) - 1) for file in self.files]
-        for number in numbers:
-            place = self.layout.tensors[number]
-            file = self.layout.file_of(place)
-            its, spans = place.since(self.layout.begins[file]), self.files[file].spans
-            first, last = bisect_right(spans, its.at) - 1, bisect_left(spans, its.at + its.nbytes)
-            marks[file][first:last] = bytes([1]) * (last - first)
-        return tuple(map(bytes, marks))
+    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> CheckpointLayout:
+        """Return what the worker is told of a segment with images at ``slots``, offsets in bytes."""
+        return CheckpointLayout(self.large_files(0, regions), self.layout.nbytes, slots, regions["metadata"])
 
     def large_files(self, begin: int, regions: Mapping[str, Region]) -> tuple[DataFile, ...]:
         """The data files, of which the first begins at ``begin`` of the image, in bytes."""
@@ -136,8 +112,7 @@ class CheckpointPlan:
                 number=number,
                 prefix=file.prefix,
                 folder=file.folder,
-                is_settled=file.settled > Settled.NOT,
-                is_shared=file.settled is Settled.SHARED,
+                is_frozen=file.is_frozen,
             )
             for number, file in enumerate(self.files)
         )

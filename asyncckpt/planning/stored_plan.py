@@ -1,28 +1,29 @@
-"""The plan that a checkpoint was saved by: a job that goes on from there, with the same structure, plans nothing.
+"""Restore the plan of a checkpoint, so that a resumed job with the same structure plans nothing.
 
-DCP's default planner decides for all ranks by what each is asked to save, and by nothing else. The index of a rank has
-a digest of that (``asked``), and says what came of it. So where the digests of all ranks are those of one attempt, its
-plan is that of this job: no plan of a rank has to travel, and nothing is decided again.
+DCP's default planner decides for all ranks by their local plans, and by nothing else. The index of a rank has a digest
+of its local plan (``asked``), and the result. If the digests of all ranks are those of one attempt, its plan is the
+plan of this job. No plan of a rank is sent, and nothing is decided again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.distributed.checkpoint.planner import SavePlan
 
 from asyncckpt.format.index import Index
 from asyncckpt.planning.draft import Draft
 from asyncckpt.planning.plan import CheckpointPlan
-from asyncckpt.planning.settling import PartKey
 from asyncckpt.planning.structure import StructureChanged
 
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """What this rank finds of it in the checkpoint of an ``attempt``: the ``indexes`` of its data files, in their
-    order, and, on the first rank, DCP's ``metadata``, without what differs from save to save.
+    """The plan of one rank, as the checkpoint of an ``attempt`` has it.
+
+    ``indexes``: those of the rank's data files, in their order. ``metadata``: DCP's, on the first rank, without the
+    bytes of a single save.
     """
 
     attempt: str
@@ -31,22 +32,22 @@ class StoredPlan:
 
     @property
     def names(self) -> frozenset[str]:
-        """Those of the values that this rank has stored."""
+        """The names of the values in the rank's data files."""
         return frozenset(item.name for index in self.indexes for item in index.items)
 
 
 def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPlan | None:
-    """The plan of a checkpoint, made anew out of what is stored; None: it is not for what is to be saved.
+    """Return the plan of a checkpoint for a new state, or None if the plan does not fit.
 
-    It is good only if all ranks have one of the same attempt.
+    Use the plan only if all ranks have one of the same attempt.
 
     Args:
-        draft: Of what is to be saved.
-        stored: What is known of the plan.
-        number: That of the new plan.
+        draft: The draft for the state.
+        stored: The plan as the checkpoint has it.
+        number: The number of the new plan.
 
     Raises:
-        UnsavableStateError: It cannot be saved.
+        UnsavableStateError: The state cannot be saved.
     """
     if not draft.is_plain:
         return None
@@ -58,7 +59,6 @@ def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPl
     final = [local.get((item.name, tuple(item.offsets))) for item in items]
     if None in final:
         return None
-    draft.settling = replace(draft.settling, parts=frozenset(_settled(stored.indexes)))
     draft.reserved = [item.nbytes for item in items if item.kind == "object"]
     try:
         draft.lay_out(SavePlan([item for item in final if item is not None]), number)
@@ -71,13 +71,3 @@ def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPl
         return None
     draft.finish(stored.metadata)
     return plan
-
-
-def _settled(indexes: Sequence[Index]) -> Iterator[PartKey]:
-    """What has a data file of its own, as it does not change: it stands behind the others with the same prefix."""
-    prefixes: set[str] = set()
-    for index in indexes:
-        prefix = index.data.rpartition("__")[0]
-        if prefix in prefixes:
-            yield from ((item.name, tuple(item.offsets)) for item in index.items)
-        prefixes.add(prefix)

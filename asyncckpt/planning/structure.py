@@ -155,19 +155,19 @@ def _state_of(value: Any, kinds: Set[type], deep: Set[type]) -> Any:
     """
     if type(value) in kinds:
         return value.state_dict()
-    if not _has_stateful(value, deep):
+    if not has_stateful(value, deep):
         return value
     if isinstance(value, list):
         return [_state_of(entry, deep, deep) for entry in value]
     return {key: _state_of(entry, deep, deep) for key, entry in value.items()}
 
 
-def _has_stateful(value: Any, kinds: Set[type]) -> bool:
-    """Whether ``value`` is a container with a value of one of ``kinds`` in it, at any depth."""
+def has_stateful(value: Any, kinds: Set[type]) -> bool:
+    """Return True if ``value`` is a container with a value of one of ``kinds`` in it, at any depth."""
     if not kinds or type(value) in PLAIN or not isinstance(value, (Mapping, list)):
         return False
     values = value if isinstance(value, list) else value.values()
-    return any(type(entry) in kinds or _has_stateful(entry, kinds) for entry in values)
+    return any(type(entry) in kinds or has_stateful(entry, kinds) for entry in values)
 
 
 def give_states(container: Any, states: Any) -> None:
@@ -197,7 +197,7 @@ def _give_states(container: Any, states: Any, kinds: Set[type], deep: Set[type])
         value = container[key]
         if type(value) in kinds:
             value.load_state_dict(states[key])
-        elif _has_stateful(value, deep):
+        elif has_stateful(value, deep):
             _give_states(value, states[key], deep, deep)
         else:
             container[key] = states[key]

@@ -183,7 +183,7 @@ class TorchFilePlan:
         """What the worker has to know of the layout, by the name of its region in the segment."""
         return {"sizes": memoryview(array("Q", [self.alignment, self.objects.reserved, *self.sizes])).cast("B")}
 
-    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region], shared_at: int) -> TorchFileLayout:
+    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> TorchFileLayout:
         """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
         return TorchFileLayout(self.layout.nbytes, slots, **regions)
 

@@ -1,1 +1,1 @@
-"""How the ranks that save together come to one answer."""
+"""Agreement among the ranks that save together."""

@@ -1,4 +1,4 @@
-"""Where on its host the first rank listens, and which ranks reach it there without a network."""
+"""The listening address of the first rank, and the ranks that reach it by loopback."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import uuid
 
 LOOPBACK = "127.0.0.1"
 ADDRESS_VARIABLE, DOMAIN_VARIABLE = "ASYNC_CKPT_ADDRESS", "ASYNC_CKPT_DOMAIN"
-"""Facts of one host, so that they are heeded whatever makes the ``Config``."""
+"""Environment variables of a single host. They apply no matter how the ``Config`` was made."""
 
 
 def address_to_listen_at(name: str, world_size: int) -> str:
-    """The numeric address at which alone the store is to be reached, as far as that is known; "": at all.
+    """Return the numeric address that the store should listen at; "" for all addresses of the host.
 
-    ``name``: by which the other ranks find this host. What it means to them is not known here, unless it is numeric.
-    ``world_size``: that of the job.
+    ``name``: this host's name for the other ranks. Unless it is numeric, its meaning on their hosts is not known here.
+    ``world_size``: size of the job.
     """
     sizes = {os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE"), str(world_size)}
     if name == "localhost" or len(sizes) == 1:  # torchrun says that all ranks are on this host
@@ -29,16 +29,16 @@ def address_to_listen_at(name: str, world_size: int) -> str:
 
 
 def own_address(given: str | None) -> str:
-    """By which other hosts of the job reach this one, as far as that is known.
+    """Return the address of this host for other hosts of the job, as far as it is known.
 
     Args:
-        given: What ``Config.address`` says; None: what the environment says, or else the address by which this host
-            reaches the first rank's.
+        given: Value of ``Config.address``. If it is None, use the environment, or else this host's address on the
+            network to the first rank's host.
     """
     if given is not None or ADDRESS_VARIABLE in os.environ:
         return given or os.environ[ADDRESS_VARIABLE]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", ""), 9))  # which sends nothing
+        probe.connect((os.environ.get("MASTER_ADDR", ""), 9))  # a datagram socket sends nothing here
         found = str(probe.getsockname()[0])
         if not ipaddress.ip_address(found).is_loopback:
             return found
@@ -46,9 +46,9 @@ def own_address(given: str | None) -> str:
 
 
 def own_domain(given: str | None) -> str:
-    """What may be lost at once with this host: what ``Config.domain``, or the environment, says; or the machine.
+    """Return this host's failure domain: ``Config.domain``, or the environment's value, or else the machine's boot id.
 
-    Containers of one machine may have folders and networks of their own, and are lost together.
+    Containers of one machine may have their own folders and networks, but fail together.
     """
     if given is not None or DOMAIN_VARIABLE in os.environ:
         return given or os.environ[DOMAIN_VARIABLE]
@@ -58,14 +58,15 @@ def own_domain(given: str | None) -> str:
 
 
 def loopback_scope() -> str:
-    """A text that is the same for two processes if they reach each other at the loopback address.
+    """Return a text that is equal for two processes if they reach each other at the loopback address.
 
-    Hosts may have equal names, and containers of one host networks of their own.
+    The host name alone is not enough: hosts may have equal names, and containers of one host may have their own
+    networks.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         network = os.stat("/proc/self/ns/net")
-    except OSError:  # nobody can say
+    except OSError:  # unknown, so equal to no other process
         return uuid.uuid4().hex
     return f"{boot}/{network.st_dev:x}/{network.st_ino:x}/{socket.gethostname()}"

@@ -1,7 +1,7 @@
-"""Collectives of ``torch.distributed``, for what the ranks of a job ask each other outside a save.
+"""Collectives of ``torch.distributed``, for questions among the ranks of a job outside of a save.
 
-In all of them ``process_group`` is None for the whole job, and False for this process alone. What is asked goes by way
-of the host: where the group sends only what is on a device, by way of its ``cpu_group``.
+In all functions ``process_group`` is None for the whole job, and False for this process alone. The values are sent from
+host memory. If the group sends only device memory, its ``cpu_group`` sends them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from asyncckpt.ranks.rounds import Call, check_same_call
 
 T = TypeVar("T")
 
-# How long a rank may take to come to a collective, as with gloo's own groups: it may be reading a large checkpoint.
+# Timeout for a rank to reach a collective, as in gloo's own groups. The rank may be reading a large checkpoint.
 COLLECTIVE_S = 1800.0
-# What is said is shorter, as a rule: then it takes one round. torch's own, for objects, ask for the lengths before.
+# Most values are shorter, and then one round is enough. torch's own collectives for objects ask for the lengths first.
 _SHORT = 248
 _LENGTH = struct.Struct("<q")
-# For each group those made for it, by their timeouts.
+# For each group, the CPU groups made for it, by timeout.
 _cpu_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[float, ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -65,7 +65,7 @@ def from_first(
     if dist.get_rank(group) == 0:
         try:
             answer = do()
-        except Exception as error:  # the others wait
+        except Exception as error:  # the other ranks wait for an answer
             answer, failure = located(error, rank=0), error
     answer = pickle.loads(_broadcast(pickle.dumps(answer), group, timedelta(seconds=timeout + start_timeout)))
     if isinstance(answer, CheckpointError):
@@ -102,7 +102,7 @@ def extremes(
 
 
 def gather_to_first(value: T, process_group: Any = None) -> list[T]:
-    """First rank: the values of all ranks, in their order. Of others: none."""
+    """Return the values of all ranks, in their order, on the first rank. Return an empty list on all others."""
     if not many(process_group):
         return [value]
     group = cpu_group(process_group)
@@ -121,14 +121,14 @@ def _gathered(mine: bytes, group: ProcessGroup) -> list[bytes]:
 
 
 def _rows(mine: bytes, nbytes: int, group: ProcessGroup) -> list[bytes]:
-    """What all ranks give, ``nbytes`` of each."""
+    """Gather ``nbytes`` bytes from each rank."""
     found = torch.empty(dist.get_world_size(group), nbytes, dtype=torch.uint8, device="cpu")
     dist.all_gather(list(found), _tensor(mine, nbytes), group=group)
     return [row.tobytes() for row in found.numpy()]
 
 
 def _broadcast(mine: bytes, group: ProcessGroup, timeout: timedelta) -> bytes:
-    """What the first rank gives."""
+    """Return the bytes of the first rank."""
     first = dist.get_global_rank(group, 0)
     head = _tensor(_LENGTH.pack(len(mine)) + mine[:_SHORT], _LENGTH.size + _SHORT)
     _wait(dist.broadcast(head, first, group=group, async_op=True), timeout)
@@ -141,8 +141,8 @@ def _broadcast(mine: bytes, group: ProcessGroup, timeout: timedelta) -> bytes:
 
 
 def _wait(work: dist.Work | None, timeout: timedelta) -> None:
-    """The group of the caller's has a limit of its own, of half an hour as a rule."""
-    if work is not None:  # else this is no rank of the group
+    """Wait with ``timeout``. The caller's group has a timeout of its own, normally half an hour."""
+    if work is not None:  # None: this process is no rank of the group
         work.wait(timeout)
 
 
@@ -157,35 +157,36 @@ def check_same(call: Call, process_group: Any = None) -> None:
 
 
 def many(process_group: Any) -> bool:
-    """Whether there is more than one rank."""
+    """Return whether there is more than one rank."""
     if process_group is False or not (dist.is_available() and dist.is_initialized()):
         return False
     return dist.get_world_size(process_group) > 1
 
 
 def is_first(process_group: Any) -> bool:
-    """Whether this is the first rank, or the only one."""
+    """Return whether this is the first rank, or the only rank."""
     return rank_of(process_group) == 0
 
 
 def rank_of(process_group: Any) -> int:
-    """The rank of this process in the group."""
+    """Return the rank of this process in the group."""
     return dist.get_rank(process_group) if many(process_group) else 0
 
 
 def cpu_group(process_group: ProcessGroup | None, timeout: float = COLLECTIVE_S) -> ProcessGroup:
-    """``process_group``, or, where that sends only what is on a device, one of the same ranks that sends the host's.
+    """Return ``process_group``, or a gloo group of the same ranks if ``process_group`` sends only device memory.
 
-    To ask by way of a device would have the host wait for all work that the device was given before, and take memory of
-    it. The other group is made when it is first needed, by all ranks together, and kept as long as the one it stands
-    for: another could have the same name in torch's store, and find addresses there that are those of the first.
+    A collective through a device would make the host wait for all earlier work of the device, and would take device
+    memory. All ranks together make the gloo group when it is first needed. It is kept as long as the group that it
+    stands for. A second gloo group could have the same name in torch's store, and would find the addresses of the first
+    there.
 
     Args:
         process_group: The ranks.
-        timeout: Seconds that a collective of the other group may take.
+        timeout: Timeout of the gloo group's collectives, in seconds.
 
     Raises:
-        RuntimeError: Torch's, where a rank does not come.
+        RuntimeError: A rank does not arrive. The error is torch's.
     """
     given = process_group or dist.group.WORLD
     if given is None:
@@ -197,12 +198,12 @@ def cpu_group(process_group: ProcessGroup | None, timeout: float = COLLECTIVE_S)
         limit = timedelta(seconds=timeout)
         if given is dist.group.WORLD:
             made[timeout] = dist.new_group(timeout=limit, backend="gloo")
-        else:  # of which other ranks know nothing: torch makes its name of how many groups each rank has
+        else:  # not known to other ranks: torch names such a group by the number of groups that each of its ranks has
             ranks = dist.get_process_group_ranks(given)
             made[timeout] = dist.new_group(ranks, limit, backend="gloo", use_local_synchronization=True)
     return made[timeout]
 
 
 def has_cpu_backend(process_group: ProcessGroup | None) -> bool:
-    """Whether the group can send what is in the memory of the host. torch tells it only as a text ("cpu:gloo,...")."""
+    """Return whether the group can send host memory. torch tells this only as a text ("cpu:gloo,...")."""
     return "cpu" in str(dist.get_backend_config(process_group))

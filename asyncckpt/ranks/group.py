@@ -1,8 +1,8 @@
-"""The group: the ranks that save together, and how their trainers come to one answer.
+"""The group: the ranks that save together, and the way in which their trainers agree.
 
-One broadcast of ``torch.distributed``, at the first save, tells all ranks where the store is that the first rank's
-worker hosts. After that no collective is made: what the ranks have to agree upon goes through rounds over that store
-(see ``asyncckpt/ranks/rounds.py``), where every wait has a limit and an error names the rank it is about.
+At the first save, one broadcast of ``torch.distributed`` tells all ranks the address of the store, which the first
+rank's worker hosts. After that there are no collectives. The ranks agree in rounds over that store (see
+``asyncckpt/ranks/rounds.py``). There every wait has a timeout, and an error names the rank that caused it.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from asyncckpt.threads import without_gc
 logger = logging.getLogger(__name__)
 
 _YES = "yes"
-# How long the first rank looks for the store, which its own worker hosts: if it is not there, it will not come by
-# waiting. And how long another does: the first may just be bringing it back.
+# Time for which the first rank looks for the store. Its own worker hosts the store, so waiting longer does not help.
+# The other ranks look longer, because the first rank may just be restarting its worker.
 _OWN_PATIENCE_S, _PATIENCE_S = 1.0, 20.0
-# How long the store may say nothing at all: ranks of which only some hear its answer would not do the same. And where
-# storage says it too, the same to all.
+# Timeout for a store that says nothing at all. It is long, because ranks would act differently if only some of them got
+# an answer. The short timeout is for questions that storage can answer as well, with the same answer for all ranks.
 _SILENCE_S, _SHORT_SILENCE_S = 10.0, 2.0
-# How long a failure may take to be told. It is told later all the same, unless this process ends before.
+# Time to wait until a failure is reported. Later it is still reported, unless this process ends before.
 _TELL_S = 1.0
-# How long the first rank may take to conclude a save that this one has failed, if it is just committing it; and storage
-# to tell what has become of it.
+# Timeout for the first rank to conclude a save that has failed on this rank, in case it is just committing the save.
+# Also the timeout for storage to tell the outcome.
 _RESOLVE_S = 30.0
-# What trainers ask each other in a save, one after the other.
+# The rounds of the trainers in a save, in their order.
 KINDS = ("agree", "plan", "layout", "copies", "memory", "slot")
 
 T = TypeVar("T")
@@ -70,12 +70,12 @@ class Group:
     """
 
     def __init__(self, config: Config, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
-        """Talk to no other rank yet.
+        """Prepare the group. No other rank is contacted yet.
 
         Args:
-            config: The timeouts, and ``host``.
+            config: Provides the timeouts, and ``host``.
             process_group: The ranks.
-            alone: For this process, whatever the job.
+            alone: Consist of this process alone, even within a job.
 
         Raises:
             ValueError: This process is not in the process group.
@@ -94,11 +94,15 @@ class Group:
         self._rendezvous: Rendezvous | None = None
         self._client: WorkerClient | None = None
         self._rounds: Rounds | None = None
-        # First rank: how saves have ended that its dead worker took along, which nobody told the others yet.
+        # First rank: the outcomes of saves that its dead worker took along, and that the other ranks have not been told
+        # yet.
         self._untold: dict[int, CheckpointError | None] = {}
 
     def is_current(self) -> bool:
-        """Whether the job is that which this was made in. One that is destroyed, and no other begun, still is."""
+        """Return whether the current job is the job that this group was made in.
+
+        A job that was destroyed is still current if no other job has begun.
+        """
         if self._world is None:
             return not (self._may_join and dist.is_initialized()) or dist.get_world_size() == 1
         return not dist.is_initialized() or self._world() is dist.group.WORLD
@@ -111,25 +115,25 @@ class Group:
 
     @property
     def alone(self) -> bool:
-        """Whether there is but one rank."""
+        """Whether there is only one rank."""
         return self.world_size == 1
 
     def attempt(self, number: int) -> str:
-        """The name of save ``number`` on storage: the same on all ranks, of no other save, and not to be guessed."""
+        """Return the name of the attempt of save ``number``: the same on all ranks, unique, and not guessable."""
         secret = self._secret if self._rendezvous is None else self._rendezvous.secret
         return f"{hmac.new(secret, f'attempt {number}'.encode(), 'sha256').hexdigest()[:12]}-{number}"
 
     def connect_worker(self, start: Callable[[int], WorkerClient]) -> WorkerClient:
-        """This rank's worker, which ``start`` gives, connected with those of the others. At first this is a collective.
+        """Return this rank's worker, given by ``start`` and connected to the others. The first call is a collective.
 
-        A worker that takes the place of a dead one finds the store at its old address, or, on the first rank, hosts it
-        there. Raises what ``start`` does; ``RankFailedError``, ``WorkerDiedError``, ``SaveTimeoutError``.
+        If the worker replaces a dead worker, it finds the store at its old address, or, on the first rank, hosts it
+        there. Raises as ``start``; ``RankFailedError``, ``WorkerDiedError``, ``SaveTimeoutError``.
         """
         try:
             client = start(self.rank)
         except CheckpointError as error:
             if not self.alone and self._rendezvous is None:
-                self._connect(self._exchange(error))  # the others wait for this one
+                self._connect(self._exchange(error))  # the other ranks wait for this rank
             raise
         if self.alone or client is self._client:
             return client
@@ -145,16 +149,16 @@ class Group:
         return client
 
     def ask_all(self, kind: str, number: int, local: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]) -> U:
-        """Every rank brings a value, and the first rank makes of all values an answer for each, which is returned.
+        """Collect a value from each rank. The first rank makes an answer for each rank. Return this rank's answer.
 
         Args:
-            kind: What is asked; one of ``KINDS`` in a save.
-            number: The number of the save, the same on all ranks.
-            local: Makes this rank's value.
-            decide: First rank: gets the values in the order of the ranks, returns the answers in that order.
+            kind: Kind of the question; one of ``KINDS`` in a save.
+            number: Number of the save, the same on all ranks.
+            local: Make this rank's value.
+            decide: First rank: get the values in the order of the ranks, return the answers in that order.
 
         Raises:
-            CheckpointError: What ``local`` or ``decide`` raised, on any rank, is raised on all.
+            CheckpointError: An error of ``local`` or ``decide`` on any rank is raised on all ranks.
             RankFailedError, SaveTimeoutError: A rank is gone, or has brought no value in ``Config.timeout`` seconds.
         """
         if self._rounds is None:
@@ -166,7 +170,7 @@ class Group:
             return answer
         if self._client is None:
             raise RankFailedError("the ranks are not connected yet: please report this", rank=self.rank)
-        self._client.check_usable()  # it hosts the store
+        self._client.check_usable()  # this worker hosts the store
         try:
             own = local()
             rounds.report(name, b"")
@@ -178,17 +182,17 @@ class Group:
                 rounds.conclude_failed(name, found)
             raise found from error
         rounds.conclude_each(name, each)
-        with _logged("clearing up the store"):  # the others have their answer all the same
+        with _logged("clearing up the store"):  # the other ranks have their answer anyway
             rounds.clear(kind, number)
         return answers[0]
 
     def follow_first(self, kind: str, number: int, decide: Callable[[], T]) -> T:
-        """The first rank decides, without waiting for the others, and they follow. Returns the decision.
+        """Decide on the first rank, without waiting for the other ranks, and return the decision on all ranks.
 
         Args:
-            kind: As of ``ask_all``.
-            number: As there.
-            decide: First rank: makes the decision.
+            kind: As in ``ask_all``.
+            number: As in ``ask_all``.
+            decide: First rank: make the decision.
         """
         if self._rounds is None:
             return decide()
@@ -196,19 +200,19 @@ class Group:
         return self._follow_first(self._rounds, kind, number, decide)
 
     def check_first(self) -> None:
-        """Raise ``SaveTimeoutError`` where the first rank's worker, which ends all saves, lives and does not answer."""
+        """Raise ``SaveTimeoutError`` if the first rank's worker, which ends all saves, is alive but does not answer."""
         if self._rounds is not None and self.rank > 0:
-            with contextlib.suppress(WorkerDiedError):  # then this rank's worker ends them
+            with contextlib.suppress(WorkerDiedError):  # without that worker, this rank's worker ends the saves
                 self._rounds.impatient(_SILENCE_S).ping()
 
     def any_rank_says(self, number: int, mine: bool) -> bool:
-        """Whether any rank has said yes by now, the same answer for question ``number`` on all ranks.
+        """Return True if any rank has reported ``mine=True``. All ranks get the same answer to question ``number``.
 
-        No, while the worker that hosts the store is gone.
+        Return False while the worker that hosts the store is gone.
         """
         if self._rounds is None:
             return mine
-        # Nobody waits for a store that is gone.
+        # Do not wait for a store that is gone.
         rounds = self._rounds.impatient(_SILENCE_S)
         try:
             if mine and self.rank > 0:
@@ -216,7 +220,7 @@ class Group:
             return self._follow_first(rounds, "any", number, lambda: mine or rounds.is_flag_set(_YES))
         except CheckpointError as error:
             logger.warning("the ranks could not be asked: %s", str(error))
-            if self.rank == 0:  # the others may be answered again, and wait for this
+            if self.rank == 0:  # the other ranks may reach a store again, and wait for this answer
                 self._rounds.conclude_soon(round_name("any", number), pack(False), self._config.timeout)
             return False
 
@@ -224,9 +228,9 @@ class Group:
         """Tell the other ranks that a save cannot be committed, because of this rank.
 
         Args:
-            number: The number of the save.
-            error: Why.
-            begun: Whether this rank's worker knows of that save, so that the first rank's worker concludes it.
+            number: Number of the save.
+            error: The reason.
+            begun: Whether this rank's worker knows of the save, so that the first rank's worker concludes it.
         """
         found = self._located(error)
         rounds = self._rounds
@@ -235,7 +239,7 @@ class Group:
         name = round_name("save", number)
         is_lost = self._is_loss_of_store(found)
         if self.rank == 0 and is_lost:
-            self._untold[number] = found  # for when there is another store
+            self._untold[number] = found  # reported when there is another store
         elif self.rank > 0 or begun:
             telling = rounds.fail_soon(name, found, self._config.commit_timeout)
             wait([telling], 0.0 if is_lost else _TELL_S)
@@ -244,13 +248,14 @@ class Group:
                 self._conclude_failed(rounds, number, found)
 
     def is_committed(self, request: WriteRequest, inode: int | None) -> bool:
-        """Whether a save is committed, although this rank's worker is dead; if not, it never will be. ``inode``: of a
-        single file. Raises ``SaveTimeoutError`` where neither the first rank nor storage answers.
+        """Return whether a save is committed, although this rank's worker is dead. If it is not, it never will be.
 
-        Ranks but the first have failed the save, and ask the first: it answers at once unless it is just committing.
+        Ranks other than the first have failed the save, and ask the first rank. The first rank answers at once unless
+        it is just committing the save. ``inode``: inode of a single file. Raises ``SaveTimeoutError`` if neither the
+        first rank nor storage answers.
         """
         if self.rank > 0 and self._rendezvous is not None:
-            # A connection of its own: failures of other saves must not wait behind this wait.
+            # Use a separate connection, because failures of other saves must not wait behind this wait.
             rounds = Rounds(self._rendezvous, _RESOLVE_S, Patience(_OWN_PATIENCE_S), silence=_SHORT_SILENCE_S)
             try:
                 return not isinstance(rounds.outcome(round_name("save", request.save_id), _RESOLVE_S), CheckpointError)
@@ -276,21 +281,23 @@ class Group:
         return rendezvous
 
     def _tell_untold(self) -> None:
-        """The others, or their workers, still wait to hear how those saves ended."""
-        while self._untold and self._rounds is not None:
-            number, failure = self._untold.popitem()
+        """Report the outcomes of saves for which the other ranks, or their workers, still wait."""
+        if self._rounds is None:
+            return
+        for number, failure in list(self._untold.items()):
             with _logged("telling the other ranks how a save has ended"):
                 if failure is None:
                     self._rounds.conclude(round_name("save", number), b"")
                 else:
                     self._conclude_failed(self._rounds, number, failure)
+                del self._untold[number]  # only now: an outcome that did not arrive is told by the next call
 
     def _conclude_failed(self, rounds: Rounds, number: int, failure: CheckpointError) -> None:
-        for kind in (*KINDS, "save"):  # in whichever of them the others are waiting
+        for kind in (*KINDS, "save"):  # the round in which the other ranks are waiting is not known
             rounds.conclude_failed(round_name(kind, number), failure)
 
     def _ask_first(self, rounds: Rounds, name: str, local: Callable[[], object]) -> Any:
-        """Another rank: bring a value, and wait for the first rank's answer."""
+        """Bring a value on another rank than the first, and wait for the first rank's answer."""
         try:
             value = pack(local())
         except Exception as error:
@@ -302,7 +309,7 @@ class Group:
         except WorkerDiedError:
             if rounds.patience.left() <= 0:
                 raise
-            rounds.report(name, value)  # to the store of another worker: this one has not concluded anything
+            rounds.report(name, value)  # retry with a new worker's store, which has not concluded anything yet
         return _answer(rounds.outcome(name, self._config.timeout + grace(self._config.timeout)))
 
     def _follow_first(self, rounds: Rounds, kind: str, number: int, decide: Callable[[], T]) -> T:
@@ -317,7 +324,7 @@ class Group:
         return decision
 
     def _exchange(self, client: WorkerClient | CheckpointError) -> Rendezvous:
-        """A collective: the first rank's worker hosts the store, and all learn where."""
+        """Have the first rank's worker host the store, and tell all ranks its address. This is a collective."""
 
         def host() -> tuple[Rendezvous, str]:
             if isinstance(client, CheckpointError):
@@ -339,7 +346,7 @@ class Group:
                 f" not made this call in {sum(limits):g} s (look for one under `if rank == 0`)",
                 rank=self.rank,
             ) from error
-        # A host's own name is not always known to itself.
+        # A host does not always know its own name.
         address = "127.0.0.1" if scope == loopback_scope() else rendezvous.address
         mine: Rendezvous = replace(rendezvous, rank=self.rank, address=address)
         return mine
@@ -348,11 +355,11 @@ class Group:
         if self._config.host is not None:
             return self._config.host
         if dist.get_rank() == 0 and "MASTER_ADDR" in os.environ:
-            return os.environ["MASTER_ADDR"]  # torchrun's name for the first rank's host, known to all
+            return os.environ["MASTER_ADDR"]  # torchrun's name for the first rank's host, known to all ranks
         return socket.gethostname()
 
     def _is_loss_of_store(self, error: CheckpointError) -> bool:
-        """Whether there is nobody now who could be told of ``error``."""
+        """Return whether the store is gone, so that ``error`` cannot be reported to any rank now."""
         if self.rank == 0:
             return self._client is None or not self._client.alive
         return isinstance(error, (WorkerDiedError, SaveTimeoutError)) and error.rank == 0
@@ -367,7 +374,7 @@ def _host(client: WorkerClient, request: Host, config: Config) -> Hosting:
 
 
 def _serve(client: WorkerClient, key: bytes, config: Config, rank: int) -> None:
-    """Have the worker serve its images to those of other hosts."""
+    """Have the worker serve its images to workers of other hosts."""
     address, doing = own_address(config.address), "serving images to other hosts"
     trouble = client.ask(Serve(key, address), Served, config.start_timeout, doing).trouble
     if trouble is not None:
@@ -388,7 +395,10 @@ def _logged(doing: str) -> Iterator[None]:
 def _decided(
     decide: Callable[[list[T]], Sequence[U]], own: T, others: Sequence[bytes]
 ) -> tuple[Sequence[U], dict[int, bytes]]:
-    """First rank: the answers for all ranks, and, packed, those for the others. Thousands may have said much."""
+    """Return, on the first rank, the answers for all ranks, and the packed answers for the other ranks.
+
+    The garbage collector is off meanwhile, because thousands of ranks may have sent large values.
+    """
     answers = decide([own, *map(unpack, others)])
     return answers, {rank: pack(answer) for rank, answer in enumerate(answers) if rank > 0}
 
@@ -401,21 +411,21 @@ def _answer(outcome: bytes | CheckpointError) -> Any:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank is: in which ``domain``; and how large a segment for copies of its images is, in bytes."""
+    """The failure ``domain`` of a rank, and the size of a segment for copies of its images, in bytes."""
 
     domain: str
     nbytes: int
 
 
 def copied_ranks(places: Sequence[RankPlace], replicas: int) -> list[tuple[CopiedRank, ...]]:
-    """The ranks that each rank is to keep copies of.
+    """Return the ranks that each rank is to keep copies of.
 
     Args:
-        places: Where the ranks are, in their order.
-        replicas: On how many other hosts there are to be copies.
+        places: Places of the ranks, in their order.
+        replicas: Number of other hosts that are to keep a copy.
 
     Raises:
-        UnsavableStateError: There are not as many other hosts.
+        UnsavableStateError: There are too few other hosts.
     """
     domains: dict[str, list[int]] = {}
     for rank, place in enumerate(places):

@@ -1,12 +1,12 @@
-"""Rounds: how the ranks of a job come to one outcome, over a store that the first rank's worker hosts.
+"""Rounds: the ranks of a job agree on one outcome, over a store that the first rank's worker hosts.
 
-In a round every rank reports a value, the first rank collects them all and concludes, and every rank learns the
-outcome. Any rank may fail a round instead; then all get the same error, with the rank it came from. Planning is a few
-rounds among the trainers; each commit is one among the workers.
+In a round every rank reports a value, the first rank collects all values and concludes, and every rank learns the
+outcome. Any rank may fail a round instead. Then all ranks get the same error, with the rank that caused it. Planning is
+a few rounds among the trainers. Each commit is a round among the workers.
 
-The store serves only those who know the job's secret. What goes over the network can be seen and changed all the same.
-So every value carries a seal: a keyed hash of it and of its key. A value without a good seal does not come from a rank
-of this job: whoever sits in the network can make saves fail, and no more.
+The store serves only processes that know the job's secret. Still, others may see and change messages on the network. So
+every value carries a seal: a keyed hash of the value and its key. A value without a valid seal does not come from a
+rank of this job. An attacker in the network can make saves fail, and no more.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from asyncckpt.ranks.store_connection import Patience, StoreClient, StoreConnect
 
 
 def pack(value: object) -> bytes:
-    """``value`` as it goes over the store, where it is sealed."""
+    """Return ``value`` as bytes for the store. Sealing comes later."""
     return zlib.compress(pickle.dumps(value), 1)
 
 
 def unpack(data: bytes) -> Any:
-    """The value that ``pack`` made these bytes of."""
+    """Return the value that ``pack`` made ``data`` of."""
     return pickle.loads(zlib.decompress(data))
 
 
 T = TypeVar("T")
 
 KEPT_ROUNDS = 64
-"""Rounds whose keys are kept in the store, for ranks that lag behind."""
+"""Number of rounds to keep in the store for each kind, for ranks that lag behind."""
 
-# How often the first rank looks whether one of those missing has said that it is gone.
+# Interval at which the first rank checks whether a missing rank has reported that it is gone.
 _CHECK_GONE_S = 0.5
 _SEAL_CHARACTERS = 32
-# What an outcome begins with.
+# First byte of an outcome.
 _FOR_ALL, _FOR_EACH, _FAILED = b"+", b"=", b"-"
 _FORGED = "a message to the ranks of this job comes from none of them"
 
@@ -60,9 +60,9 @@ def round_name(kind: str, number: int) -> str:
 class Rounds:
     """One rank's part in the rounds of its job.
 
-    Any thread may call. A wait for an outcome occupies the connection: whoever has to do something meanwhile needs
-    another one; what is said ``soon`` has its own. Every other method raises ``WorkerDiedError`` when the store is
-    gone, and ``SaveTimeoutError`` when it does not answer.
+    Any thread may call. A wait for an outcome occupies the connection, so another call at that time needs its own
+    connection. The methods ``..._soon`` use a second connection in the background. Every other method raises
+    ``WorkerDiedError`` if the store is gone, and ``SaveTimeoutError`` if it does not answer.
     """
 
     name = staticmethod(round_name)
@@ -75,7 +75,7 @@ class Rounds:
         connection: StoreConnection | None = None,
         silence: float | None = None,
     ) -> None:
-        """No connection is made before it is needed.
+        """Prepare the rounds. The connection is made when it is first needed.
 
         Args:
             rendezvous: Where the store is, and which rank this is.
@@ -96,22 +96,22 @@ class Rounds:
         self._call(self._reporting(name, value))
 
     def report_soon(self, name: str, value: bytes, timeout: float) -> Future[None]:
-        """As ``report``, as soon as the store can be reached. The future gets what ``report`` would raise.
+        """Report as ``report`` does, as soon as the store can be reached. The future gets the errors of ``report``.
 
         Args:
-            name: The round.
-            value: What to report.
-            timeout: Seconds for which to try.
+            name: Name of the round.
+            value: Value to report.
+            timeout: Seconds for which to retry.
         """
         return self._behind.start(self._reporting(name, value), timeout)
 
     def fail_soon(self, name: str, error: CheckpointError, timeout: float) -> Future[None]:
-        """Fail the round ``name`` for all ranks, unless it is concluded already, as soon as the store can be reached.
+        """Fail the round ``name`` for all ranks as soon as the store can be reached, unless it is concluded already.
 
         Args:
-            name: The round.
-            error: What it fails with.
-            timeout: Seconds for which to try.
+            name: Name of the round.
+            error: Error for all ranks.
+            timeout: Seconds for which to retry.
         """
         keys = self._keys(name)
         text = self._sealed(f"{keys}/failure", encode(error))
@@ -132,16 +132,16 @@ class Rounds:
         """First rank: wait for the reports of all ranks.
 
         Args:
-            name: The round.
-            timeout: Seconds to wait.
-            also: Another round, whose failure ends this one too.
-            lost: Says of a rank that has not reported why it never will; None: it may.
+            name: Name of the round.
+            timeout: Maximum seconds to wait.
+            also: Another round. Its failure ends this round too.
+            lost: Called with a rank that has not reported. Returns the reason if it never will, otherwise None.
 
         Returns:
             The reported values, in the order of the ranks.
 
         Raises:
-            CheckpointError: That of a rank which failed the round, or is gone, or has not reported in time.
+            CheckpointError: A rank has failed the round, is gone, or has not reported in time.
         """
         keys, every = self._keys(name), self.rendezvous.world_size
         until = time.monotonic() + timeout
@@ -164,13 +164,13 @@ class Rounds:
         return self._call(lambda store: store.fields(f"{self._keys(name)}/reports"))
 
     def conclude(self, name: str, outcome: bytes) -> None:
-        """First rank: conclude the round ``name`` by an ``outcome`` for all."""
+        """First rank: conclude the round ``name`` with one ``outcome`` for all ranks."""
         key = f"{self._keys(name)}/outcome"
         self._call(lambda store: store.put(key, 0, self._sealed(key, _FOR_ALL + outcome)))
 
     def conclude_each(self, name: str, outcomes: Mapping[int, bytes]) -> None:
-        """First rank: conclude the round ``name`` by one of the ``outcomes`` for each rank of these."""
-        if len(outcomes) > 1 == len(alike := {*outcomes.values()}):  # one message, and not one for each of thousands
+        """First rank: conclude the round ``name`` with a separate outcome for each rank in ``outcomes``."""
+        if len(outcomes) > 1 == len(alike := {*outcomes.values()}):  # one message instead of one for each rank
             self.conclude(name, alike.pop())
             return
         keys = self._keys(name)
@@ -200,14 +200,14 @@ class Rounds:
         """Wait for the outcome of a round.
 
         Args:
-            name: The round.
-            timeout: Seconds to wait; then there is a ``SaveTimeoutError``.
+            name: Name of the round.
+            timeout: Maximum seconds to wait before a ``SaveTimeoutError``.
 
         Returns:
-            What the first rank concluded for this rank, or the error that the round has failed with.
+            The outcome that the first rank concluded for this rank, or the error that the round has failed with.
         """
         keys = self._keys(name)
-        limit = timeout + max(1.0, grace(timeout) / 2)  # for the store to say that the wait has run out
+        limit = timeout + max(1.0, grace(timeout) / 2)  # leaves time for the store to report the timeout
         found = self._call(lambda store: store.wait(f"{keys}/outcome", 1, timeout), limit)
         if found is None:
             raise SaveTimeoutError(f"rank 0 came to no conclusion within {timeout:.1f} s", rank=0)
@@ -223,17 +223,21 @@ class Rounds:
         return self._call(lambda store: store.id, timeout)
 
     def impatient(self, silence: float) -> Rounds:
-        """The same, over the same connection, for what waits for no store that is gone, and ``silence`` seconds for one
-        that says nothing.
+        """Return rounds on the same connection that do not wait for a store that is gone.
+
+        They wait ``silence`` seconds for a store that says nothing.
         """
         return Rounds(self.rendezvous, self._timeout, Patience(0.0), self.connection, silence)
 
     def ping(self) -> None:
-        """See that the store answers."""
+        """Check that the store answers."""
         self._call(lambda store: store.fields(self._keys("gone")))
 
     def clear(self, kind: str, number: int, keep: int = KEPT_ROUNDS) -> None:
-        """First rank: the round ``kind`` of save ``number`` is over. Its keys go when ``keep`` more are."""
+        """First rank: end the round ``kind`` of save ``number``.
+
+        Its reports are removed now, its other keys after ``keep`` further rounds.
+        """
         keys = self._keys(round_name(kind, number))
         old = self._keys(round_name(kind, number - keep))
 
@@ -243,7 +247,7 @@ class Rounds:
         self._call(lambda store: store.remove(*gone))
 
     def put(self, name: str, value: bytes) -> None:
-        """Have all ranks find ``value`` under ``name`` and the number of this rank."""
+        """Store ``value`` under ``name`` and this rank's number, for all ranks."""
         key = f"{self._keys(name)}/{self.rendezvous.rank}"
         self._call(lambda store: store.put(key, 0, self._sealed(key, value)))
 
@@ -260,7 +264,7 @@ class Rounds:
         return None if found is None else self._opened(key, found)
 
     def set_flag(self, name: str) -> None:
-        """Set the flag ``name`` once and for all, for all ranks to see."""
+        """Set the flag ``name`` for all ranks. It is never reset."""
         key = self._keys(f"flag/{name}")
         self._call(lambda store: store.put(key, 0, self._sealed(key, b"1")))
 
@@ -271,27 +275,27 @@ class Rounds:
         return flag is not None and self._opened(key, flag) == b"1"
 
     def gone_soon(self, error: CheckpointError, timeout: float) -> Future[None]:
-        """Tell the first rank that this one takes part in no round any more, after all that it has said before.
+        """Tell the first rank that this rank takes part in no further rounds, after all earlier messages.
 
         Args:
-            error: Why.
-            timeout: Seconds for which to try.
+            error: The reason.
+            timeout: Seconds for which to retry.
         """
         key = self._keys("gone")
         text = self._sealed(key, encode(error))
         return self._behind.start(lambda store: store.put(key, self.rendezvous.rank, text), timeout)
 
     def leave(self) -> None:
-        """Tell the first rank that this one needs the store no more."""
+        """Tell the first rank that this rank does not need the store any more."""
         self._call(lambda store: store.put(self._keys("left"), self.rendezvous.rank, b""))
 
     def wait_left(self, timeout: float, lost: int) -> None:
-        """First rank: wait until all others but the ``lost`` ones have left, or ``timeout`` seconds have passed."""
+        """First rank: wait until all other ranks except the ``lost`` ones have left, at most ``timeout`` seconds."""
         others = self.rendezvous.world_size - 1 - lost
         self._call(lambda store: store.wait(self._keys("left"), others, timeout), timeout + 1.0)
 
     def close(self, timeout: float = 0.0) -> None:
-        """Drop the connections. ``timeout``: seconds that what was to be said soon may still take."""
+        """Drop the connections. ``timeout``: maximum seconds to wait for pending ``..._soon`` calls."""
         self._behind.close(timeout)
         self.connection.close()
 
@@ -316,14 +320,15 @@ class Rounds:
         return self._call(lambda store: store.get(key)).get(0)
 
     def _take(self, key: str) -> bytes:
-        """The value of ``key``, which is removed."""
+        """Return the value of ``key``, and remove the key."""
         value = self._get(key)
         self._call(lambda store: store.remove(key))
         return value or b""
 
     def _check_missing(self, keys: str, timed_out: float | None, lost: Callable[[int], CheckpointError | None]) -> None:
-        """Raise what is known of ranks that have not reported: one has said that it is gone, or the time is up."""
-        # In this order: a rank that is gone has reported before.
+        """Raise the known error of a rank that has not reported: it has said that it is gone, or the time is up."""
+        # Ask for gone ranks first. A rank sends its reports before it says that it is gone, so the second look finds
+        # them.
         gone = self._call(lambda store: store.get(self._keys("gone")))
         reported = self._call(lambda store: store.fields(f"{keys}/reports"))
         for text in gone.values():
@@ -331,7 +336,7 @@ class Rounds:
             if error.rank not in reported:
                 raise error
         missing = [rank for rank in range(self.rendezvous.world_size) if rank not in reported]
-        if losses := [*filter(None, map(lost, missing))]:  # of each, so that none is waited for when this one leaves
+        if losses := [*filter(None, map(lost, missing))]:  # ask for all ranks, so that none is waited for at the end
             raise losses[0]
         if timed_out is not None and missing:
             raise SaveTimeoutError(f"{_ranks(missing)} did not get here within {timed_out:g} s", rank=missing[0])
@@ -349,7 +354,7 @@ class Rounds:
         return self._seal(key, value).encode() + value
 
     def _opened(self, key: str, text: bytes) -> bytes:
-        """The value in a sealed one. Raises ``RankFailedError`` if no rank of this job has sealed it."""
+        """Return the value of a sealed text. Raises ``RankFailedError`` if no rank of this job has sealed it."""
         seal, value = text[:_SEAL_CHARACTERS], text[_SEAL_CHARACTERS:]
         if not hmac.compare_digest(seal, self._seal(key, value).encode()):
             raise RankFailedError(_FORGED)
@@ -357,19 +362,22 @@ class Rounds:
 
 
 class Call(NamedTuple):
-    """What a rank does, in ``words``, and ``key``: what has to be the same on all ranks."""
+    """A call of a rank. ``words`` describe it; ``key`` has to be the same on all ranks."""
 
     words: str
     key: str
 
     @classmethod
     def of_save(cls, step: int | None, path: str) -> Call:
-        """Of a save. Its folder may stand elsewhere on other hosts, so only its name has to be the same."""
+        """Return the call of a save. Only the name of its folder is compared, because hosts may have it elsewhere."""
         return cls(f"saves to {path}" if step is None else f"saves step {step}", f"{step} {os.path.basename(path)}")
 
 
 def check_same_call(calls: Sequence[Call]) -> None:
-    """Raise ``RankFailedError`` for the first rank that does something else than rank 0. ``calls``: in their order."""
+    """Raise ``RankFailedError`` for the first rank with another call than rank 0.
+
+    ``calls`` are in the order of the ranks.
+    """
     for rank, call in enumerate(calls):
         if call.key != calls[0].key:
             raise RankFailedError(

@@ -1,14 +1,16 @@
-"""The store: where the ranks of a job put what others are to find. The first rank's worker hosts it.
+"""The store: a small key-value server that joins the ranks of a job. The first rank's worker hosts it.
 
-A key has fields: numbers, each with some bytes. Whoever connects is told a nonce, and has to answer with a keyed hash
-of it; who does not know the secret of the job is answered nothing else, and is not listened to. The store proves in the
-same way that it knows the secret, and says which one it is: a worker that takes the place of a dead one hosts another.
+A key has fields: numbers, each with some bytes. The store sends a nonce to each new client, and the client must answer
+with a keyed hash of the nonce. A client that does not know the secret of the job gets no other answer, and its requests
+are ignored. The store proves its knowledge of the secret in the same way, and sends its id. The id tells clients
+whether a new worker hosts another store after a crash.
 
-One thread serves all. A request is a head (``REQUEST``), a key and a value; an answer a head (``ANSWER``) and bytes:
+One thread serves all clients. A request is a head (``REQUEST``), a key and a value. An answer is a head (``ANSWER``)
+and bytes:
 
-    put, offer   set a field (offer: unless it is there); the answer has the number of fields
+    put, offer   set a field (offer: unless it is set); the answer has the number of fields
     get, fields  all fields, or only their numbers
-    wait         the fields, as soon as there are so many, or ``ENDS`` is among them; -1, if there are not in time
+    wait         the fields, once the key has so many, or ``ENDS`` is set; -1 after a timeout
     remove       forget a key
 """
 
@@ -36,24 +38,24 @@ logger = logging.getLogger(__name__)
 
 # Operation, bytes of the key, field or number of fields, seconds to wait, bytes of the value.
 REQUEST = struct.Struct("!BHqdQ")
-# A number, and the bytes that follow.
+# A number, and the size of the bytes that follow.
 ANSWER = struct.Struct("!qQ")
 FIELD = struct.Struct("!qQ")
-"""A field of an answer: its number and its bytes, which follow."""
+"""A field of an answer: its number and its size. The bytes follow."""
 ENDS = -1
 """The field that ends every wait for its key."""
 NONCE_BYTES = 32
 ID_BYTES = 16
 
 _PROOF_BYTES = 32
-# Those who have not proved yet that they know the secret: for how long they may stay, and how many.
+# Limits for clients that have not yet proved that they know the secret: how long they may stay, and how many.
 _STRANGER_S = 5.0
 _STRANGERS = 128
 _BACKLOG = 4096
 _PIECE_BYTES = 256 << 10
-# No process has more descriptors than it may; how long to wait for one to be closed.
+# Pause after running out of descriptors, until some descriptor may be closed.
 _PAUSE_S = 1.0
-# Between two saves nothing is said for a long time, and what is on the way forgets connections.
+# Between two saves connections are idle for a long time, and network devices on the way forget them.
 _KEEP_ALIVE = {
     socket.TCP_KEEPIDLE: 60,
     socket.TCP_KEEPINTVL: 10,
@@ -63,7 +65,7 @@ _KEEP_ALIVE = {
 
 
 class Operation(IntEnum):
-    """What is asked."""
+    """The operation of a request."""
 
     PUT = 1
     OFFER = 2
@@ -74,12 +76,12 @@ class Operation(IntEnum):
 
 
 def proof(secret: bytes, who: bytes, *nonces: bytes) -> bytes:
-    """What only those can say who know the ``secret``; ``who``: the side that says it."""
+    """Return a hash that only processes with the ``secret`` can make. ``who``: the side that sends it."""
     return hashlib.blake2b(b"".join((who, *nonces)), key=secret, digest_size=_PROOF_BYTES).digest()
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel see whether the other end is there, and send all at once. Raises ``OSError``."""
+    """Make the kernel check whether the other end is alive, and send without delay. Raises ``OSError``."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():
@@ -87,7 +89,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 class _Peer:
-    """A connection: what has come of a request, what has to go of answers, and what it waits for."""
+    """A connection of a client: received bytes of a request, unsent bytes of answers, and the current wait."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -96,19 +98,20 @@ class _Peer:
         self.is_known = False
         self.received = bytearray()
         self.unsent = bytearray()
-        self.wait: tuple[str, int, int] | None = None  # the key, how many fields, and the number of this wait
+        self.wait: tuple[str, int, int] | None = None  # the key, the number of fields, and the number of this wait
 
 
 class Store:
-    """Serves the ranks that know its secret, until it is closed. ``port``, ``address``: where; "": at all addresses."""
+    """Serve the ranks that know the secret, until ``close``. ``port``, ``address``: the listener; "": all addresses."""
 
     def __init__(self, secret: bytes, port: int = 0, address: str = "") -> None:
         """Listen.
 
         Args:
-            secret: Of the job, up to 64 bytes.
-            port: 0: any.
-            address: A numeric one of this host, to be reached there alone. "", or none of this host: at all it has.
+            secret: The job's secret, up to 64 bytes.
+            port: Port to listen at; 0: any free port.
+            address: A numeric address of this host, to listen there alone. If it is "", or not of this host, listen at
+                all addresses.
 
         Raises:
             OSError: The port is taken.
@@ -120,10 +123,10 @@ class Store:
         self._keys: dict[str, dict[int, bytes]] = {}
         self._waiting: defaultdict[str, set[_Peer]] = defaultdict(set)
         self._waits = itertools.count(1)
-        self._due: list[tuple[float, int, _Peer]] = []  # when which waits are over
-        self._strangers: dict[_Peer, None] = {}  # in the order in which they came
+        self._due: list[tuple[float, int, _Peer]] = []  # deadlines of waits
+        self._strangers: dict[_Peer, None] = {}  # clients without proof, in the order of their arrival
         self._closed = False
-        self._listen_at: float | None = None  # when to look again whether somebody connects; None: now
+        self._listen_at: float | None = None  # when to accept connections again; None: now
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -131,11 +134,11 @@ class Store:
         start(self._thread)
 
     def __len__(self) -> int:
-        """How many keys there are."""
+        """Return the number of keys."""
         return len(self._keys)
 
     def close(self) -> None:
-        """Drop all connections, and give the port back."""
+        """Drop all connections, and close the listening port."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -159,7 +162,7 @@ class Store:
             self._selector.close()
 
     def _pause(self) -> float | None:
-        """Seconds until there is something to do by itself."""
+        """Return the seconds until the next deadline; None if there is none."""
         times = [due for due, *_ in self._due[:1]]
         if self._listen_at is not None:
             times.append(self._listen_at)
@@ -173,13 +176,13 @@ class Store:
         except BlockingIOError:
             return
         except OSError as error:
-            if not self._closed:  # too many open files, perhaps: those who are connected do not wait for that
+            if not self._closed:  # perhaps too many open files; connected clients are still served
                 logger.warning("no rank can connect to the store, for now: %s (see ulimit -n)", error)
                 self._selector.unregister(self._listener)
                 self._listen_at = time.monotonic() + _PAUSE_S
             return
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # it has left already
+        with contextlib.suppress(OSError):  # the client has left already
             keep_alive(connection)
         peer = _Peer(connection)
         self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -189,9 +192,9 @@ class Store:
         self._send(peer, peer.nonce)
 
     def _attend_guarded(self, peer: _Peer, events: int) -> None:
-        """No peer may take the store from the others."""
+        """Serve a client, and drop it after an error, so that no client can take the store from the others."""
         if peer.socket.fileno() < 0:
-            return  # it was dropped meanwhile
+            return  # dropped by an earlier event
         try:
             self._attend(peer, events)
         except Exception:
@@ -217,7 +220,7 @@ class Store:
             self._take_requests(peer)
 
     def _is_proved(self, peer: _Peer) -> bool:
-        """Whether the peer has just proved that it knows the secret. One that has tried in vain is dropped."""
+        """Return whether the client has just proved that it knows the secret. Drop a client with a wrong proof."""
         if len(peer.received) < NONCE_BYTES + _PROOF_BYTES:
             return False
         nonce, said = bytes(peer.received[:NONCE_BYTES]), bytes(peer.received[NONCE_BYTES:][:_PROOF_BYTES])
@@ -268,14 +271,14 @@ class Store:
                 self._drop(peer)
 
     def _wake(self, key: str, fields: Mapping[int, bytes]) -> None:
-        """Answer those who wait for what is there now."""
+        """Answer clients if their wait is fulfilled now."""
         for peer in list(self._waiting.get(key, ())):
             if peer.wait is not None and _is_enough(fields, peer.wait[1]):
                 self._end_wait(peer)
                 self._answer(peer, len(fields), _packed(fields))
 
     def _end_waits(self) -> None:
-        """Answer those whose time is up, and drop strangers whose is."""
+        """Answer waits that have timed out, and drop clients that have not proved themselves in time."""
         now = time.monotonic()
         if self._listen_at is not None and self._listen_at <= now:
             self._listen_at = None
@@ -300,7 +303,7 @@ class Store:
 
     def _send(self, peer: _Peer, text: bytes) -> None:
         peer.unsent += text
-        if len(peer.unsent) == len(text):  # else it waits until the rest can go
+        if len(peer.unsent) == len(text):  # otherwise it waits until the rest can be sent
             self._flush(peer)
 
     def _flush(self, peer: _Peer) -> None:
@@ -327,7 +330,7 @@ class Store:
 
 
 def listen(address: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that listens, and at which address alone ("": at all of this host)."""
+    """Return a listening socket, and the only address that it listens at ("": all of this host)."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:

@@ -1,4 +1,4 @@
-"""A connection to the store of a job (``store.py``), where no wait is longer than was asked for."""
+"""A connection to the store of a job (``store.py``). Every wait has a timeout."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ from asyncckpt.threads import no_thread
 T = TypeVar("T")
 
 _PROBE_PAUSE_S = 0.1
-# What a host may take to answer at all. One that is lost never will.
+# Timeout to reach a host at all. A lost host never answers.
 _REACH_S = 3.0
 _PIECE_BYTES = 1 << 20
-# A wait is asked for in slices of that, so that a store which has stopped is noticed.
+# A wait is sent in slices of this length, to detect a store that has stopped.
 _SLICE_S = 10.0
 
 
 class Patience:
-    """How long a store that does not listen is waited for: from when it was first missed, by all who share this."""
+    """Time to wait for a store that does not listen, from the first miss by any sharer of this object."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._until: float | None = None
 
     def left(self) -> float:
-        """Seconds."""
+        """Return the seconds left."""
         now, until = time.monotonic(), self._until
         if until is None:
             until = self._until = now + self._seconds
         return until - now
 
     def renew(self) -> None:
-        """It was reached, or somebody may be bringing it back: once it is missed again, the time begins anew."""
+        """Restart the time at the next miss, because the store was reached, or may just be restarted."""
         self._until = None
 
     def end(self) -> None:
-        """Nobody will bring it back."""
+        """End the time, because nobody will restart the store."""
         self._seconds, self._until = 0.0, None
 
 
 class StoreClient:
-    """A connected rank. Any call raises ``TimeoutError`` or ``OSError``, and then it cannot be used any more."""
+    """A connected rank. Any call raises ``TimeoutError`` or ``OSError``, and is unusable after that."""
 
     def __init__(self, rendezvous: Rendezvous, reach_s: float, deadline: float, silence: float | None) -> None:
         """Connect.
 
         Args:
-            rendezvous: Where, and with what secret.
-            reach_s: Seconds that the host may take to answer.
-            deadline: When any call has to have ended, by ``time.monotonic``.
+            rendezvous: Address of the store, and the secret.
+            reach_s: Timeout to reach the host, in seconds.
+            deadline: Deadline of any call, by ``time.monotonic``.
             silence: Seconds for which the store may say nothing; None: until the deadline.
         """
         self.deadline, self.silence = deadline, silence
@@ -91,15 +91,15 @@ class StoreClient:
         self._ask(Operation.OFFER, key, field, value)
 
     def get(self, key: str) -> dict[int, bytes]:
-        """All fields of a key."""
+        """Return all fields of a key."""
         return _fields(self._ask(Operation.GET, key)[1])
 
     def fields(self, key: str) -> set[int]:
-        """The numbers of its fields."""
+        """Return the numbers of the fields of a key."""
         return set(_fields(self._ask(Operation.FIELDS, key)[1]))
 
     def wait(self, key: str, count: int, timeout: float) -> dict[int, bytes] | None:
-        """Its fields, once it has ``count`` of them, or ``ENDS``. None: it has not after ``timeout`` seconds."""
+        """Return the fields of a key, once it has ``count`` of them or ``ENDS``; None after ``timeout`` seconds."""
         until = time.monotonic() + timeout
         while True:
             left = max(0.0, until - time.monotonic())
@@ -111,19 +111,19 @@ class StoreClient:
                 return None
 
     def remove(self, *keys: str) -> None:
-        """Forget them."""
+        """Remove keys."""
         self._send(b"".join(_request(Operation.REMOVE, key) for key in keys))
         for _ in keys:
             self._answer()
 
     def is_lost(self) -> bool:
-        """Whether the other end has left while nobody asked for anything."""
+        """Return whether the store has closed the connection while no request was pending."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Whoever waits for an answer gets an ``OSError``. Safe to call twice."""
+        """Close the connection. A thread that waits for an answer gets an ``OSError``. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -162,16 +162,16 @@ class StoreClient:
 
 
 class StoreConnection:
-    """A client of the store, made when it is first used, and again after it was lost. Any thread may call.
+    """A client of the store that connects when it is first used, and again after a loss. Any thread may call.
 
-    One call at a time: a wait occupies it.
+    It makes one call at a time, so a wait occupies it.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
         self._calling = threading.Lock()
         self._client: StoreClient | None = None
-        self._lock = threading.Lock()  # taken by itself: see OpenSaves
+        self._lock = threading.Lock()  # acquired directly, not by the condition: see OpenSaves
         self._changed = threading.Condition(self._lock)
         self._tasks: deque[tuple[Callable[[StoreClient], Any], float, Future[Any]]] = deque()
         self._is_busy = self._is_closing = self._closed = False
@@ -179,17 +179,18 @@ class StoreConnection:
     def call(
         self, what: Callable[[StoreClient], T], limit: float, patience: Patience, silence: float | None = None
     ) -> T:
-        """Have ``what`` called with the store.
+        """Call ``what`` with the connected client.
 
         Args:
-            what: What to do with it.
-            limit: Seconds that this may take.
-            patience: How long to look for a store that does not listen.
-            silence: Seconds for which it may say nothing at all, as it does when it is stopped; None: ``limit``.
+            what: The operation on the store.
+            limit: Timeout of the whole call, in seconds.
+            patience: Time to look for a store that does not listen.
+            silence: Timeout in seconds for a store that says nothing at all, e.g. because it is stopped. If it is None,
+                use ``limit``.
 
         Raises:
             WorkerDiedError: The store is gone or cannot be reached.
-            SaveTimeoutError: It was reached, and does not answer.
+            SaveTimeoutError: The store was reached, but does not answer.
         """
         deadline = time.monotonic() + limit
         if not self._calling.acquire(timeout=max(0.0, limit)):
@@ -200,7 +201,7 @@ class StoreConnection:
             return what(client)
         except OSError as error:
             self._drop()
-            if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:  # which says that its host is gone
+            if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:  # that code: its host is gone
                 raise self._silent(limit if silence is None else min(limit, silence)) from error
             raise WorkerDiedError(
                 "the worker of rank 0, which brings the ranks together at"
@@ -208,16 +209,16 @@ class StoreConnection:
                 f" ({'this was closed' if self._closed else error.strerror or error})",
                 rank=0,
             ) from error
-        except BaseException:  # an interrupt: an answer is still on its way
+        except BaseException:  # an interrupt, with an answer still on its way
             self._drop()
             raise
         finally:
             self._calling.release()
 
     def start(self, what: Callable[[StoreClient], T], limit: float) -> Future[T]:
-        """Have ``what`` called as soon as the store can be reached, after what was started before, by another thread.
+        """Call ``what`` on another thread, after all earlier calls of ``start``, as soon as the store can be reached.
 
-        ``limit``: seconds for which to try. The future gets what ``call`` raises.
+        ``limit``: seconds for which to retry. The future gets the errors of ``call``.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -235,9 +236,9 @@ class StoreConnection:
         return future
 
     def close(self, timeout: float = 0.0) -> None:
-        """Drop the connection, once all that was started is done or ``timeout`` seconds have passed.
+        """Drop the connection, once all started calls are done, or after ``timeout`` seconds.
 
-        From now on nothing waits for a store that is gone.
+        From now on no call waits for a store that is gone.
         """
         with self._lock:
             self._is_closing = True
@@ -269,7 +270,7 @@ class StoreConnection:
             except WorkerDiedError:
                 if is_last or self._closed or patience.left() <= _PROBE_PAUSE_S:
                     raise
-                is_last = self._is_closing  # it may have been the connection alone that broke
+                is_last = self._is_closing  # perhaps only the connection was lost, so try once more
                 time.sleep(_PROBE_PAUSE_S)
 
     def _connected(self, patience: Patience, deadline: float, silence: float | None) -> StoreClient:
@@ -288,7 +289,7 @@ class StoreConnection:
                 time.sleep(_PROBE_PAUSE_S)
             else:
                 patience.renew()
-                if not self._closed:  # meanwhile
+                if not self._closed:  # it may have been closed meanwhile
                     return self._client
         raise ConnectionAbortedError("this was closed")
 

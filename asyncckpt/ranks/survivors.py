@@ -1,9 +1,9 @@
-"""The survivors: which workers of a job are still there when its first trainer is gone.
+"""The survivors: detect workers that are lost together with their host, after the first rank's trainer is gone.
 
-A trainer that has died is told of by its worker. But a host may be lost with all that was on it, and then nobody says
-anything. So while a save is under way each worker but the first rank's says that it is there, and once the job seems to
-be started again, the first rank's waits no more for those that say nothing. (It seems so, too, where somebody only
-looks what the workers hold: then those whose trainers live are waited for all the same.)
+A worker reports the death of its trainer. But if a host is lost with all its processes, nobody reports it. So while a
+save is under way, each worker except the first rank's sends a heartbeat. Once the job seems to be restarted, the first
+rank's worker stops waiting for silent workers. A tool that only lists images looks like a restart, too. A rank with a
+live trainer is never declared lost.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from asyncckpt.ranks.store_connection import Patience
 logger = logging.getLogger(__name__)
 
 _KIND = "survives"
-# How often each says that it is there, and after how long a silence it is not.
+# Interval of the heartbeat, and the silence after which a worker is lost.
 _SAY_S = 0.5
 _SILENCE_S = 5.0
-# Of so many ranks the store hears that often; of more, each says it less often.
+# Number of ranks at which the heartbeats become less frequent, to limit the load on the store.
 _RANKS = 1000
 _ANSWER_S = 5.0
 
 
 class Survivors:
-    """One worker's part: of the first rank from when its trainer is gone, of any other from its first save on."""
+    """One worker's part. The first rank's begins when its trainer is gone, all others' at their first save."""
 
     def __init__(self, rendezvous: Rendezvous, saves: Callable[[], bool]) -> None:
-        """Begin to say that this one is there, whenever it ``saves``."""
+        """Begin to send heartbeats, whenever ``saves`` returns True."""
         self._rounds = Rounds(rendezvous, _ANSWER_S, Patience(0.0))
         self._rank, self._saves = rendezvous.rank, saves
         self._slower = max(1.0, rendezvous.world_size / _RANKS)
-        # By rank: what it has said last, since when, and when it was last looked at.
+        # By rank: its last heartbeat, since when it is unchanged, and when it was last read.
         self._heard: dict[int, tuple[bytes | None, float, float]] = {}
         self.gone: set[int] = set()
-        """First rank: the ranks that ``lost`` has taken for lost."""
+        """First rank: the ranks that ``lost`` has declared lost."""
         self._is_restarted = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._say, name="asyncckpt-survives", daemon=True)
@@ -48,24 +48,24 @@ class Survivors:
             self._thread.start()
 
     def restarted(self) -> None:
-        """The job is started again, or so it seems. Waits for nothing."""
+        """Note that the job seems to be restarted. Returns at once."""
         self._is_restarted = True
 
     def lost(self, rank: int) -> CheckpointError | None:
-        """First rank: an error where the worker of ``rank`` has gone without a word. Asked again and again.
+        """First rank: return an error if the worker of ``rank`` is lost, otherwise None. Called repeatedly.
 
-        A silence from before the job was started again counts, as far as it was listened to.
+        A silence from before the restart of the job counts, as far as the heartbeats were read at that time.
         """
         if rank == self._rank:
             return None
         now = time.monotonic()
         try:
             said = self._rounds.get(_KIND, rank)
-        except CheckpointError:  # the store is this worker's own: it is closing
+        except CheckpointError:  # the store belongs to this worker, which is closing
             return None
         silence = _SILENCE_S * self._slower
         before, since, looked_at = self._heard.get(rank, (b"", now, now))
-        if said != before or now - looked_at > silence:  # this one was stopped, perhaps, and that one too
+        if said != before or now - looked_at > silence:  # this worker was stopped, and perhaps the other worker, too
             since = now
         self._heard[rank] = said, since, now
         if not self._is_restarted or now - since <= silence:
@@ -74,7 +74,7 @@ class Survivors:
         return RankFailedError("its trainer and its worker are gone", rank=rank)
 
     def close(self) -> None:
-        """Say nothing any more."""
+        """Stop the heartbeats."""
         self._closed.set()
         if self._rank > 0:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""What the command line shows of checkpoints and of workers.
+"""Reports of the command line about checkpoints and workers.
 
-What we have written is looked at without torch, and without reading a pickle.
+Checkpoints of this library are inspected without torch, and without reading a pickle.
 """

@@ -1,4 +1,4 @@
-"""``asyncckpt advise``: how often to save, from what the saves of a root have cost, with the arithmetic."""
+"""``asyncckpt advise``: suggest how often to save, from the cost of the saves in a root, and show the arithmetic."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from asyncckpt.interval import Advice, Loss, parse_duration
 from asyncckpt.report.answers import Answers, duration, manifests_at, number
 from asyncckpt.report.listing import Measured
 
-# Of these the interval is taken: older ones may have been removed, and some of them kept.
+# Number of newest saves for the present interval: older saves may have been removed, and some of them kept.
 _NEWEST = 3
 
 
 @dataclass(frozen=True)
 class SavesOfRoot:
-    """What the manifests of a root say, in the order of the calls.
+    """Measurements in the manifests of a root, in the order of the calls.
 
-    ``costs``, ``lags``: of each save, without what it waited for a free slot: that comes of saving too often.
-    ``interval_s``: from call to call; ``step_s``: how long a training step takes, saves included. None: not known, as
-    of one save.
+    ``costs``, ``lags``: of each save, without waits for a free slot, because these are an effect of saving too often.
+    ``interval_s``: from call to call. ``step_s``: duration of a training step, saves included. Both are None if
+    unknown, as with one save.
     """
 
     costs: Sequence[float]
@@ -36,7 +36,7 @@ class SavesOfRoot:
 
     @classmethod
     def of(cls, manifests: Sequence[Manifest]) -> SavesOfRoot:
-        """From manifests, in any order; those that do not say how long they took count for nothing."""
+        """Return the measurements of manifests, in any order. Manifests without a duration are ignored."""
         found = [(its, manifest) for manifest in manifests if (its := Measured.of(manifest)).called_at is not None]
         found = [each for each in found if each[0].cost_s is not None]
         found.sort(key=lambda each: each[0].called_at or 0.0)
@@ -62,8 +62,10 @@ class SavesOfRoot:
 
 
 def _begins(manifests: Sequence[Manifest]) -> list[bool]:
-    """Of saves in the order of their calls: whether each is the first of a run, which plans. A run counts its saves
-    from 1 on (``prepare`` counts, too), in the name of the attempt; the first one may have been removed since.
+    """Return, for saves in the order of their calls, whether each is the first save of a run, the one that plans.
+
+    A run counts its saves from 1 on (``prepare`` counts, too), in the name of the attempt. The first save may have been
+    removed since.
     """
     ends = [manifest.attempt.rpartition("-")[2] for manifest in manifests]
     numbers = [int(end) if end.isdecimal() else 0 for end in ends]
@@ -71,12 +73,12 @@ def _begins(manifests: Sequence[Manifest]) -> list[bool]:
 
 
 def advise(answers: Answers, given: str, args: argparse.Namespace) -> None:
-    """Say how often to save to the root ``given``."""
+    """Report how often to save to the root ``given``."""
     manifests = [manifest for _, manifest in manifests_at(answers, given)]
     with answers.about(given):
         if not manifests:
             if answers.status:
-                return  # which has been said
+                return  # this has been reported
             raise CheckpointNotFoundError("there is no checkpoint here yet", path=given)
         saves = SavesOfRoot.of(manifests)
         if not saves.costs:
@@ -93,7 +95,7 @@ def advise(answers: Answers, given: str, args: argparse.Namespace) -> None:
 
 
 def duration_given(text: str) -> float:
-    """As ``parse_duration``; raises ``CheckpointError``."""
+    """Return seconds, see ``parse_duration``. Raises ``CheckpointError``."""
     try:
         return parse_duration(text)
     except ValueError as error:
@@ -101,7 +103,7 @@ def duration_given(text: str) -> float:
 
 
 def _facts(advice: Advice, saves: SavesOfRoot) -> dict[str, Any]:
-    """For JSON, in seconds."""
+    """Return the advice as JSON data, in seconds."""
     facts: dict[str, Any] = {**vars(advice), "saves_left_out": saves.left_out}
     facts |= {"young_s": advice.young_s, "daly_s": advice.daly_s, "interval_s": advice.interval_s}
     facts |= {"bound_by_storage": advice.is_bound_by_storage, "step_s": saves.step_s}
@@ -114,7 +116,7 @@ def _loss_facts(loss: Loss, saves: SavesOfRoot) -> dict[str, Any]:
 
 
 def _lines(given: str, advice: Advice, saves: SavesOfRoot) -> list[str]:
-    """The advice, in words."""
+    """Return the advice as text lines."""
     left_out = f"; {number(saves.left_out, 'first save')} of a run left out, as that plans" if saves.left_out else ""
     restart = "not given (--restart 2m), and left out" if advice.restart_s is None else duration(advice.restart_s)
     cost, mtbf = f"{advice.stall_s:.4g}", f"{advice.mtbf_s:.6g}"
@@ -142,7 +144,7 @@ def _lines(given: str, advice: Advice, saves: SavesOfRoot) -> list[str]:
 
 
 def _arithmetic(name: str, advice: Advice, loss: Loss, saves: SavesOfRoot) -> list[str]:
-    """What is lost with an interval T, line by line."""
+    """Return the loss with an interval T, as text lines."""
     interval, restart = f"{loss.interval_s:.4g}", "" if advice.restart_s is None else f" + {advice.restart_s:.4g}"
     sums, failure = f"{interval} / 2 + {advice.durable_s:.3g}{restart}", duration(loss.per_failure_s)
     parts = f"{advice.stall_s:.4g} / {interval} + {loss.per_failure_s:.4g} / {advice.mtbf_s:.6g}"

@@ -1,4 +1,4 @@
-"""What a command has to say, as JSON or as lines, and the status that it ends with."""
+"""The output of a command, as JSON or as text lines, and its exit status."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from asyncckpt.storage import storage_for
 logger = logging.getLogger(__name__)
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
-DIFFERENT = 1  # of diff, for which what is damaged is unusable
+DIFFERENT = 1  # of diff: for diff a damaged checkpoint is unusable
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class Answers:
-    """What a command has to say, as JSON or as lines, and how it ends."""
+    """The output of a command, as JSON or as text lines, and its exit status."""
 
     def __init__(self, as_json: bool) -> None:
         self.status = GOOD
@@ -37,7 +37,10 @@ class Answers:
         self._unwritten: OSError | None = None
 
     def print(self, text: str) -> None:
-        """Write to stdout, as it is. Raises ``OSError``, which is not taken for what is wrong with a checkpoint."""
+        """Write to stdout, unchanged.
+
+        Raises ``OSError``, which ``about`` does not report as an error of a checkpoint.
+        """
         try:
             print(text)
         except OSError as error:
@@ -45,26 +48,26 @@ class Answers:
             raise
 
     def line(self, text: str) -> None:
-        """Say something beside the table, now."""
+        """Print a line beside the table, at once."""
         if not self.is_json:
             self.print("\n".join(map(_plain, text.split("\n"))))
 
     def say(self, text: str) -> None:
-        """Say on stderr what is wrong, or is left out."""
+        """Print an error, or a remark about omitted data, to stderr."""
         print(f"asyncckpt: {_plain(text)}", file=sys.stderr)
 
     def add(self, facts: dict[str, Any]) -> None:
-        """For JSON."""
+        """Add an object to the JSON output."""
         self._facts.append(facts)
 
     def row(self, headers: Sequence[str], *cells: object) -> None:
-        """A line of the table."""
+        """Add a row to the table."""
         self._headers = headers
         self._rows.append(cells)
 
     @contextlib.contextmanager
     def about(self, what: str | int, kind: str = "path") -> Iterator[None]:
-        """What goes wrong with ``what`` is said, and does not keep the others from being looked at."""
+        """Report an error about ``what``, and go on with the other paths."""
         try:
             yield
         except CheckpointError as error:
@@ -72,7 +75,7 @@ class Answers:
             self.add({kind: error.path or what, "error": error.message})
             if not self.is_json:
                 self.say(str(error))
-        except Exception as error:  # what is odd enough fails in ways that nobody has thought of
+        except Exception as error:  # unusual input fails in unforeseen ways
             if error is self._unwritten:
                 raise
             logger.debug("this is not expected", exc_info=True)
@@ -83,27 +86,27 @@ class Answers:
                 self.say(f"{what}: {message}")
 
     def fail(self, status: int) -> None:
-        """End with that status, or a worse one."""
+        """Set the exit status, unless it is worse already."""
         self.status = max(self.status, status)
 
     def show_table(self) -> None:
-        """Print the table, and begin another."""
+        """Print the table, and begin another one."""
         if self._rows and not self.is_json:
-            # A name may look like a number, as "1.10": it is shown as it is.
+            # Right-align numbers only. A name may look like a number, such as "1.10".
             right = [all(map(_is_number, column)) for column in zip(*self._rows, strict=True)]
             rows = [["" if cell is None else _plain(str(cell)) for cell in row] for row in self._rows]
             self.print(table(self._headers, rows, right))
         self._rows = []
 
     def show(self) -> None:
-        """Print what is left to be said."""
+        """Print the rest of the output."""
         self.show_table()
         if self.is_json:
             self.print(json.dumps(_finite(self._facts), indent=1, allow_nan=False))
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    """Return a table as text; ``right``: which columns stand on the right side, as numbers do."""
+    """Return a table as text. ``right``: which columns are right-aligned, as numbers are."""
     columns = list(zip(headers, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     lines = [headers, ["-" * width for width in widths], *rows]
@@ -122,12 +125,12 @@ def _is_number(cell: object) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The same, for a terminal: what would control that is shown as Python writes it."""
+    """Return the text for a terminal, with control characters as Python escapes."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def _finite(facts: Any) -> Any:
-    """The same, with None for what JSON has no number for."""
+    """Return the data with None for numbers that JSON does not have."""
     if isinstance(facts, float):
         return facts if math.isfinite(facts) else None
     if isinstance(facts, dict):
@@ -139,25 +142,25 @@ _DURATIONS = ((2 * 86400, 86400, "d"), (2 * 3600, 3600, "h"), (120, 60, "min"), 
 
 
 def number(count: int, noun: str) -> str:
-    """So many of something."""
+    """Return a count with its noun."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def shape_of(shape: tuple[int, ...]) -> str:
-    """The shape of a tensor."""
+    """Return the shape of a tensor as text."""
     return "x".join(map(str, shape))
 
 
 def time_of(seconds: float) -> str:
-    """A moment, from seconds since the epoch."""
+    """Return a time as text, from seconds since the epoch."""
     try:
         return datetime.datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
-    except (ValueError, OverflowError, OSError):  # no year that there is
+    except (ValueError, OverflowError, OSError):  # the year is out of range
         return f"{seconds:g}"
 
 
 def size_of(nbytes: float) -> str:
-    """So many bytes."""
+    """Return a number of bytes as text."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -166,7 +169,7 @@ def size_of(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """So long, with three digits."""
+    """Return a duration as text, with three digits."""
     for least, unit, name in _DURATIONS:
         if seconds >= least:
             return f"{_digits(seconds / unit)} {name}"
@@ -181,22 +184,25 @@ Kind = Literal["asyncckpt", "file set", "dcp"]
 
 
 def newest_of(answers: Answers, paths: list[str]) -> str | None:
-    """What was created last, which after going back is not the highest step; None: nothing can be read, as was said."""
+    """Return the path that was created last; None: no path can be read, which has been reported.
+
+    After going back, the checkpoint created last is not the highest step.
+    """
     found: list[tuple[float, int, str]] = []
     for number_of, path in enumerate(paths):
         with answers.about(path), still_there(path, ""):
-            # What stock DCP wrote does not say when: it comes before all that does.
+            # Checkpoints of stock DCP have no time of creation, and count as the oldest.
             found.append((-math.inf if is_stock(path) else read_manifest(path).created, number_of, path))
     return max(found)[2] if found else None
 
 
 def kind_of(manifest: Manifest) -> Kind:
-    """Return the kind that a manifest is of."""
+    """Return the kind of checkpoint of a manifest."""
     return "asyncckpt" if METADATA_NAME in manifest.files else "file set"
 
 
 def manifests_at(answers: Answers, given: str) -> Iterator[tuple[str, Manifest]]:
-    """Yield the paths and manifests of the checkpoints at ``given``, and say what cannot be read of them."""
+    """Yield the paths and manifests of the checkpoints at ``given``. Report checkpoints that cannot be read."""
     with answers.about(given):
         paths = checkpoints_at(given)
         if paths == [given] and is_stock(given):
@@ -210,7 +216,10 @@ def manifests_at(answers: Answers, given: str) -> Iterator[tuple[str, Manifest]]
 
 @contextlib.contextmanager
 def still_there(path: str, given: str) -> Iterator[None]:
-    """Pass over a checkpoint that was listed and is gone since, as by retention; not one that was ``given``."""
+    """Ignore a checkpoint that was listed and removed since, as by retention.
+
+    A path that was ``given`` is not ignored.
+    """
     try:
         yield
     except CheckpointError:

@@ -1,7 +1,7 @@
-"""``asyncckpt diff``: what was added, removed or changed from one checkpoint of ours to another, by their indexes.
+"""``asyncckpt diff``: report values that were added, removed or changed between two checkpoints, by their indexes.
 
-An index has a checksum for each span of a data file. If a value stands in the same spans in both checkpoints, the
-checksums say whether it is the same. Otherwise, as after a change of the number of ranks, its bytes are read.
+An index has a checksum for each span of a data file. If a value has the same spans in both checkpoints, the checksums
+tell whether it is the same. Otherwise, as after a change of the number of ranks, its bytes are read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class _Stored:
         return dict(zip(edges, self.index.checksums[first:last], strict=True))
 
     def is_same(self, other: _Stored) -> bool | None:
-        """Compare the checksums of two items. Return None if these do not say whether the payloads are the same."""
+        """Compare the checksums of two items.
+
+        Return None if the checksums do not tell whether the payloads are the same.
+        """
         leads = {each.item.payload_at - each.item.at for each in (self, other)}
         if len(leads) > 1 or self.item.payload_bytes != other.item.payload_bytes:
             return None
@@ -63,7 +66,7 @@ class _Stored:
 
 
 class _Checkpoint:
-    """A checkpoint of ours, or a set of files, held against removal until ``held`` ends."""
+    """A checkpoint of this library, or a set of files, protected against removal until ``held`` ends."""
 
     def __init__(self, path: str, held: ExitStack) -> None:
         """Read the manifest and the indexes. Raises ``CheckpointError``."""
@@ -75,13 +78,13 @@ class _Checkpoint:
         self._files: dict[str, ChecksummedFile] = {}
         indexes = list(self._source.indexes())
         self.boxes: dict[str, dict[_Box, _Stored]] = {}
-        """By the name of a value, then by the offsets and the shape of each part, where that part is stored."""
+        """The place of each stored part, by the name of the value, then by the offsets and the shape of the part."""
         for index in indexes:
             for item in index.items:
                 box = (*item.offsets,), (*item.shape,)
                 self.boxes.setdefault(item.name, {}).setdefault(box, _Stored(item, index))
         self.small = {name: self._source.manifest.files[name] for name in self._source.manifest.small_files()}
-        """What the manifest says of the small files of a set, by their names."""
+        """The manifest's entries of the small files of a set, by name."""
         self.values = {value.name: value for value in values_of(indexes, path)}
         self.values |= {name: Value(name, "", [Shard(name, its["bytes"])]) for name, its in self.small.items()}
 
@@ -96,7 +99,8 @@ class _Checkpoint:
         """Read an object, a record or a small file. Raises ``DamagedCheckpointError``, ``StorageError``."""
         if name in self.small:
             return self._source.read(name)
-        from asyncckpt.report.value_comparison import read_object  # here: most of ``diff`` needs no torch
+        # Imported here, because most of ``diff`` needs no torch.
+        from asyncckpt.report.value_comparison import read_object
 
         (stored,) = self.boxes[name].values()
         return read_object(self.file(stored), stored.item, pool)
@@ -104,8 +108,9 @@ class _Checkpoint:
 
 @dataclass
 class _Difference:
-    """A value that differs. ``a``, ``b``: as it is in each checkpoint; None: not there. ``measured``: how many elements
-    differ, and the largest absolute difference.
+    """A value that differs. ``a``, ``b``: the value in each checkpoint; None: missing.
+
+    ``measured``: the number of elements that differ, and the largest absolute difference.
     """
 
     name: str
@@ -116,16 +121,16 @@ class _Difference:
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of the larger one."""
+        """Return the number of bytes of the larger value."""
         return max(value.nbytes for value in (self.a, self.b) if value is not None)
 
     @property
     def is_measurable(self) -> bool:
-        """Whether both are tensors of one shape."""
+        """Return whether both are tensors of one shape."""
         return bool(self.a and self.b and self.a.dtype and self.b.dtype and self.a.shape == self.b.shape)
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts for JSON."""
+        """Return the difference as JSON data."""
         a, b = (
             value and {"dtype": value.dtype, "shape": value.shape, "bytes": value.nbytes} for value in (self.a, self.b)
         )
@@ -134,7 +139,7 @@ class _Difference:
 
 
 def show_diff(answers: Answers, _: None, args: argparse.Namespace) -> None:
-    """Show what differs between ``args.a`` and ``args.b``, and end with the status that says it."""
+    """Show the differences between ``args.a`` and ``args.b``, and set the exit status."""
     with answers.about(args.a), Progress("comparing", shown=not args.json) as bar, ExitStack() as held:
         try:
             a, b = (_Checkpoint(absolute(_place(answers, given)), held) for given in (args.a, args.b))
@@ -152,7 +157,7 @@ def show_diff(answers: Answers, _: None, args: argparse.Namespace) -> None:
 
 
 def _place(answers: Answers, given: str) -> str:
-    """Return the checkpoint at ``given``: of a root the newest one."""
+    """Return the checkpoint at ``given``; for a root, its newest checkpoint."""
     paths = checkpoints_at(given)
     if paths == [given]:
         if is_stock(given):
@@ -163,14 +168,14 @@ def _place(answers: Answers, given: str) -> str:
         return given
     if (newest := newest_of(answers, paths)) is None:
         raise CheckpointError("there is no checkpoint here that can be read", path=given)
-    if answers.status != GOOD:  # one of them is damaged, as was said
+    if answers.status != GOOD:  # one of the checkpoints is damaged, which has been reported
         answers.fail(UNUSABLE)
     answers.line(f"{given}: {number(len(paths), 'checkpoint')}; {newest} is the newest of them")
     return newest
 
 
 def _by_indexes(a: _Checkpoint, b: _Checkpoint) -> tuple[list[_Difference], dict[str, _Difference]]:
-    """Return what differs, and, by their names, values of which the indexes do not say whether they differ."""
+    """Return the differences, and, by name, the values that the indexes do not suffice to compare."""
     found: list[_Difference] = []
     unknown: dict[str, _Difference] = {}
     for name in dict.fromkeys((*a.values, *b.values)):
@@ -199,7 +204,7 @@ def _is_same(a: _Checkpoint, b: _Checkpoint, name: str) -> bool | None:
 def _read(
     a: _Checkpoint, b: _Checkpoint, to_read: Mapping[str, _Difference], bar: Progress, *, is_asked: bool
 ) -> Iterator[_Difference]:
-    """Read values from both checkpoints. Yield those that differ, with the measure of each if somebody asks for it."""
+    """Read values from both checkpoints. Yield the values that differ, with the measure of each if ``is_asked``."""
     if not to_read:
         return
     from asyncckpt.report.value_comparison import measure, read_tensor  # here: most of ``diff`` needs no torch
@@ -224,7 +229,7 @@ def _read(
 
 
 def _is_one_object(one: bytes, other: bytes) -> bool:
-    """Compare the bytes of two objects without the zeros that are reserved for them to grow."""
+    """Compare the bytes of two objects without the zeros that are reserved for their growth."""
     if is_archive(one) and is_archive(other):
         nbytes = max(len(one), len(other))
         one, other = stretched(one, nbytes), stretched(other, nbytes)

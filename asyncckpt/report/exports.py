@@ -1,4 +1,4 @@
-"""``asyncckpt export``: its options, and what was made. torch is loaded when the command runs."""
+"""``asyncckpt export``: its options, and its report. torch is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def add_export(commands: Any) -> None:
 
 
 def show_export(answers: Answers, given: str, args: argparse.Namespace) -> None:
-    """Export what is at ``given``, and say what was made."""
+    """Export the checkpoint at ``given``, and report the result."""
     with answers.about(given):
         done = _export(given, args)
         answers.add(done.facts())
@@ -75,10 +75,10 @@ def show_export(answers: Answers, given: str, args: argparse.Namespace) -> None:
 
 
 def _export(path: str, args: argparse.Namespace) -> Exported:
-    """Export ``path``. Raises ``CheckpointError``, also where an option is wrong."""
+    """Export ``path``. Raises ``CheckpointError``, also if an option is invalid."""
     from asyncckpt.exporting.export import export
 
-    with contextlib.suppress(ValueError, OSError):  # fewer files have to be opened again and again
+    with contextlib.suppress(ValueError, OSError):  # so that fewer files have to be reopened
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -99,7 +99,7 @@ def _export(path: str, args: argparse.Namespace) -> Exported:
 
 
 def _remarks(done: Exported) -> Iterator[str]:
-    """What else is to be said of an export, in lines."""
+    """Yield remarks about an export, as text lines."""
     if done.tied:
         pairs = ", ".join(f"{name} is {kept}" for name, kept in list(done.tied.items())[:_SOME])
         yield f"tied, and so written once: {pairs}{_more(len(done.tied))}"

@@ -1,4 +1,4 @@
-"""``asyncckpt inspect``: what is in a checkpoint, also in one of stock DCP."""
+"""``asyncckpt inspect``: show the contents of a checkpoint, of this library or of stock DCP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncckpt.storage import storage_for
 
 
 def inspect_checkpoint(answers: Answers, given: str, args: argparse.Namespace) -> None:
-    """Show what is in the checkpoint at ``given``, or in the newest of those there."""
+    """Show the contents of the checkpoint at ``given``; for a folder of checkpoints, of the newest."""
     with answers.about(given):
         paths = checkpoints_at(given)
         if not paths:
@@ -32,7 +32,7 @@ def inspect_checkpoint(answers: Answers, given: str, args: argparse.Namespace) -
             answers.add({"path": path, "kind": "dcp", "values": [value.facts() for value in values]})
             _show_values(answers, values, shards=args.shards)
             return
-        with storage_for(path).reading(path):  # retention leaves it alone
+        with storage_for(path).reading(path):  # so that retention does not remove it
             values, manifest = contents(path), read_manifest(path)
         what = "a checkpoint" if manifest.step is None else f"the checkpoint of step {manifest.step}"
         its_kind = kind_of(manifest)

@@ -1,4 +1,4 @@
-"""``asyncckpt ls``: the checkpoints of a folder, with what each has cost."""
+"""``asyncckpt ls``: list the checkpoints of a folder, with the cost of each."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from asyncckpt.storage import storage_for
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one save; None is what its manifest does not say.
+    """Measurements of one save. A value is None if the manifest does not have it.
 
-    ``called_at``: when ``save`` was called, in seconds since the epoch. ``stall_s``: how long that kept the slowest
+    ``called_at``: the call of ``save``, in seconds since the epoch. ``stall_s``: how long the call blocked the slowest
     rank. ``durable_after_s``: from the call until all ranks had written and the manifest was made. ``cost_s``,
-    ``lag_s``: the same two, without what ranks waited for a free slot. ``write_s``: from when the first rank began to
-    write until the last had written; ``bytes_per_s``: in that time.
+    ``lag_s``: the same two values without waits for a free slot. ``write_s``: from the first rank's start of writing
+    until the last rank's end. ``bytes_per_s``: the speed in that time.
     """
 
     called_at: float | None
@@ -35,9 +35,9 @@ class Measured:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Measured:
-        """From a manifest."""
+        """Return the measurements of a manifest."""
         timings = manifest.timings
-        # The first rank's, if it is known: its host made the manifest, and the clocks of others may differ.
+        # Prefer the first rank's time: its host made the manifest, and the clocks of other hosts may differ.
         called_at = next((each for each in timings.get(CALLED_AT, ()) if each is not None), None)
         stalls = [each for each in timings.get("stall_s", ()) if each is not None]
         waits = [each or 0.0 for each in timings.get("slot_s", [None] * manifest.world_size)]
@@ -65,7 +65,7 @@ def _write_s(timings: Mapping[str, Sequence[float | None]]) -> float | None:
     ]
     if spans:
         return max(end for _, end in spans) - min(begin for begin, _ in spans)
-    # An export, say, has one rank, and says no more.
+    # An export, for example, has one rank, and only the time of writing.
     took: list[float] = [each for each in timings.get("write_s", ()) if each is not None]
     return max(took, default=None)
 
@@ -74,19 +74,19 @@ _HEADERS = ("step", "written at", "size", "on disk", "stall", "durable after", "
 
 
 class DiskUse:
-    """Counts what checkpoints take of the disk, where some share files.
+    """Counter of the disk space of checkpoints that may share files.
 
-    A file counts once, with the checkpoint that is listed first.
+    A shared file counts once, with the checkpoint that is listed first.
     """
 
     def __init__(self) -> None:
-        """None was listed yet."""
-        self._counted: set[tuple[int, int]] = set()  # of files that have several names, the device and the inode
+        """Start with no checkpoint."""
+        self._counted: set[tuple[int, int]] = set()  # device and inode of files with several names
 
     def of_ours(self, path: str, manifest: Manifest) -> int:
-        """The bytes that the checkpoint ``path`` adds to those before it. Raises ``StorageError``.
+        """Return the bytes that the checkpoint ``path`` adds to the checkpoints before it. Raises ``StorageError``.
 
-        Only large files are shared; of the small ones the manifest says enough.
+        Only large files are shared; the sizes of small files are in the manifest.
         """
         nbytes = 0
         for name, facts in manifest.files.items():
@@ -94,9 +94,9 @@ class DiskUse:
         return nbytes
 
     def of_file(self, path: str, nbytes: int) -> int:
-        """The bytes that a file of ``nbytes`` takes of the disk; 0: it was counted. Raises ``StorageError``."""
+        """Return the disk space of a file of ``nbytes``; 0 if it was counted before. Raises ``StorageError``."""
         its = storage_for(path).identity(path)
-        if its is None:  # on an object store, where each has bytes of its own
+        if its is None:  # on an object store, where no file is shared
             return nbytes
         if its.links > 1:
             if its[:2] in self._counted:
@@ -134,7 +134,7 @@ def _list_ours(answers: Answers, path: str, disk_use: DiskUse) -> dict[str, Any]
 
 
 def facts_of(manifest: Manifest) -> dict[str, Any]:
-    """For JSON."""
+    """Return the measurements as JSON data."""
     its = Measured.of(manifest)
     return {
         "step": manifest.step,

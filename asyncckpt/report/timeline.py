@@ -1,7 +1,7 @@
-"""``asyncckpt timeline``: when each rank did what for each save, as a trace for Perfetto or ``chrome://tracing``.
+"""``asyncckpt timeline``: the phases of each rank in each save, as a trace for Perfetto or ``chrome://tracing``.
 
-The form is Chrome's trace events: a process is a rank, a thread is a lane of it. Of one lane no two events overlap,
-unless one is within the other. All times are of the hosts' clocks, which may differ.
+The format is Chrome's trace events: a process is a rank, a thread is a lane of the rank. Events of one lane do not
+overlap, unless one is within the other. All times are of the hosts' clocks, which may differ.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from asyncckpt.format.manifest import CALLED_AT, Manifest
 from asyncckpt.report.answers import UNUSABLE, Answers, manifests_at, number
 
 _LANES = ("trainer", "copy", "write", "checksum", "commit")
-"""In their order: what the trainer does in the call; the copy, where that goes on after the call (``overlap``); the
-worker's threads that write; those that compute checksums meanwhile; from when this rank had written."""
+"""The lanes of a rank, in order.
 
-# By how much the two clocks that are read may differ: what ends so much after the call still belongs to it.
+The trainer during the call; the copy, if it goes on after the call (``overlap``); the worker's threads that write; its
+threads that compute checksums meanwhile; the commit, from the end of this rank's write.
+"""
+
+# Maximum difference of the two clocks, in seconds: a copy that ends so much after the call still belongs to the call.
 _CLOCKS_S = 1e-3
 _RANK = re.compile(r"__(\d+)_\d+\.index\.json")
 
 
 @dataclass(frozen=True)
 class LaneSpan:
-    """What a rank does on a lane, in seconds since the epoch, and what it does within that."""
+    """A phase of a rank on a lane, in seconds since the epoch, and the phases within it."""
 
     name: str
     lane: str
@@ -41,7 +44,7 @@ class LaneSpan:
 
 @dataclass(frozen=True)
 class RankOfSave:
-    """What a rank did for a save."""
+    """The phases of one rank in a save."""
 
     path: str
     step: int | None
@@ -50,8 +53,11 @@ class RankOfSave:
 
 
 def ranks_of(path: str, manifest: Manifest) -> list[RankOfSave]:
-    """What each rank did for the save at ``path``, as far as its manifest says: none where it does not say when."""
-    nbytes: dict[int, int] = {}  # of large files: whose a small one is, is not said
+    """Return the phases of each rank in the save at ``path``.
+
+    The list is empty if the manifest has no time of the call.
+    """
+    nbytes: dict[int, int] = {}  # of large files; the rank of a small file is not recorded
     for facts in manifest.files.values():
         if (match := _RANK.fullmatch(facts.get("index", ""))) is not None:
             nbytes[int(match[1])] = nbytes.get(int(match[1]), 0) + facts["bytes"]
@@ -70,7 +76,7 @@ def _spans(timings: Mapping[str, float], created: float, args: Mapping[str, Any]
     name = "save" if args["step"] is None else f"save {args['step']}"
 
     def span(phase: str, lane: str, begin_s: float | None = None, within: Sequence[LaneSpan] = ()) -> list[LaneSpan]:
-        """Of a phase that the timings have, or none."""
+        """Return the span of a phase, or nothing if the timings lack it."""
         begin = timings.get(f"{phase}_from_s", begin_s)
         if f"{phase}_s" not in timings or begin is None:
             return []
@@ -100,7 +106,7 @@ def _renamed(spans: Iterable[LaneSpan], name: str) -> list[LaneSpan]:
 
 
 def _kept_within(spans: Iterable[LaneSpan], begin: float, end: float) -> list[LaneSpan]:
-    """The same, one after the other from ``begin`` to ``end``: they were measured by two clocks."""
+    """Return the spans, fitted one after the other between ``begin`` and ``end``, because two clocks measured them."""
     found = []
     for each in spans:
         begin = min(max(each.begin, begin), end)
@@ -111,7 +117,7 @@ def _kept_within(spans: Iterable[LaneSpan], begin: float, end: float) -> list[La
 
 
 def trace(ranks: Iterable[RankOfSave]) -> dict[str, Any]:
-    """The trace, as Chrome's JSON. Its times begin with the first of all."""
+    """Return the trace as Chrome's JSON. Its times are relative to the first event."""
     of_ranks: dict[int, list[LaneSpan]] = {}
     for each in ranks:
         of_ranks.setdefault(each.rank, []).extend(each.spans)
@@ -129,8 +135,10 @@ def trace(ranks: Iterable[RankOfSave]) -> dict[str, Any]:
 
 
 def _lanes_of(spans: Iterable[LaneSpan]) -> list[tuple[str, list[LaneSpan]]]:
-    """The lanes of a rank by their names, each with spans that do not overlap. What overlaps, as of two jobs, or of a
-    save that is committed while the next one is, gets another lane of that name.
+    """Return the lanes of a rank by name, each with spans that do not overlap.
+
+    Overlapping spans get another lane of that name: those of two jobs, or of a save that is committed while the next
+    save is.
     """
     lanes: list[tuple[str, list[LaneSpan]]] = []
     for lane in _LANES:

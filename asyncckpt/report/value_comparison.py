@@ -1,4 +1,4 @@
-"""Read values of two checkpoints of ours, and count which elements differ. This part of ``diff`` needs torch."""
+"""Read values of two checkpoints, and count the elements that differ. This part of ``diff`` needs torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_object(file: ChecksummedFile, item: Item, pool: ThreadPoolExecutor) -> 
 def read_tensor(
     parts: Sequence[tuple[ChecksummedFile, Item]], shape: tuple[int, ...], path: str, pool: ThreadPoolExecutor
 ) -> torch.Tensor:
-    """Read a tensor whole, and compare it with its checksums.
+    """Read a whole tensor, and compare its checksums.
 
     Args:
         parts: The items of its shards, each with the open file of the item.
@@ -60,13 +60,13 @@ def measure(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float | None]:
 
     Returns:
         The count, and the largest absolute difference of two finite elements in float64. The difference is None if no
-        two elements are finite, or torch cannot convert the dtype.
+            two elements are finite, or torch cannot convert the dtype.
     """
     count, largest = 0, None
     for a, b in zip(*(torch.split(each.reshape(-1), _CONVERTED) for each in (one, other)), strict=True):
         try:
             wide = [each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (a, b)]
-        except (RuntimeError, NotImplementedError, TypeError):  # of some dtypes torch knows the bytes alone
+        except (RuntimeError, NotImplementedError, TypeError):  # torch only knows the bytes of some dtypes
             wide = []
         if a.dtype == b.dtype:
             a, b = (each.view(torch.uint8).view(len(each), each.itemsize) for each in (a, b))

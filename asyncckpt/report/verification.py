@@ -1,4 +1,4 @@
-"""``asyncckpt verify``: whether checkpoints are as they were written, and what could not be checked of them."""
+"""``asyncckpt verify``: check whether checkpoints are as they were written, and report which parts were not checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALL = "every byte, by the checksums that were written with it"
 
 
 class _Damage(NamedTuple):
-    """A file, and what is wrong with it."""
+    """A file, and its damage as text."""
 
     file: str
     what: str
@@ -34,9 +34,9 @@ class _Damage(NamedTuple):
 
 @dataclass
 class _Verified:
-    """The result of a check: what was ``checked`` and ``unchecked``, both in words, and what is damaged.
+    """The result of a check: the ``checked`` and ``unchecked`` parts, as texts, and the damages.
 
-    ``shared``: as of a report.
+    ``shared``: see ``Report``.
     """
 
     path: str
@@ -48,12 +48,12 @@ class _Verified:
     shared: int = 0
 
     def take(self, report: Report) -> None:
-        """Take over what a report says."""
+        """Copy the results of a report."""
         self.nbytes, self.shared = report.nbytes, report.shared
         self.damages += [_Damage(error.path or self.path, error.message) for error in report.damages]
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts for JSON."""
+        """Return the result as JSON data."""
         return {
             "path": self.path,
             "kind": self.kind,
@@ -67,7 +67,7 @@ class _Verified:
 
 
 def verify_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -> None:
-    """Say of each checkpoint at ``given``, or of a file or a folder in a set of files, whether it is good."""
+    """Report whether each checkpoint at ``given`` is good. ``given`` may be a file or a folder in a set of files."""
     with answers.about(given), Progress("verifying", shown=not args.json) as bar:
         if (found := _verify_in_set(absolute(given), bar.update)) is not None:
             _show(answers, found)
@@ -76,7 +76,7 @@ def verify_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -
         if not paths:
             raise CheckpointNotFoundError("there is no checkpoint here yet", path=given)
         for path in paths:
-            with contextlib.suppress(CheckpointError):  # verify says what is wrong
+            with contextlib.suppress(CheckpointError):  # verify reports the error
                 bar.expect(read_manifest(path).nbytes)
         for path in paths:
             with answers.about(path), still_there(path, given):
@@ -91,13 +91,16 @@ def _verify_ours(path: str, bar: Progress, checked: CheckedFiles) -> _Verified:
     with contextlib.suppress(CheckpointError):
         found.kind = kind_of(read_manifest(path))
         found.checked.append(_ALL)
-    if not found.checked:  # its manifest is what is damaged
+    if not found.checked:  # the manifest is damaged
         found.unchecked.append(f"all else, as {os.path.basename(path)} has no manifest that can be read")
     return found
 
 
 def _verify_in_set(path: str, progress: Callable[[int], object]) -> _Verified | None:
-    """Check a file, or a folder of DCP, by the checksums of the set of files that has it. None: no set has it."""
+    """Check a file, or a folder of DCP, by the checksums of the set of files that contains it.
+
+    Return None if no set does.
+    """
     is_folder = is_stock(path)
     is_file = storage_for(path).size(path) is not None if is_address(path) else os.path.isfile(path)
     if not (is_folder or is_file):
@@ -118,8 +121,8 @@ def _verify_in_set(path: str, progress: Callable[[int], object]) -> _Verified | 
 
 
 def _verify_stock(path: str) -> _Verified:
-    """Check what can be checked of a checkpoint of stock DCP, which has no checksums."""
-    # Only here: all that is ours can be looked at without torch.
+    """Check a checkpoint of stock DCP as far as possible. It has no checksums."""
+    # Imported here, because checkpoints of this library are verified without torch.
     from asyncckpt.loading.dcp_reader import read_stock_metadata
 
     found = _Verified(path, "dcp")
@@ -128,7 +131,7 @@ def _verify_stock(path: str) -> _Verified:
     except DamagedCheckpointError as error:
         found.damages.append(_Damage(error.path or path, error.message))
         return found
-    ends: dict[str, int] = {}  # of each file: where the last value in it ends
+    ends: dict[str, int] = {}  # end of the last value of each file
     for place in (metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     for name, end in sorted(ends.items()):
@@ -147,7 +150,7 @@ def _verify_stock(path: str) -> _Verified:
 
 
 def _missing(metadata: Metadata) -> Iterator[str]:
-    """Yield, in words, the values that ``.metadata`` names and has no place for."""
+    """Yield a text for each value that ``.metadata`` names without a place."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
     known = metadata.storage_data or {}

@@ -1,4 +1,4 @@
-"""The workers of this user on this host, and what each does."""
+"""``asyncckpt workers``: list the workers of this user on this host, with their activity, or end some."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncckpt.report.answers import Answers, number, size_of
 
 
 def show_workers(answers: Answers, _: None, args: argparse.Namespace) -> None:
-    """List them, or end those that ``args.end`` names."""
+    """List the workers, or end the workers with the ids in ``args.end``."""
     found = running_workers()
     if args.end is not None:
         for process in args.end:
@@ -40,7 +40,7 @@ def show_workers(answers: Answers, _: None, args: argparse.Namespace) -> None:
 
 
 def _of(job: dict[str, str | None]) -> str:
-    """What a worker is for, in a cell."""
+    """Return the job of a worker, for a cell."""
     if job["address"] is not None:
         return f"weights at {job['address']!r}"
     if job["root"] is None:
@@ -49,7 +49,7 @@ def _of(job: dict[str, str | None]) -> str:
 
 
 def _does(worker: RunningWorker) -> str:
-    """What a worker does and waits for, in a cell."""
+    """Return the activity of a worker, for a cell."""
     status = worker.status
     if status is None:
         plain = {"serving": "serves its trainer", "leaving": "leaves"}

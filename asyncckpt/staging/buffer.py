@@ -1,11 +1,16 @@
-"""Staging buffers: a plan with the shared memory for it."""
+"""Hold the shared memory of plans: staging buffers, how many of their slots have memory, and memory without a worker.
+
+The slots stand at the end of a segment, so its begin is what has memory: one slot, and another while saves overlap
+(``Config.slots``). The worker takes more memory beside all else. The save that wants it waits for it, or for the slot
+of the save before, whichever is there first.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -14,39 +19,157 @@ import torch
 
 from asyncckpt.devices.kinds import ReadyEvents, first_device
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.format.segment_layout import Region
+from asyncckpt.errors import CheckpointError, OutOfMemoryError
+from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
 from asyncckpt.format.write_request import COPY_SLOTS, HeldImage
 from asyncckpt.link.client import TrackedSave, WorkerClient
-from asyncckpt.link.messages import Clear, Cleared, Describe, Described, Release
+from asyncckpt.link.messages import Describe, Described, GiveBack, Release, Take
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
-from asyncckpt.shm.segment import round_up
+from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedSlots, PublishedVersion, SlotTable, State
-from asyncckpt.staging.comparison import same_as_staged
-from asyncckpt.staging.copy_threads import CopyThreads
-from asyncckpt.staging.detached_buffer import Constants, DetachedBuffer, fitting, give_back
 from asyncckpt.staging.device_copy import Fence, pinned_cuts
-from asyncckpt.staging.shared_part import SharedPart
+from asyncckpt.staging.host_copy import CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
-from asyncckpt.staging.slot_memory import SlotMemory
 
 logger = logging.getLogger(__name__)
+
+# A segment fits if at most one part of so many is missing.
+_FEW = 64
+
+Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
+"""Bytes that are the same in every save, each with its region in the segment."""
+
+
+@dataclass
+class InheritedMemory:
+    """A segment of the worker that the trainer before this one has left: its layout, and the images that it holds.
+
+    ``number``: the segment's number in the worker that has adopted it; 0: no worker has.
+    """
+
+    segment: Segment
+    layout: CheckpointLayout | FileSetLayout | TorchFileLayout
+    held: tuple[HeldImage, ...]
+    number: int = 0
+
+    def fits(self, layout: CheckpointLayout | FileSetLayout | TorchFileLayout, constants: Constants) -> bool:
+        """Return True if it was for the same plan, down to the last constant byte."""
+        if self.number == 0 or self.segment.closed or self.layout != layout:
+            return False
+        view = self.segment.view
+        return all(view[region.offset : region.offset + region.nbytes] == data for region, data in constants)
+
+
+def give_back(inherited: list[InheritedMemory], client: WorkerClient) -> None:
+    """Give back all ``inherited`` memory, which ``client`` has adopted."""
+    while inherited:
+        unfit = inherited[-1]  # taken from the list when it is gone, for an exception may come in between
+        unfit.segment.close()
+        if unfit.number:
+            client.tell(Release(unfit.number))
+        inherited.pop()
+
+
+# After so many saves in a row without overlap the memory of the last slot goes back. After so many, memory that was
+# refused is asked for again.
+_LONG = 16
+
+
+class SlotMemory:
+    """The memory of one segment's slots. One thread at a time may call; answers of the worker come on another."""
+
+    def __init__(self, client: WorkerClient, number: int, segment: Segment, begins: Sequence[int], taken: int) -> None:
+        """Take no memory yet.
+
+        Args:
+            client: The worker.
+            number: The segment's number in the worker.
+            segment: The segment.
+            begins: The offset of each slot, and the end of the last one, in bytes.
+            taken: The number of slots that have memory, and keep it.
+        """
+        self.taken = self._least = taken
+        """The number of slots with memory, from the first on."""
+        self.is_coming = False
+        """The worker is taking memory for another slot."""
+        self._client, self._number, self._segment = client, number, segment
+        self._begins = begins
+        self._apart = 0  # how many saves, one after the other, have not overlapped
+        self._refused: CheckpointError | None = None
+
+    @property
+    def end(self) -> int:
+        """The end of the memory, an offset in the segment."""
+        return self._begins[self.taken]
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """The end of each slot with memory."""
+        return self._begins[1 : self.taken + 1]
+
+    @property
+    def is_too_much(self) -> bool:
+        """True if the last slot with memory was not needed for long."""
+        return self.taken > self._least and self._apart >= _LONG and not self.is_coming
+
+    def note(self, *, overlaps: bool) -> None:
+        """Note that a save has a slot; ``overlaps``: another save was under way."""
+        self._apart = 0 if overlaps else self._apart + 1
+        self._refused = self._refused if self._apart < _LONG else None
+
+    def take_another(self) -> None:
+        """Have the worker take memory for another slot, if there is one. Later ``taken`` counts the slot."""
+        if self.is_coming or self._refused is not None or self.taken == len(self._begins) - 1:
+            return
+        slot = self.taken
+        request = Take(self._number, self._begins[slot], self._begins[slot + 1])
+        self._apart = 0
+        try:
+            self.is_coming = True
+            self._client.take(request, partial(self._on_taken, slot))
+        except BaseException:  # an interrupt: the worker may have been told all the same
+            self.is_coming = False
+            raise
+
+    def keep_two(self) -> None:
+        """Keep memory for two slots from now on: readers need a version while the next one is staged."""
+        self._least = max(self._least, min(2, len(self._begins) - 1))
+        if self.taken < self._least:
+            self.take_another()
+
+    def give_back_last(self) -> None:
+        """Have the worker give back the memory of the last slot. Nothing may be under way there."""
+        self.taken -= 1
+        self._client.tell(GiveBack(self._number, self.end, (self.taken,)))
+
+    def _on_taken(self, slot: int, refused: CheckpointError | None) -> None:
+        """Called by the thread that listens to the worker."""
+        if refused is None:
+            # The kernel's tables of this process, which the copy would wait for; of a segment that may just be closed.
+            with contextlib.suppress(OutOfMemoryError, ValueError):
+                self._segment.touch(self._begins[slot + 1], self._begins[slot])
+            self.taken = max(self.taken, slot + 1)
+        else:
+            self._refused = refused
+            logger.warning("one image in memory, so saves wait for each other: %s", refused)
+        self.is_coming = False
+
 
 Plan: TypeAlias = CheckpointPlan | FileSetPlan | TorchFilePlan
 
 
 class StagingBuffer:
-    """Where the states of one structure are staged: a plan with its segment.
+    """A plan with its segment, to stage states of one structure.
 
-    The segment holds the header page, the constants, what all slots share, then one image a slot, each from a page on;
-    not all slots may have memory. ``saves`` has, for each slot, the save that last took it. ``client`` is the worker
-    whose memory it is.
+    The segment holds the header page, the constants, then one image a slot, each from a page on. Some slots may have no
+    memory. ``saves``: for each slot, the last save that took it. ``client``: the worker that owns the memory.
     """
 
     is_closed = False
-    """``close`` was called. Where an exception has interrupted that, it has to be called again."""
+    """``close`` was called. If an exception has interrupted it, call it again."""
 
     def __init__(
         self,
@@ -54,18 +177,18 @@ class StagingBuffer:
         client: WorkerClient,
         slots: int,
         timeout: float,
-        detached: list[DetachedBuffer],
+        inherited: list[InheritedMemory],
         taken: int | None = None,
     ) -> None:
-        """Take the memory, and write all that is constant.
+        """Take the memory, and write the constants.
 
         Args:
-            plan: What the images look like.
-            client: The worker; it has adopted what is ``detached``.
-            slots: How many images there are to be at most.
+            plan: The plan of the images.
+            client: The worker; it has adopted ``inherited``.
+            slots: The number of images, at most.
             timeout: Seconds that each answer of the worker may take.
-            detached: Memory that outlived its worker. What was for the same plan is used again; else all is given back.
-            taken: How many of the slots have memory from the beginning; None: all.
+            inherited: Memory of the trainer before this one. If none fits, all is given back.
+            taken: The number of slots with memory from the beginning; None: all.
 
         Raises:
             OutOfMemoryError: There is too little memory.
@@ -76,34 +199,31 @@ class StagingBuffer:
         self.saves: list[TrackedSave | None] = [None] * slots
         self._pinned: PinnedMemory | None = None
         plan.objects.forget_slots()
-        regions, fixed, end = _laid_out(plan)
-        self._shared_at, first = end, end + plan.layout.shared_bytes
-        *self._offsets, nbytes = (first + number * plan.layout.slot_bytes for number in range(slots + 1))
-        self.layout = plan.segment_layout(tuple(self._offsets), regions, self._shared_at)
+        regions, fixed, first = _laid_out(plan)
+        *self._offsets, nbytes = (first + number * plan.layout.nbytes for number in range(slots + 1))
+        self.layout = plan.segment_layout(tuple(self._offsets), regions)
         taken = slots if taken is None else taken
-        adopted = fitting(detached, self.layout, fixed, nbytes, first + taken * plan.layout.slot_bytes)
+        adopted = next((each for each in inherited if each.fits(self.layout, fixed)), None)
         try:
             if adopted is None:
-                give_back(detached, client)
+                give_back(inherited, client)
             self._take_memory(adopted, nbytes, taken, timeout)
             self._set_up(adopted.held if adopted is not None else (), fixed)
-            self._is_filled = self._is_inherited = adopted is not None and adopted.has_shared_part
-            self._was_published = bool(self._published.publications())
             client.ask(Describe(self.number, self.layout), Described, timeout, "describing shared memory")
-            detached[:] = [each for each in detached if each is not adopted]
+            inherited[:] = [each for each in inherited if each is not adopted]
         except BaseException:
             if hasattr(self, "_published"):
                 self._published.close()
-            if adopted is None and hasattr(self, "segment"):  # what was detached stays so, with the images in it
+            if adopted is None and hasattr(self, "segment"):  # inherited memory stays so, with the images in it
                 self._release()
             raise
 
-    def _take_memory(self, adopted: DetachedBuffer | None, nbytes: int, taken: int, timeout: float) -> None:
-        """That of ``taken`` slots, and of all before them; or what was detached, with those of its images."""
+    def _take_memory(self, adopted: InheritedMemory | None, nbytes: int, taken: int, timeout: float) -> None:
+        """Take memory for ``taken`` slots, or use inherited memory, with the slots of its images."""
         if adopted is not None:
-            self.number, self.segment, self._pinned = adopted.number, adopted.segment, adopted.pinned
+            self.number, self.segment = adopted.number, adopted.segment
         else:
-            end = self._offsets[0] + taken * self.plan.layout.slot_bytes
+            end = self._offsets[0] + taken * self.plan.layout.nbytes
             self.number, self.segment = self.client.allocate(nbytes, timeout, end)
         self._published = PublishedSlots(self.segment, len(self.saves))
         self._memory = SlotMemory(self.client, self.number, self.segment, [*self._offsets, nbytes], taken)
@@ -113,57 +233,38 @@ class StagingBuffer:
             others = (slot for slot in range(len(self.saves)) if slot not in needed)
             needed |= {slot for slot in others if not self._published.claim(slot)}
             self._memory.taken = max(taken, *(slot + 1 for slot in needed), 0)
-            if self._pinned is not None:
-                self._pinned.cut_back(self._memory.end)
             self.segment.give_back(self._memory.end)
-            if adopted.is_free:  # what is in gaps is the same in all slots: it has checksums and digests, too
-                self.segment.fill_zeros(HEADER_BYTES, self._memory.end)
         self.segment.touch(self._memory.end)
         if self._published.publications():
             self._memory.keep_two()
 
     def _set_up(self, held: Sequence[HeldImage], fixed: Constants) -> None:
-        """Make the slots free, but for the images that are ``held`` or published, and write the constants."""
+        """Free all slots except those with ``held`` or published images, and write the constants."""
         self.slots = SlotTable(self.segment.view)
         kept = [each.request.slot for each in sorted(held, key=lambda each: each.request.save_id)]
         kept += [slot for slot in self._published.publications().values() if slot not in kept]
         # The least recently used first: what is held is overwritten last, the newest of it last of all.
         self._by_age = [slot for slot in range(len(self.saves)) if slot not in kept] + kept
         self._kept = set(kept)
-        view, plan = self.segment.view, self.plan
+        view, layout = self.segment.view, self.plan.layout
         for slot in range(len(self.saves)):
             self.slots.set(slot, State.FREE)
         for region, data in fixed:
             view[region.offset : region.offset + region.nbytes] = data
-        layout, shared_from = plan.layout, self._shared_at - plan.layout.slot_bytes
-        for place, data in layout.constants:
-            if place >= layout.slot_bytes:
-                view[shared_from + place : shared_from + place + len(data)] = data
         self._blank = set(range(len(self.saves)))
         for slot in range(self._memory.taken):
             self._write_constants(slot)
         self._stagers = [SlotStager(layout, self.segment, offset, layout.converted) for offset in self._offsets]
-        self._shared: SharedPart | None = None
-        if isinstance(plan, CheckpointPlan) and layout.shared_bytes:
-            self._shared = SharedPart(layout, self.segment, self._shared_at, plan.settling.is_assumed)
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether nothing was saved from it yet: what is in it was prepared, or is a trainer's before this one."""
-        return all(save is None for save in self.saves)
 
     def _write_constants(self, slot: int) -> None:
-        """All that is the same in each image, in a slot that has just got its memory."""
-        view, layout, offset = self.segment.view, self.plan.layout, self._offsets[slot]
-        for place, data in layout.constants:
-            if place < layout.slot_bytes:
-                view[offset + place : offset + place + len(data)] = data
+        """Write the constants of an image into a slot that has just got its memory."""
+        view, offset = self.segment.view, self._offsets[slot]
+        for place, data in self.plan.layout.constants:
+            view[offset + place : offset + place + len(data)] = data
         self._blank.discard(slot)
 
     def fit_memory(self) -> None:
-        """Have another slot's memory taken, as no slot is free; or give that of one back, if it was not needed for
-        long: what saves that do not overlap need is one.
-        """
+        """Have memory taken for another slot if no slot is free, or give back that of a slot not needed for long."""
         last = self._memory.taken - 1
         if not self._memory.is_too_much:
             if self.claim_slot() is None:
@@ -177,11 +278,10 @@ class StagingBuffer:
             self._memory.give_back_last()
 
     def claim_slot(self) -> int | None:
-        """A slot to stage in, if there is one: that least recently used, so that they take turns.
+        """Return a free slot, the least recently used; None if there is none. From now on nobody can read it.
 
-        It is not under way, nobody reads what is there, and from now on nobody can. Nor is it the last that other hosts
-        have copies of, if storage has failed and has it not: with it, a host that is lost would take a part along. Nor
-        is it what readers find, while the memory of another is coming.
+        Never reuse the last slot with copies on other hosts while its save is not durable: a lost host would take a
+        part of it along. Never reuse the published slot while memory for another slot is coming.
         """
         safe = [save for save in self.saves if save is not None and (save.is_durable or save.is_replicated)]
         last = max(safe, key=lambda save: save.request.save_id, default=None)
@@ -196,18 +296,17 @@ class StagingBuffer:
         return None
 
     def unused_slots(self) -> list[int]:
-        """All that hold nothing yet: nobody reads there, and no save's image is lost by writing there."""
+        """Return the slots that hold no image yet."""
         unused = (slot for slot in self._by_age if self.saves[slot] is None and slot not in self._kept)
         return [slot for slot in unused if slot < self._memory.taken]
 
     def publish(self, slot: int, published: PublishedVersion) -> bool:
         """As ``PublishedSlots.publish_unless_last``."""
-        self._was_published = True
         self._memory.keep_two()
         return self._published.publish_unless_last(slot, published)
 
     def begin(self, slot: int, save: TrackedSave) -> None:
-        """``slot`` is taken for ``save``."""
+        """Take ``slot`` for ``save``."""
         others = (other for number, other in enumerate(self.saves) if number != slot and other is not None)
         self._memory.note(overlaps=not all(map(is_over, others)))
         self.saves[slot] = save
@@ -215,42 +314,12 @@ class StagingBuffer:
         self._by_age = [*(other for other in self._by_age if other != slot), slot]
 
     def offer(self, slot: int) -> None:
-        """Others may read what is staged in ``slot``: it is whole."""
+        """Let others read the image in ``slot``, which is whole."""
         self._published.offer_image(slot)
 
-    def ended(self) -> bool:
-        """Whether all saves have ended: until then the worker reads what is constant."""
-        return all(save is None or save.has_ended for save in self.saves)
-
     def idle(self) -> bool:
-        """Whether the worker has written all slots, and nobody copies into them: the memory can be given back."""
+        """Return True if all slots are written and nobody copies into them, so that the memory can be given back."""
         return all(save is None or (save.is_written and save.copied.is_set()) for save in self.saves)
-
-    def changed(
-        self, tensors: Sequence[torch.Tensor], threads: CopyThreads, *, with_promised: bool = True
-    ) -> Sequence[str]:
-        """The names of the tensors that do not change, as was thought, and have. Args: as of ``SharedPart.changed``."""
-        if self._shared is None:
-            return ()
-        if self._is_filled and not self._shared.is_filled:  # by a trainer before this one
-            self._shared.recognize(threads)
-        return self._shared.changed(tensors, threads, with_promised=with_promised) if self._shared.is_filled else ()
-
-    def refill(self) -> bool:
-        """Have what slots share copied anew by the next ``copy``: it was prepared, with other values, and nothing was
-        saved. False: somebody else may read it.
-        """
-        may = self.is_unused and not self._is_inherited and not self._was_published
-        self._is_filled = self._is_filled and not may
-        return may
-
-    def unchanged(self, tensors: Sequence[torch.Tensor], threads: CopyThreads) -> list[int]:
-        """The numbers of the tensors that are as in the last durable save, as far as its image is still there."""
-        durable = [(save.request.save_id, slot) for slot, save in enumerate(self.saves) if save and save.is_durable]
-        if not durable:
-            return []
-        _, slot = max(durable)
-        return same_as_staged(tensors, self.plan.layout, self.segment, self._offsets[slot], threads)
 
     def copy(
         self,
@@ -264,54 +333,35 @@ class StagingBuffer:
         """Copy the tensors of a state, and return when that is done. The first from a device has the memory pinned.
 
         Args:
-            slot: Where to.
-            tensors: All of the plan, in the order of the layout.
-            ready: What the copies from each device wait for.
-            threads: Those that take part.
+            slot: The slot.
+            tensors: All tensors of the plan, in the order of the layout.
+            ready: Events that the copies from each device wait for.
+            threads: Threads that help.
             queued, devices: As of ``SlotStager.copy``.
         """
         if self._pinned is None and (device := first_device(tensors, ready)) is not None:
-            cuts = _cuts(self.plan.layout, self._offsets, self._shared_at)
+            cuts = _cuts(self.plan.layout, self._offsets)
             self._pinned = PinnedMemory(self.segment, cuts, device, self._memory.ends[0])
         if self._pinned is not None:
             for end in self._memory.ends:  # no range crosses one: the memory of a slot may go back
                 self._pinned.extend(end)
-        if self._shared is not None and not self._is_filled:
-            self._shared.fill(tensors, ready, threads)
-            self._is_filled = True
         self._stagers[slot].copy(tensors, ready, threads, partial(self.slots.set_arrived, slot), queued, devices)
 
     def write_objects(self, slot: int) -> None:
-        """Bring the objects in ``slot`` up to what the plan last captured."""
+        """Write the objects that the plan last captured into ``slot``."""
         if slot in self._blank:
             self._write_constants(slot)
         begin = self._offsets[slot]
-        image = self.segment.view[begin : begin + self.plan.layout.slot_bytes]
+        image = self.segment.view[begin : begin + self.plan.layout.nbytes]
         self.plan.objects.write(slot, image, self.plan.layout.objects)
-
-    def free(self, timeout: float) -> DetachedBuffer | None:
-        """Let go of the memory, for another plan of the same worker; None, and nothing is done, where somebody reads
-        there, or may know it as it is, or a save has not ended. Nothing in it may be under way.
-        """
-        if (
-            self.is_closed
-            or self._was_published
-            or self._memory.is_coming
-            or not self.ended()
-            or not all(map(self._published.claim, range(len(self.saves))))
-        ):
-            return None
-        self.is_closed = True
-        # Before anything is written there: after that nobody may find what was there before.
-        self.client.ask(Clear(self.number), Cleared, timeout, "giving up what is in memory")
-        if self._pinned is not None:
-            self._pinned.close()  # it is cut where copies of this plan end
-        return replace(self.leave(), number=self.number, pinned=None, is_free=True, is_filled=False)
 
     def close(self) -> None:
         """Give the memory back; nothing in it may be under way, or the worker is gone. Safe to call twice."""
         self.is_closed = True
-        self.leave()
+        for stager in self._stagers:
+            stager.close()
+        self._published.close()
+        self.slots.close()
         self._release()
 
     def _release(self) -> None:
@@ -321,34 +371,24 @@ class StagingBuffer:
             self.client.tell(Release(self.number))
         self.segment.close()
 
-    def leave(self) -> DetachedBuffer:
-        """Let go of the memory, but keep it for another worker: this one is gone."""
-        for stager in self._stagers:
-            stager.close()
-        if self._shared is not None:
-            self._shared.close()
-        self._published.close()
-        self.slots.close()
-        return DetachedBuffer(self.segment, self.layout, pinned=self._pinned, is_filled=self._is_filled)
-
     def _is_free(self, slot: int) -> bool:
         save = self.saves[slot]
         return save is None or is_over(save)
 
 
 def is_over(save: TrackedSave) -> bool:
-    """Whether the slot of a save is free."""
+    """Return True if the slot of a save is free."""
     # Written is not enough: where commits are slow, saves that are not committed would pile up in the worker.
     return save.is_written and save.copied.is_set() and (save.has_ended or save.is_withdrawn)
 
 
 def copy_bytes(plan: CheckpointPlan) -> int:
-    """How large a segment is that another host keeps copies of the plan's images in."""
+    """Return the size of a segment, on another host, for copies of the plan's images."""
     return _laid_out(plan)[2] + COPY_SLOTS * plan.layout.nbytes
 
 
 def _laid_out(plan: Plan) -> tuple[dict[str, Region], Constants, int]:
-    """Where what is constant stands in a segment, by name; what it is; and where the first slot begins."""
+    """Return the regions of the constants in a segment, by name; the constants; and the offset of the first slot."""
     regions: dict[str, Region] = {}
     fixed: list[tuple[Region, bytes | memoryview]] = []
     end = HEADER_BYTES
@@ -359,9 +399,7 @@ def _laid_out(plan: Plan) -> tuple[dict[str, Region], Constants, int]:
     return regions, fixed, end
 
 
-def _cuts(layout: DataLayout, offsets: Sequence[int], shared_at: int) -> list[int]:
+def _cuts(layout: DataLayout, offsets: Sequence[int]) -> list[int]:
     """Return where ranges of pinned memory may end, in a segment with slots at ``offsets``: no copy crosses that."""
     cuts = sorted(chain.from_iterable(map(pinned_cuts, layout.tensors)))
-    own = bisect_left(cuts, layout.slot_bytes)
-    shared = [shared_at - layout.slot_bytes + place for place in cuts[own:]]
-    return shared + [offset + place for offset in offsets for place in (0, *cuts[:own])]
+    return [offset + place for offset in offsets for place in (0, *cuts)]

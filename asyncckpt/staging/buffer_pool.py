@@ -1,8 +1,7 @@
-"""The pool of staging buffers that an engine keeps, and memory that outlived its worker."""
+"""The pool of staging buffers that an engine keeps."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,15 +10,14 @@ from typing import Any
 import torch
 
 from asyncckpt.config import Config
-from asyncckpt.errors import OutOfMemoryError, SaveTimeoutError
+from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.messages import CopiesKept, KeepCopies
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.save_handle import Save
-from asyncckpt.staging.buffer import Plan, StagingBuffer
-from asyncckpt.staging.detached_buffer import DetachedBuffer
+from asyncckpt.staging.buffer import InheritedMemory, Plan, StagingBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +25,6 @@ logger = logging.getLogger(__name__)
 _MOST_SLOTS = 2
 # Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
 _MAX_PLANS = 4
-# How fast memory comes that is new to a process.
-_NEW_BYTES_PER_S = 1e9
 
 
 @dataclass
@@ -43,13 +39,13 @@ class CachedPlan:
 class BufferPool:
     """What an engine has planned, and where it is staged; ``known``: the most recently used first.
 
-    ``detached`` is memory whose worker is gone, for the next one to adopt.
+    ``inherited`` is memory of the trainer before this one.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self.known: list[CachedPlan] = []
-        self.detached: list[DetachedBuffer] = []
+        self.inherited: list[InheritedMemory] = []
 
     def find(
         self, key: Any, capture: Callable[[Any], Sequence[torch.Tensor]], client: WorkerClient
@@ -76,7 +72,7 @@ class BufferPool:
             if known.buffer is not None and known.buffer.is_closed:
                 known.buffer.close()
                 known.buffer = None
-            if known.buffer is None:  # its worker died, and took the memory along
+            if known.buffer is None:  # its worker died, and its memory is gone
                 known.buffer = self._allocate(known.plan, client)
             return known.buffer, tensors
         return None
@@ -94,7 +90,7 @@ class BufferPool:
         """
         outdated = [known for known in self.known if known.key == key and known.plan.names == plan.names]
         for known in outdated or self.known[_MAX_PLANS - 1 :]:
-            self._give_back(known, client, "writing the save before the structure changed", for_next=bool(outdated))
+            self._give_back(known, client, "writing the save before the structure changed")
             self.known.remove(known)
         return self._allocate(plan, client)
 
@@ -111,45 +107,36 @@ class BufferPool:
         return None
 
     def hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
-        """Have ``client`` adopt memory that outlived its worker: ours, or else what a ``predecessor`` holds.
-
-        Raises ``WorkerDiedError``, ``SaveTimeoutError``.
-        """
-        if predecessor is not None and not self.detached:
-            self.detached = [
-                DetachedBuffer(predecessor.segments[number], layout, predecessor.images_in(number))
+        """Have ``client`` adopt the memory that a ``predecessor`` holds. Raises as ``WorkerClient.adopt``."""
+        if predecessor is not None:
+            self.inherited = self.inherited or [
+                InheritedMemory(predecessor.segments[number], layout, predecessor.images_in(number))
                 for number, layout in predecessor.layouts().items()
             ]
-        self.detached = [each for each in self.detached if not each.segment.closed]  # of a call that was interrupted
-        if predecessor is not None:
             for number, copies in predecessor.copies_by_segment().items():
                 if (segment := predecessor.segments.get(number)) is not None:  # else an interrupted call has
                     client.adopt(segment, copies, self._config.timeout)
                     predecessor.segments.pop(number).close()
-        for detached in self.detached:
-            detached.number = client.adopt(detached.segment, detached.held, self._config.timeout)
-
-    def leave(self) -> None:
-        """Let go of the memory of all plans, which has lost its worker."""
-        for known in self.known:
-            if known.buffer is not None:
-                left = known.buffer.leave()
-                if all(each.segment is not left.segment for each in self.detached):  # else an interrupted call has
-                    self.detached.append(left)
-                known.buffer = None
+        self.inherited = [each for each in self.inherited if not each.segment.closed]  # of an interrupted call
+        for each in self.inherited:
+            each.number = client.adopt(each.segment, each.held, self._config.timeout)
 
     def close(self) -> None:
-        """Give back memory that has no worker."""
-        while self.detached:
-            self.detached[-1].close()  # first, for an exception may come in between
-            self.detached.pop()
+        """Let go of all memory. Its worker has died, or leaves. Safe to call twice."""
+        for known in self.known:
+            if known.buffer is not None:
+                known.buffer.close()
+                known.buffer = None
+        for each in self.inherited:
+            each.segment.close()
+        self.inherited = []
 
     def _allocate(self, plan: Plan, client: WorkerClient) -> StagingBuffer:
         """Memory for ``plan``; where there is too little, in the place of what was not used lately."""
         slots, taken = (_MOST_SLOTS, 1) if self._config.slots is None else (self._config.slots, None)
         while True:
             try:
-                buffer = StagingBuffer(plan, client, slots, self._config.timeout, self.detached, taken)
+                buffer = StagingBuffer(plan, client, slots, self._config.timeout, self.inherited, taken)
                 try:
                     self._keep_copies(plan, client)
                 except BaseException:
@@ -172,19 +159,9 @@ class BufferPool:
         wanted = KeepCopies(plan.number, plan.copied_ranks, plans, *how)
         client.ask(wanted, CopiesKept, self._config.timeout, "taking memory for copies of other hosts' images")
 
-    def _give_back(self, known: CachedPlan, client: WorkerClient, doing: str, *, for_next: bool = False) -> None:
-        """Give back the memory of a plan, once nothing in it is under way; or keep it ``for_next``, which is to be
-        made: memory that is new to a process takes several times as long as a copy.
-        """
+    def _give_back(self, known: CachedPlan, client: WorkerClient, doing: str) -> None:
+        """Give back the memory of a plan, once nothing in it is under way."""
         if known.buffer is not None:
             client.wait_for(known.buffer.idle, self._config.timeout, doing)
-            if for_next:
-                # No longer than new memory would take.
-                longest = known.buffer.segment.nbytes / _NEW_BYTES_PER_S
-                with contextlib.suppress(SaveTimeoutError):
-                    client.wait_for(known.buffer.ended, min(longest, self._config.timeout), doing)
-            if for_next and (free := known.buffer.free(self._config.timeout)) is not None:
-                self.detached.append(free)
-            else:
-                known.buffer.close()
+            known.buffer.close()
             known.buffer = None

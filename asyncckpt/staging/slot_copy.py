@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import compress
@@ -12,11 +14,38 @@ import torch
 
 from asyncckpt.devices import kinds
 from asyncckpt.devices.kinds import ReadyEvents
+from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.shm.segment import Segment
-from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import DeviceCopy, Fence, QueuedCopies
-from asyncckpt.staging.host_copy import CopyUnit, SlotViews, batch_units, copy_units, host_units
+from asyncckpt.staging.host_copy import CopyThreads, CopyUnit, SlotViews, batch_units, copy_units, host_units
+from asyncckpt.threads import Flag
+
+_copies: weakref.WeakValueDictionary[int, Flag] = weakref.WeakValueDictionary()
+
+
+def note_copy(copied: Flag) -> None:
+    """A copy begins, on a thread of its own, that reads tensors until ``copied`` is set."""
+    _copies[id(copied)] = copied
+
+
+def held_memory(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """``tensors`` as they are now, whatever becomes of them: ``parameter.data = ...`` gives one other memory.
+
+    That is done to parameters, by ``Module.to`` for one; ``state_dict()`` has tensors of its own in their place.
+    """
+    if set(map(type, tensors)) <= {torch.Tensor}:  # 20 ns each, and detaching them is 500
+        return tensors
+    return [tensor if type(tensor) is torch.Tensor else tensor.detach() for tensor in tensors]
+
+
+def wait_for_copies(timeout: float) -> None:
+    """Return when no copy reads any tensor. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    for copied in [known() for known in _copies.valuerefs()]:
+        if copied is not None and not copied.wait(max(0.0, deadline - time.monotonic())):
+            raise SaveTimeoutError(f"tensors are still being copied after {timeout:g} s")
+
 
 _device, _begin = attrgetter("device"), attrgetter("begin")
 
@@ -24,44 +53,30 @@ _device, _begin = attrgetter("device"), attrgetter("begin")
 class SlotStager:
     """Copies the tensors of one plan into one slot. The tensors are new on every call; where they go is not."""
 
-    def __init__(
-        self,
-        layout: DataLayout,
-        segment: Segment,
-        offset: int,
-        converted: Sequence[bool] = (),
-        *,
-        shared: bool = False,
-    ) -> None:
+    def __init__(self, layout: DataLayout, segment: Segment, offset: int, converted: Sequence[bool] = ()) -> None:
         """Nothing is written before ``copy``.
 
         Args:
             layout: The layout of the image.
             segment: The memory; it cannot be unmapped until ``close``.
-            offset: Where an image would begin in the segment, in bytes, that had all in one piece.
+            offset: Where the slot begins in the segment, in bytes.
             converted: Which tensors come in another dtype than they are stored in. Empty: none.
-            shared: Copy what all slots share, and not what each has.
         """
         # Of tensors that share their bytes the first is copied for all.
         self._own = [
-            spec.alias is None and place.payload_bytes > 0 and (place.at >= layout.slot_bytes) == shared
+            spec.alias is None and place.payload_bytes > 0
             for spec, place in zip(layout.specs, layout.tensors, strict=True)
         ]
         self._all_own = all(self._own)
         specs, places = list(compress(layout.specs, self._own)), list(compress(layout.tensors, self._own))
         self._views: SlotViews | None = SlotViews(specs, places, segment, offset, layout.begins)
         self._converted = list(compress(converted, self._own)) or [False] * len(specs)
-        self._nbytes = layout.slot_bytes
+        self._nbytes = layout.nbytes
         # How the work is divided depends on which devices the tensors are on, and is kept as long as they stay there.
         self._devices: list[torch.device] = []
         self._divided_for: object | None = None
         self._host: list[CopyUnit] = []
         self._device_copies: list[DeviceCopy] = []
-
-    @property
-    def numbers(self) -> list[int]:
-        """Those of the tensors that are copied."""
-        return list(compress(range(len(self._own)), self._own))
 
     def copy(
         self,

@@ -1,7 +1,7 @@
-"""Where checkpoints are kept: the kind of storage that a path is in, the steps of a root, and how a save has ended.
+"""Storage of checkpoints: the kind of storage of a path, the steps of a root, and the outcome of a save.
 
-``storage.py`` is the interface of all kinds. A root has a folder for each step, ``root/step-00000100``; ``history.py``
-has their order.
+``storage.py`` is the interface of all kinds. A root has a folder for each step, ``root/step-00000100``. ``history.py``
+orders the steps by their creation.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ logger = logging.getLogger(__name__)
 
 _object_storage = functools.cache(ObjectStorage)  # one for each bucket
 _STEP = re.compile(r"step-(\d{8,})")
-# Control characters, and what stands for bytes that are no UTF-8.
+# Control characters, and surrogates, which stand for bytes that are not UTF-8.
 _NO_KEY = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def storage_for(path: str, *, direct_io: bool = True) -> Storage:
-    """The kind of storage that ``path`` is in. ``direct_io``: write past the page cache, where there is one.
+    """Return the storage that ``path`` is in. ``direct_io``: write past the page cache, if there is one.
 
-    Raises ``StorageError`` where the client for its kind is missing.
+    Raises ``StorageError`` if the client for this kind of storage is missing.
     """
     return _object_storage(objects_at(path)) if is_address(path) else LocalStorage(direct_io)
 
 
 def is_address(path: str) -> bool:
-    """Whether ``path`` is on an object store."""
+    """Return whether ``path`` is on an object store."""
     return _URL.match(path) is not None
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """``path`` from the root of the file system on, where "~" is the user's home; or the address on an object store.
+    """Return the absolute form of ``path``, with "~" expanded, or the normalized address on an object store.
 
-    Raises ``StorageError`` for an address of another kind, and for a path that cannot be.
+    Raises ``StorageError`` for an address of another kind, and for an impossible path.
     """
     text = os.fspath(path)
     if not text:
@@ -85,37 +85,40 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def may_be_key(name: str) -> bool:
-    """Whether a file of a set can have that name on an object store: some are ours there, and some no store takes."""
+    """Return whether a file of a set can have this name on an object store.
+
+    Some names are reserved by asyncckpt there, and no store accepts control characters.
+    """
     parts = name.split("/")
     is_ours = parts[-1] == MANIFEST_NAME or PARTS in name or any(part.startswith(PROBE) for part in parts)
     return not is_ours and not _NO_KEY.search(name)
 
 
 def refuse_address(path: str) -> None:
-    """Raise ``StorageError`` where ``path`` is on an object store, and only a file system will do."""
+    """Raise ``StorageError`` if ``path`` is on an object store, for callers that need a file system."""
     if is_address(path):
         raise StorageError(f"{path} is an address, and this saves to file systems only: mount it")
 
 
 def step_folder(root: str, step: int) -> str:
-    """Where the checkpoint of ``step`` stands."""
+    """Return the folder of the checkpoint of ``step``."""
     return os.path.join(root, f"step-{step:08d}")
 
 
 def step_of(path: str) -> int | None:
-    """The step that the folder ``path`` has its name from; None: it is no folder of a step."""
+    """Return the step that the folder ``path`` is named after; None if it is not the folder of a step."""
     name = _STEP.fullmatch(os.path.basename(path))
     return int(name[1]) if name else None
 
 
 def named_steps(root: str) -> list[int]:
-    """The steps that folders under ``root`` have their names from, ascending. Raises ``StorageError``."""
+    """Return the steps that folders under ``root`` are named after, ascending. Raises ``StorageError``."""
     steps = map(step_of, storage_for(root).names_in(root))
     return sorted(step for step in steps if step is not None)
 
 
 def complete_steps(*roots: str) -> list[int]:
-    """The steps with a committed checkpoint under any of ``roots``, ascending; none where there is no such folder.
+    """Return the steps with a committed checkpoint under any of ``roots``, ascending. A missing root has no steps.
 
     Raises ``StorageError``.
     """
@@ -130,7 +133,7 @@ def _complete_steps(root: str) -> list[int]:
 
 
 def place_to_put(path: str | os.PathLike[str], existing: Existing) -> str:
-    """Where a checkpoint goes that is saved to ``path``: with "replace" and "join" to what a link there leads to.
+    """Return the final place of a checkpoint saved to ``path``. "replace" and "join" follow a link at ``path``.
 
     Raises as ``absolute``.
     """
@@ -139,7 +142,7 @@ def place_to_put(path: str | os.PathLike[str], existing: Existing) -> str:
 
 
 def replace_or_set_aside(path: str) -> Existing:
-    """What becomes of what is at ``path`` where nothing of others is to be lost: a checkpoint goes, all else stays."""
+    """Return how to save to ``path`` without loss of foreign files: replace a checkpoint, set anything else aside."""
     with contextlib.suppress(StorageError):  # the save fails in the same way, and on all ranks
         if not storage_for(path).may_put(path, "replace"):
             return "set aside"
@@ -147,7 +150,7 @@ def replace_or_set_aside(path: str) -> Existing:
 
 
 def set_aside(root: str, step: int) -> None:
-    """Take the name from a damaged checkpoint, so that its step can be saved again. Nothing of it is removed."""
+    """Rename a damaged checkpoint, so that its step can be saved again. No files are removed."""
     try:
         storage_for(root).set_aside(step_folder(root, step), "damaged")
     except StorageError as error:
@@ -155,8 +158,9 @@ def set_aside(root: str, step: int) -> None:
 
 
 def remove_old_checkpoint(path: str) -> None:
-    """Remove a checkpoint that a newer one has taken the place of. It loses its name first. One that is being read, or
-    cannot be removed, stays, and the log says so. Raises nothing.
+    """Remove a checkpoint that a newer checkpoint replaces. It loses its name first. Raises nothing.
+
+    A checkpoint that is being read, or cannot be removed, stays, and the log says so.
     """
     try:
         if not storage_for(path).remove_checkpoint(path):
@@ -166,18 +170,18 @@ def remove_old_checkpoint(path: str) -> None:
 
 
 def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> bool:
-    """Whether a save is finalized; if it is not, it never will be.
+    """Return whether a save is finalized. If it is not, it never will be.
 
-    For a rank that has written its part and cannot learn the outcome, or whose part nobody is writing any more, because
-    its worker is dead. The answer is the same for all ranks and does not change any more.
+    Call this on a rank that has written its part and cannot learn the outcome. Call it also if the rank's worker is
+    dead, so that nobody writes its part. The answer is the same on all ranks and does not change any more.
 
     Args:
         request: The save.
-        timeout: How many seconds storage may take.
-        inode: Of a single file, what it was written to (see ``OpenAttempt``).
+        timeout: Maximum seconds to wait for storage.
+        inode: The inode that a single file was written to (see ``OpenAttempt``).
 
     Raises:
-        SaveTimeoutError: Storage fails, or does not answer in time. Then, and only then, nobody can say.
+        SaveTimeoutError: Storage fails, or does not answer in time. Only then the outcome is unknown.
     """
     outcome: Future[bool] = Future()
 
@@ -185,8 +189,8 @@ def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> 
         try:
             storage = storage_for(request.path)
             is_finalized, leftover = storage.resolve(request.path, request.attempt, request.existing, inode)
-        except StorageError as error:
-            outcome.set_exception(error)
+        except Exception as error:
+            outcome.set_exception(error if isinstance(error, StorageError) else StorageError(repr(error)))
             return
         outcome.set_result(is_finalized)
         storage.remove(leftover)
@@ -207,5 +211,5 @@ def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> 
             rank=request.rank,
             step=request.step,
         ) from error
-    thread.join(max(0.0, begun + timeout - time.monotonic()))  # so that what was revoked takes no more space
+    thread.join(max(0.0, begun + timeout - time.monotonic()))  # until the revoked attempt takes no space
     return is_finalized

@@ -1,7 +1,7 @@
-"""What a file system does for storage: durable folders, locks, and its errors as ours.
+"""File system operations for storage: durable folders, locks, and the translation of errors.
 
-A lock (``flock``) belongs to an open descriptor: the kernel drops it when the process dies. So anybody can tell an
-attempt under way from what a dead worker left behind.
+A lock (``flock``) belongs to an open descriptor, and the kernel drops it when the process dies. So any process can tell
+an attempt under way from the leftover of a dead worker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ADVICE = {
 
 @contextlib.contextmanager
 def translated(doing: str, path: str) -> Iterator[None]:
-    """Turn an ``OSError`` inside into a ``StorageError`` that says what was being done, and to what."""
+    """Turn an ``OSError`` in the block into a ``StorageError`` that names the operation and the path."""
     try:
         yield
     except unless_interrupt(OSError) as error:
@@ -44,19 +44,19 @@ def translated(doing: str, path: str) -> Iterator[None]:
         raise StorageError(f"{doing} failed: {error.strerror or error}; {advice}", path=path) from error
 
 
-# From here on all raise ``OSError``: whoever calls says what was being done.
+# All functions below raise ``OSError``. Their callers know the operation and translate the error.
 
 
 def open_regular(path: str, flags: int = 0) -> int:
-    """A descriptor of a file, for reading. Who opens a pipe or a device might wait for ever, or read without an end.
+    """Open a regular file for reading. Refuse pipes and devices: opening may block, and reading may never end.
 
-    Raises ``DamagedCheckpointError`` where it is none.
+    Raises ``DamagedCheckpointError`` if ``path`` is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise DamagedCheckpointError("this is no file", path=path)
-    # Without this some network file systems answer reads with EAGAIN.
+    # With O_NONBLOCK some network file systems answer reads with EAGAIN.
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     return fd
 
@@ -72,7 +72,7 @@ def read_all(fd: int, nbytes: int) -> bytes:
 
 @contextlib.contextmanager
 def opened(path: str, flags: int = os.O_DIRECTORY, folder: int | None = None) -> Iterator[int]:
-    """A descriptor of a folder, or with other ``flags`` of a file; ``folder``: what ``path`` is relative to."""
+    """Open a folder, or with other ``flags`` a file. ``folder``: the open folder that ``path`` is relative to."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=folder)
     try:
         yield fd
@@ -91,7 +91,7 @@ def sync_folder(path: str) -> None:
 
 
 def make_folder(path: str) -> None:
-    """Make ``path`` and what is missing above it, each entry durable."""
+    """Create the folder ``path`` and its missing parents, each entry durable."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
@@ -105,7 +105,7 @@ def make_folder(path: str) -> None:
 
 
 def files_under(folder: int) -> Iterator[str]:
-    """The files in an opened folder and below it, by their paths in it, with folders that have none, and links."""
+    """Yield the files in an open folder and below it, by relative path, with links and folders without files."""
     for above, folders, names, fd in os.fwalk(dir_fd=folder):
         links = [name for name in folders if stat.S_ISLNK(os.lstat(name, dir_fd=fd).st_mode)]
         within = [*names, *links] if folders or names or above == "." else [""]
@@ -113,9 +113,10 @@ def files_under(folder: int) -> Iterator[str]:
 
 
 def holds_only_a_checkpoint(path: str, *, is_attempt: bool = False) -> bool:
-    """Whether ``path`` is free, or a folder of a checkpoint's files alone: with it, nobody else's files are lost.
+    """Return whether ``path`` is missing, or a folder with files of a checkpoint only.
 
-    A set of files is one where its manifest names them all; an ``is_attempt`` at one has an index from the beginning.
+    If so, its removal loses no foreign files. A folder with a set of files qualifies if the manifest names all of them.
+    An attempt at a set (``is_attempt``) qualifies by its index, which is written first.
     """
     try:
         with opened(path) as folder:
@@ -134,13 +135,15 @@ def holds_only_a_checkpoint(path: str, *, is_attempt: bool = False) -> bool:
 
 
 def is_replaceable(path: str) -> bool:
-    """Whether a checkpoint may take the place of what is at ``path``. Not that of a link: what it leads to stays."""
+    """Return whether a checkpoint may replace ``path``. A link is not replaceable, because its target would stay."""
     return not os.path.islink(path) and holds_only_a_checkpoint(path)
 
 
 def remove_folder(path: str) -> None:
-    """Remove the folder of a checkpoint, or a link to one. What it is known by goes last: what is left of it when this
-    is killed, a later save removes.
+    """Remove the folder of a checkpoint, or a link to a checkpoint.
+
+    The manifest and the indexes, which identify the folder, are removed last. If this process is killed meanwhile, a
+    later save recognizes the rest and removes it.
     """
     if os.path.islink(path):
         os.unlink(path)
@@ -157,19 +160,19 @@ def remove_folder(path: str) -> None:
 
 
 def _remove_tree(path: str) -> None:
-    """Remove a folder from which other ranks may be removing their files: a try that ends early has one file less."""
+    """Remove a folder while other ranks may be removing files in it. Each retry has at least one file less."""
     while os.path.lexists(path):
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path)
 
 
 def replace_text(path: str, text: str, at: int | None = None) -> None:
-    """Have a small file hold ``text``, in one step and durably.
+    """Replace a small file by ``text``, atomically and durably. Raises ``OSError``.
 
-    ``at``: its time of modification, in nanoseconds since the epoch; None: now. Raises ``OSError``.
+    ``at``: its time of modification, in nanoseconds since the epoch; None: now.
     """
     folder, name = os.path.split(path)
-    new = os.path.join(folder, f".{name}.new")  # whoever is killed leaves one that the next replaces
+    new = os.path.join(folder, f".{name}.new")  # if this process is killed, the next call replaces the leftover
     with open(new, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -181,21 +184,21 @@ def replace_text(path: str, text: str, at: int | None = None) -> None:
 
 
 def lock_alone(fd: int) -> bool | None:
-    """Lock what is open, alone; False where somebody else holds it, None where the file system has no locks."""
+    """Lock an open file exclusively. Return False if another process has a lock, None without support for locks."""
     return _lock(fd, fcntl.LOCK_EX)
 
 
 def lock_shared(fd: int) -> None:
-    """Lock what is open together with others; nothing happens on a file system without locks.
+    """Lock an open file together with other readers. Do nothing on a file system without locks.
 
-    Who removes it, or looks whether it is locked, has it alone for a moment: it is a ``TimeoutError`` when another
-    process has had it alone for 30 seconds.
+    A process that removes the file, or checks its lock, holds it exclusively for a moment. Raises ``TimeoutError`` if
+    another process has held it exclusively for 30 seconds.
     """
     _lock_soon(fd, fcntl.LOCK_SH)
 
 
 def lock_alone_soon(fd: int) -> None:
-    """Lock what is open, alone, as soon as nobody else holds it; as ``lock_shared`` in all else."""
+    """Lock an open file exclusively, as soon as no other process holds it. Waits and raises as ``lock_shared``."""
     _lock_soon(fd, fcntl.LOCK_EX)
 
 
@@ -208,7 +211,7 @@ def _lock_soon(fd: int, kind: int) -> None:
 
 
 def is_locked(path: str) -> bool:
-    """Whether somebody holds the folder ``path``."""
+    """Return whether any process holds a lock on the folder ``path``."""
     with opened(path) as fd:
         return lock_alone(fd) is False
 

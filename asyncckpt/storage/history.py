@@ -1,10 +1,10 @@
-"""The checkpoints of a root in the order in which they were created: which is the newest, and which may go.
+"""The checkpoints of a root in the order of their creation: the newest checkpoint, and retention.
 
-Numbers do not say that. A training that has gone back to an older step goes on from there; the later steps that it had
-reached before were created earlier than what it saves now, and are left behind.
+Step numbers do not give this order. A training that has gone back to an older step continues from there. The later
+steps that it had reached before are older than the steps that it saves now, and count as left behind.
 
-A run may have several roots, the nearest first: a local one that it saves to, and one that some steps are uploaded to.
-A copy was created when its original was.
+A run may have several roots, the nearest first: for example a local root that it saves to, and a root that some steps
+are uploaded to. A copy has the time of creation of its original.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 Stamps: TypeAlias = Mapping[str, FileStamp | None]
 
-# Manifests whose facts are kept, so that each is read once by a process.
+# Number of manifests to cache, so that a process reads each manifest once.
 _KEPT = 4096
-# By the root, on an object store: the last time of creation, and when all there were looked at.
+# By root, for object stores: the latest time of creation, and the time of the last look at all checkpoints.
 _last_created: dict[str, tuple[float, float]] = {}
 _LOOK_EVERY_S = 300.0
 
@@ -39,17 +39,18 @@ _LOOK_EVERY_S = 300.0
 class StoredStep(NamedTuple):
     """The checkpoint in the folder of a step.
 
-    ``created``, ``keep``, ``began``, ``attempt`` and ``upload`` are as in its manifest. ``created`` is None if the
-    manifest is missing, damaged, or names another step.
+    ``created``, ``keep``, ``began``, ``attempt`` and ``upload`` are copied from the manifest. ``created`` is None if
+    the manifest is missing, damaged, or names another step.
     """
 
     step: int
     created: float | None
     keep: bool
     modified: int
-    """When the newest of its files was changed, in nanoseconds by the clock of the storage; of a manifest, that."""
+    """Time of modification, in nanoseconds by the clock of the storage: of the manifest if it is readable, else of the
+    newest file."""
     roots: tuple[str, ...]
-    """Under which this very checkpoint stands, the nearest first."""
+    """The roots that hold this same checkpoint, the nearest first."""
     began: float = 0.0
     attempt: str = ""
     upload: Upload | None = None
@@ -57,12 +58,12 @@ class StoredStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run goes on: at the ``step`` that it has loaded.
+    """The point where a run continues: the ``step`` that it has loaded.
 
-    ``newest`` is the time of creation of the newest checkpoint that there was then: what the run saves is newer.
-    ``left`` are the later steps that it has left behind, if it saves steps of those numbers again. ``unfinished`` are
-    attempts at such steps that dead trainers had under way, with their paths: they may be committed until the run saves
-    for the first time. ``began`` is when the training began that had saved the step: the run goes on with that one.
+    ``newest`` is the time of creation of the newest checkpoint at that time; checkpoints of this run are newer.
+    ``left`` are the later steps, which the run leaves behind if it saves their numbers again. ``unfinished`` are
+    attempts of dead trainers at such steps, with their paths. They may still be committed until the run saves for the
+    first time. ``began`` is the time when the training began that had saved the step; the run continues that training.
     """
 
     step: int
@@ -72,28 +73,30 @@ class Origin:
     began: float = 0.0
 
     def has_left(self, root: str, step: int) -> bool:
-        """Whether the run has left behind what stands at ``step``. An object store is not asked: no save waits for it.
+        """Return whether the run has left behind the checkpoint at ``step``.
 
-        Raises ``StorageError``.
+        An object store is not asked, so that no save waits for it. Raises ``StorageError``.
         """
         if step not in self.left or is_address(root):
             return step in self.left
         found, path = _look(root, step), step_folder(root, step)
         attempts = [attempt for place, attempt in self.unfinished if place == path]
         if found is None:
-            return bool(attempts)  # it may come yet
+            return bool(attempts)  # it may still be committed
         if found.created is None or found.created <= self.newest:
             return True
         return any(storage_for(path).is_finalized(path, attempt) for attempt in attempts)
 
 
 def history(*roots: str, strict: bool = True) -> list[StoredStep]:
-    """All steps under ``roots`` with anything in their folders, in the order in which they were created.
+    """Return all non-empty steps under ``roots`` in the order of their creation.
 
-    One whose manifest says nothing counts as the newest if it may be that: by its number, or because its files are
-    newer; else as the oldest. Whoever takes the newest then learns what is wrong with it. Of a step that stands under
-    several roots the newest counts. Raises ``StorageError``, also where one step cannot be looked at, unless it is not
-    ``strict``: then that is left out, with a warning.
+    A step with an unreadable manifest counts as the newest if its number or its files are newer than the newest known
+    step. A caller that takes the newest step then sees the error. Otherwise such a step counts as the oldest. If a step
+    stands under several roots, the newest counts.
+
+    Raises ``StorageError``, also if a single step cannot be read. Without ``strict`` such a step is left out, with a
+    warning.
     """
     by_step: dict[int, StoredStep] = {}
     for each in itertools.chain.from_iterable(_stored_steps(root, strict) for root in roots):
@@ -115,30 +118,30 @@ def _stored_steps(root: str, strict: bool) -> list[StoredStep]:
 
 
 def _newer(one: StoredStep, other: StoredStep) -> StoredStep:
-    """Of two that have the same number, ``one`` under a nearer root."""
+    """Return the newer of two checkpoints with the same step number. ``one`` is under a nearer root."""
     if other.created is None or one.created == other.created:
         return one if other.created is None else one._replace(roots=one.roots + other.roots)
     return other if one.created is None or one.created < other.created else one
 
 
 def stored_step(step: int, *roots: str) -> StoredStep | None:
-    """What stands in the folder of ``step``, as of ``history``; None: nothing. Raises ``StorageError``."""
+    """Return the entry of ``step``, as in ``history``; None if its folder is empty. Raises ``StorageError``."""
     found = [each for root in roots if (each := _look(root, step)) is not None]
     return functools.reduce(_newer, found) if found else None
 
 
 def newest_step(*roots: str) -> int | None:
-    """The step that was created last, complete or not. Raises ``StorageError``.
+    """Return the step that was created last, complete or not. Raises ``StorageError``.
 
-    A folder has the name of a step only when its checkpoint is complete: what is missing there was lost later, and
-    whoever wants the newest has to be told.
+    A folder is named after a step only when its checkpoint is complete. A file that is missing there was lost later,
+    and a caller that wants the newest step must learn of the loss.
     """
     found = history(*roots)
     return found[-1].step if found else None
 
 
 def older_step(step: int, *roots: str) -> StoredStep | None:
-    """What was created last before ``step``, complete or not. Raises ``StorageError``."""
+    """Return the step created last before ``step``, complete or not. Raises ``StorageError``."""
     found = history(*roots)
     place = next((at for at, each in enumerate(found) if each.step == step), 0)
     return found[place - 1] if place else None
@@ -151,12 +154,12 @@ def origin_of(
     goes_back: bool = True,
     began: float | None = None,
 ) -> Origin:
-    """Where a run goes on that has loaded ``step``; ``unfinished``: see ``Origin``. Raises ``StorageError``.
+    """Return the origin of a run that has loaded ``step``. ``unfinished``: see ``Origin``. Raises ``StorageError``.
 
-    ``began``: as of ``Origin``, of a step that was loaded from memory; None: as its manifest says.
+    ``began``: as in ``Origin``, for a step loaded from memory; None: read it from the manifest.
 
-    ``goes_back``: it may have been told to load an older one; else what is newer came while it loaded the newest, as
-    for a process that evaluates what a training saves.
+    ``goes_back``: the user may have chosen an older step. Otherwise newer steps have appeared while this process loaded
+    the newest step, as in an evaluation of a running training.
     """
     found = history(*roots, strict=False)
     newest = max((each.created for each in found if each.created is not None), default=0.0)
@@ -177,10 +180,11 @@ def origin_of(
 
 
 def time_of_creation(root: str, since: float = 0.0) -> float:
-    """Now, in seconds since the epoch, and later than ``since``, and than what any checkpoint under ``root`` says of
-    itself: the clocks of hosts differ. Raises ``StorageError``.
+    """Return the current time in seconds since the epoch, raised above ``since`` and all checkpoints under ``root``.
 
-    An object store is looked at once in a while: what comes there meanwhile, this process creates, as a rule.
+    The clocks of hosts differ, so checkpoints may be dated in the future. Raises ``StorageError``.
+
+    An object store is listed only once in a while, because normally this process alone creates checkpoints there.
     """
     now = time.monotonic()
     created, looked = _last_created.get(root, (0.0, -math.inf))
@@ -195,8 +199,10 @@ def time_of_creation(root: str, since: float = 0.0) -> float:
 
 
 def was_removed(request: WriteRequest) -> bool:
-    """Whether a checkpoint that was committed was removed by hand: nothing stands at its place, and no later step, for
-    which retention could have removed it. Where nobody can say, it was not.
+    """Return whether a committed checkpoint was removed by hand.
+
+    This is so if its place is empty and there is no later step, for which retention could have removed it. Returns
+    False if storage does not answer.
     """
     try:
         if storage_for(request.path).exists(request.path):
@@ -208,19 +214,19 @@ def was_removed(request: WriteRequest) -> bool:
 
 
 def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
-    """Remove old checkpoints of the training that has created the newest one. Those of earlier trainings stay.
+    """Remove old checkpoints of the training that has created the newest checkpoint. Earlier trainings are not touched.
 
-    A checkpoint also stays if its manifest says that it is to be kept, or cannot be read. One that cannot be removed,
-    or is being read, is left for the next time. Raises nothing.
+    A checkpoint also stays if its manifest has ``keep`` set, or cannot be read. A checkpoint that cannot be removed, or
+    is being read, is left for the next call. Raises nothing.
 
     Args:
         root: The folder of the steps.
-        keep_last: How many of those created last stay.
-        is_recent: Whether a step was just committed; it stays in any case.
+        keep_last: Number of checkpoints to keep, by time of creation.
+        is_recent: Return whether a step was just committed; it stays in any case.
     """
     try:
         found = history(root)
-    except StorageError as error:  # what was to be removed stays; nothing is lost
+    except StorageError as error:  # nothing is removed, and nothing is lost
         logger.warning("old checkpoints could not be looked through: %s", error)
         return
     known = [each for each in found if each.created is not None]
@@ -228,8 +234,8 @@ def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
     for each in own[:-keep_last]:
         if each.keep:
             continue
-        # To remove takes long: the run may have saved that step again meanwhile. In this order: what is committed from
-        # here on is recent.
+        # Removal takes long, so the run may have saved this step again meanwhile. Look at the folder first, then ask
+        # ``is_recent``: a commit in between is recent.
         there = _look(root, each.step, strict=False)
         if there is None or there.created != each.created or is_recent(each.step):
             continue
@@ -240,9 +246,9 @@ def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
 
 
 def _look(root: str, step: int, strict: bool = True, stamps: Stamps | None = None) -> StoredStep | None:
-    """What stands in the folder of ``step``; None: nothing. ``stamps``: those of the manifests, where they are known.
+    """Return the entry of ``step``; None if its folder is empty. ``stamps``: stamps of the manifests, if known.
 
-    Raises ``StorageError``, if that is ``strict``.
+    Raises ``StorageError`` if ``strict``.
     """
     try:
         return _look_closely(root, step, stamps)
@@ -263,7 +269,7 @@ def _look_closely(root: str, step: int, known: Stamps | None) -> StoredStep | No
         except (DamagedCheckpointError, FormatError, StorageError) as error:
             logger.info("its place among others is not known: %s", error)
     elif is_address(root):
-        return None  # there the record makes a checkpoint of it
+        return None  # without a record there is no checkpoint on an object store
     stamps = [storage.stamp(os.path.join(folder, name)) for name in storage.names_in(folder)]
     modified = max((each.modified for each in stamps if each is not None), default=None)
     return None if modified is None else StoredStep(step, None, True, modified, (root,))
@@ -271,7 +277,7 @@ def _look_closely(root: str, step: int, known: Stamps | None) -> StoredStep | No
 
 @functools.lru_cache(_KEPT)
 def _read(path: str, step: int, stamp: FileStamp) -> StoredStep:
-    """Read the manifest ``path``, as it is since ``stamp``."""
+    """Read the manifest ``path``. The ``stamp`` is part of the cache's key, so a changed manifest is read again."""
     manifest = Manifest.parse(storage_for(path).read(path), path)
     if manifest.step not in (None, step):
         raise DamagedCheckpointError(f"this is the manifest of step {manifest.step}", path=path, step=step)

@@ -1,4 +1,4 @@
-"""What stands below a key of an object store, as one listing shows it: what is seen there, and what is ours alone."""
+"""One listing of an object store below a key: the visible files, and asyncckpt's own objects."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from asyncckpt.storage.objects import Found, Objects
 from asyncckpt.storage.record import PARTS, is_finalized
 
 PROBE = ".asyncckpt-probe-"
-# As ``part_key`` makes them: the folder, the digest of the attempt, how deep that folder is, the file.
+# Keys made by ``part_key``: the folder, the digest of the attempt, the depth of the folder, the file.
 _PART = re.compile(rf"((?:.*?/)?){re.escape(PARTS)}([0-9a-f]{{32}})(?:-(\d{{1,4}}))?/(.*)", re.DOTALL)
 
 
 @dataclass
 class Listing:
-    """All names are from the key on that was listed."""
+    """The result of a listing. All names are relative to the key that was listed."""
 
     seen: dict[str, Found] = field(default_factory=dict)
-    """What anybody may see. The files of finalized attempts are ``parts``, too."""
+    """The files that anybody may see. The files of finalized attempts are in ``parts``, too."""
     parts: dict[str, dict[str, Found]] = field(default_factory=lambda: defaultdict(dict))
-    """By the folder of each attempt, its files, by their names from there on."""
+    """By folder of an attempt: its files, by name relative to that folder."""
     records: dict[str, Found] = field(default_factory=dict)
-    """By their places ("" is the key itself), finalized and not."""
+    """The records by place ("" is the key itself), finalized or not."""
 
     @property
     def own_record(self) -> Found | None:
@@ -34,12 +34,13 @@ class Listing:
         return self.records.get("")
 
     def of_attempt(self, its: str) -> Mapping[str, Found]:
-        """The files of the attempt with that digest at the key itself."""
+        """Return the files of the attempt at the key itself with the digest ``its``."""
         return self.parts.get(PARTS + its, {})
 
     def add_part(self, folder: str, its: str, depth: int, file: str, found: Found) -> None:
-        """A ``file`` of the attempt with that digest, in a ``folder`` that is so deep below the place. One of a place
-        above the key is left out.
+        """Add a ``file`` of the attempt with the digest ``its``. Its ``folder`` is ``depth`` levels below its place.
+
+        A file of a place above the key is left out.
         """
         folders = folder.split("/")[:-1]
         above = len(folders) - depth

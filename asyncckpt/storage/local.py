@@ -1,7 +1,7 @@
-"""Local and shared file systems, the first kind of storage: folders of files, decided by a rename.
+"""Storage on local and shared file systems: folders of files, finalized by a rename.
 
-An *orphan* is what a killed worker left beside checkpoints. It is known by its name, by what is in it, by its owner,
-this user, by the lock that nobody holds on it, and by its age: nothing in it was changed lately.
+An *orphan* is a leftover of a killed worker beside checkpoints. Its name and its contents are those of an attempt, and
+its owner is this user. Nobody holds a lock on it, and nothing in it was changed recently.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from asyncckpt.storage.storage import FileIdentity, FileStamp, Resolution, Stora
 
 logger = logging.getLogger(__name__)
 
-# What is read at once: the indexes of tens of millions of tensors are smaller.
+# Maximum size of a file that is read at once. The indexes of tens of millions of tensors are smaller.
 _SMALL_BYTES = 8 << 30
-# Of ``st_blocks``, on all file systems, see stat(2).
+# Unit of ``st_blocks`` on all file systems, see stat(2).
 _BLOCK_BYTES = 512
-# Where there are no locks, whoever is writing has a day before it counts as dead.
+# Without locks, a writer counts as dead only after a day.
 _NO_LOCKS_S = 86400.0
 
 
 class LocalStorage(Storage):
-    """Folders on a file system of this host. Finalizing and revoking are renames of the attempt: one comes first."""
+    """Folders on a file system of this host. Finalizing and revoking both rename the attempt, so only one succeeds."""
 
     def __init__(self, direct_io: bool = True) -> None:
         self._direct = direct_io
@@ -99,7 +99,8 @@ class LocalStorage(Storage):
 
     def resolve(self, final: str, attempt: str, existing: Existing, inode: int | None = None) -> Resolution:
         leftover = self.revoke(final, attempt)
-        # In this order: what it was replacing, or being joined to, may be what has just been revoked.
+        # Revoke first, then look at the final place. The checkpoint that was being replaced or joined may be the one
+        # that was just revoked.
         try:
             is_finalized = self.is_finalized(final, attempt, inode)
         except CheckpointError as error:
@@ -108,7 +109,7 @@ class LocalStorage(Storage):
             is_finalized = False
         with contextlib.suppress(OSError):
             if is_finalized:
-                sync_folder(os.path.dirname(final))  # whoever finalized it may have died before
+                sync_folder(os.path.dirname(final))  # the rank that finalized it may have died before the sync
             elif leftover is not None and existing == "join":
                 undo_join(leftover, final)
         return Resolution(is_finalized, leftover)
@@ -124,7 +125,7 @@ class LocalStorage(Storage):
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
-                # Then whoever would finalize it cannot change anything either.
+                # Nobody can finalize the attempt here either, because the folder is not writable.
                 logger.warning("%s could not be revoked: %s", path, error)
                 return None
         return trash
@@ -147,11 +148,11 @@ class LocalStorage(Storage):
         except StorageError:
             if self.exists(manifest):
                 raise
-            return False  # it was removed meanwhile, as by retention
+            return False  # it was removed meanwhile, e.g. by retention
         return Manifest.parse(text, manifest).attempt == attempt
 
     def _is_unfinished(self, leftover: str, attempt: str, existing: Existing) -> bool:
-        """Whether what was revoked is the attempt, and not what it has changed places with."""
+        """Return whether ``leftover`` is the attempt itself, and not the old checkpoint that it was exchanged with."""
         if existing in ("refuse", "set aside"):
             return True
         try:
@@ -215,7 +216,7 @@ class LocalStorage(Storage):
     def identity(self, path: str) -> FileIdentity | None:
         with translated("looking at a file", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             facts = os.stat(path)
-            # Some network file systems do not say how many blocks a file has.
+            # Some network file systems do not report the number of blocks of a file.
             allocated = facts.st_blocks * _BLOCK_BYTES or facts.st_size
             return FileIdentity(facts.st_dev, facts.st_ino, facts.st_nlink, allocated)
         return None
@@ -270,11 +271,11 @@ class LocalStorage(Storage):
             parent, name = os.path.split(path)
             trash = os.path.join(parent, f".{name}.{secrets.token_hex(6)}{TRASH_SUFFIX}")
             rename(path, trash)
-            if not _is_same(fd, trash):  # another has taken its place meanwhile
+            if not _is_same(fd, trash):  # another checkpoint has taken its place meanwhile
                 rename(trash, path)
                 return None
             try:
-                # Or it could be back after a power cut, without the files that are removed now.
+                # Otherwise the name could be back after a power cut, without the files that are removed now.
                 sync_folder(parent)
             except OSError:
                 rename(trash, path)
@@ -310,7 +311,7 @@ def _is_same(folder: int, path: str) -> bool:
 
 
 def require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
-    """See that the file system of ``folder`` has ``nbytes`` left, for what is to be ``final``, of that ``kind``.
+    """Check that the file system of ``folder`` has ``nbytes`` free for ``final``, a checkpoint or a file (``kind``).
 
     Raises ``OSError`` or ``StorageError``.
     """
@@ -321,7 +322,7 @@ def require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
             raise
         return  # FUSE without statfs
     if space.f_blocks == 0:
-        return  # FUSE that fills in nothing
+        return  # FUSE with an empty statfs
     if (free := space.f_bavail * space.f_frsize) < nbytes:
         raise StorageError(
             f"the {kind} needs {nbytes:,} bytes and the file system has {free:,} left;"
@@ -334,8 +335,8 @@ def require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
 def _sweep_checkpoints(root: str, before: float) -> None:
     """Remove orphaned attempts at checkpoints, and half-removed checkpoints, in ``root``. Raises ``OSError``.
 
-    A checkpoint that was to make way for another that never came gets its name back. ``before``: a time of that file
-    system in seconds; what was changed later is no orphan.
+    An old checkpoint gets its name back if its replacement never took that name. ``before``: time in seconds by the
+    clock of the file system. A folder that was changed later is not an orphan.
     """
     with os.scandir(root) as entries:
         names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -359,7 +360,7 @@ def _sweep_files(folder: str, before: float) -> None:
 
 
 def _sweep(path: str, before: float, final: str | None, *, is_file: bool = False) -> None:
-    """Remove ``path`` if it is an orphan, or rename it to ``final`` if that is given and free."""
+    """Remove ``path`` if it is an orphan. If ``final`` is given and free, rename the orphan to ``final`` instead."""
     try:
         if not _is_orphan(path, before, is_file=is_file):
             return
@@ -379,7 +380,8 @@ def _is_orphan(path: str, before: float, *, is_file: bool) -> bool:
         return False
     with opened(path, os.O_NOFOLLOW | (os.O_NONBLOCK if is_file else os.O_DIRECTORY)) as fd:
         is_free = lock_alone(fd)
-        # Only then it is listed: a network file system may keep the list of an attempt that others are writing.
+        # List the folder only if it is not locked. A network file system may cache the listing of an attempt that
+        # others are still writing.
         if is_free is False or not (is_file or holds_only_a_checkpoint(path, is_attempt=True)):
             return False
         changed = [os.fstat(fd).st_mtime]

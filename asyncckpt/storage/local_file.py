@@ -1,4 +1,4 @@
-"""Files of a file system, written and read past its page cache, where it can do that."""
+"""Files of a file system, written and read past the page cache if the file system supports direct I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncckpt.shm.segment import PAGE, close
 from asyncckpt.storage.file_system import open_regular, translated
 from asyncckpt.storage.storage import InputFile, OutputFile
 
-# From linux/stat.h and linux/fcntl.h; Python has no statx before 3.15.
+# From linux/stat.h and linux/fcntl.h. Python has no statx before 3.15.
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class LocalFile(OutputFile):
-    """A new file; whether it is ``direct`` shows when it is open, and may change with a write."""
+    """A new file. ``direct`` is known after opening the file, and may become False during a write."""
 
     def __init__(self, path: str, direct: bool, within: tuple[int | None, str] | None = None) -> None:
         """Create ``path``. Raises ``StorageError``.
@@ -30,8 +30,8 @@ class LocalFile(OutputFile):
         Args:
             path: The file.
             direct: Write past the page cache, if the file system can.
-            within: A folder, opened, which is the one whatever has its path meanwhile, and the name there; None: look
-                for it by its path.
+            within: An open folder and the file's name in it. The file is created there even if the path of the folder
+                has changed meanwhile. None: create the file by its path.
         """
         self.path = path
         self.direct = direct
@@ -43,14 +43,14 @@ class LocalFile(OutputFile):
             except OSError as error:
                 if not direct or error.errno != errno.EINVAL:
                     raise
-                # The file system knows no direct I/O; whether the file was made before it said so differs.
+                # The file system has no direct I/O. Some create the file before they refuse, some do not.
                 self.direct = False
                 self._fd = os.open(name, flags & ~os.O_EXCL, 0o644, dir_fd=folder)
 
     def write(self, data: memoryview, offset: int) -> None:
         with translated("writing", self.path):
             while data:
-                direct = self.direct  # as this write begins: other threads write, and may be refused, too
+                direct = self.direct  # at the beginning of this write: another thread's write may be refused meanwhile
                 try:
                     done = os.pwrite(self._fd, data, offset)
                 except OSError as error:
@@ -58,7 +58,7 @@ class LocalFile(OutputFile):
                         raise
                     # Some file systems refuse direct I/O only now, or want another alignment after a short write.
                     fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-                    self.direct = False  # only now: whoever reads it writes through the cache
+                    self.direct = False  # set last, because a thread that reads it writes through the cache
                     continue
                 data = data[done:]
                 offset += done
@@ -68,7 +68,7 @@ class LocalFile(OutputFile):
             os.ftruncate(self._fd, nbytes)
 
     def sync(self) -> None:
-        """What went through the page cache also leaves it."""
+        """Flush the file, and drop its bytes from the page cache."""
         with translated("flushing to storage", self.path):
             os.fsync(self._fd)
             if not self.direct:
@@ -82,10 +82,10 @@ class LocalFile(OutputFile):
 
 
 class LocalInputFile(InputFile):
-    """A file, open. If the process forks during a read, what is read may end up in the child, see open(2)."""
+    """An open file. If the process forks during a direct read, the bytes may end up in the child, see open(2)."""
 
     def __init__(self, path: str) -> None:
-        """Raises ``StorageError``, and ``DamagedCheckpointError`` where it is no file."""
+        """Open ``path``. Raises ``StorageError``, and ``DamagedCheckpointError`` if it is not a regular file."""
         self.path = path
         self.alignment = 0
         with translated("opening", path):
@@ -104,7 +104,7 @@ class LocalInputFile(InputFile):
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # Some file systems refuse direct I/O only now, or want other blocks than ours.
+                # Some file systems refuse direct I/O only now, or want other block sizes.
                 self.alignment = 0
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 return self._read(views, offset)
@@ -114,7 +114,7 @@ class LocalInputFile(InputFile):
             try:
                 return self._read(views, offset)
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EFAULT):  # of memory that no device may write to
+                if error.errno not in (errno.EINVAL, errno.EFAULT):  # these mean memory that no device may write to
                     raise
                 self.alignment = 0
                 return None
@@ -138,9 +138,10 @@ class LocalInputFile(InputFile):
 
 
 def memory_alignment(fd: int) -> int:
-    """What addresses have to be a multiple of for direct reads of the file ``fd``, in bytes; 0: nobody says.
+    """Return the address alignment for direct reads of the file ``fd``, in bytes; 0 if it is unknown.
 
-    Linux 6.1 and later says so; it is what the device wants, from 4 bytes (most NVMe) to 512, or all of a block.
+    Linux 6.1 and later report the alignment that the device wants, from 4 bytes (most NVMe) to 512 bytes or a whole
+    block.
     """
     facts = (ctypes.c_uint32 * (_STATX_BYTES // 4))()
     try:

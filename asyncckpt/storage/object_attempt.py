@@ -33,13 +33,13 @@ class ObjectAttempt(OpenAttempt):
     """A checkpoint being written to an object store."""
 
     def __init__(self, objects: Objects, place: str, attempt: str, nbytes: int) -> None:
-        """Nothing is sent yet.
+        """Prepare the attempt. Nothing is sent yet.
 
         Args:
-            objects: The bucket's.
-            place: The key of the checkpoint.
-            attempt: The name of the attempt.
-            nbytes: How many bytes this rank is going to write.
+            objects: Objects of the bucket.
+            place: Key of the checkpoint.
+            attempt: Name of the attempt.
+            nbytes: Number of bytes that this rank is going to write.
         """
         self._objects, self._place = objects, place
         self._listing: Listing | None = None
@@ -48,10 +48,10 @@ class ObjectAttempt(OpenAttempt):
         self.path = f"{objects.base}/{self._parts}"
         self._part_bytes = part_bytes_of(nbytes)
         self._created: dict[str, ObjectFile] = {}
-        self._copied: dict[str, tuple[str, int]] = {}  # the e-tag and the size of each that was not created
+        self._copied: dict[str, tuple[str, int]] = {}  # e-tag and size of each file that was copied or linked
 
     def create(self, name: str, *, large: bool) -> ObjectFile:
-        """The manifest is not sent: ``finalize`` makes the record of it."""
+        """Create a file. The manifest is kept in memory, because ``finalize`` writes it into the record."""
         if name in self._created:
             raise StorageError("this file is being written already", path=f"{self.path}/{name}")
         key = None if name == MANIFEST_NAME else part_key(self._parts, name)
@@ -73,7 +73,7 @@ class ObjectAttempt(OpenAttempt):
         return LinkSource(part_key(self._parts, name), (e_tag, nbytes)) if e_tag else None
 
     def link(self, name: str, source: LinkSource) -> bool:
-        """By a copy that the store makes."""
+        """Link the file by a copy on the server side of the store."""
         key = part_key(self._parts, name)
         try:
             found = self._objects.head(source.place)
@@ -99,13 +99,13 @@ class ObjectAttempt(OpenAttempt):
         metadata = {name: file.kept for name, file in self._created.items() if name != MANIFEST_NAME and file.kept}
         there, self._listing = self._listing or list_below(self._objects, self._place), None
         is_strange = existing in ("refuse", "replace") and not may_replace(self._objects, self._place, there, existing)
-        aside: dict[str, str] = {}  # by where its files are, the record of what is set aside
-        before = PlaceRecord()  # what this takes the place of, also where the answer to that is lost
+        aside: dict[str, str] = {}  # by the place of its files: the key of the record of a checkpoint that is set aside
+        before = PlaceRecord()  # the replaced record, also known if the answer to its replacement is lost
 
         def decide(record: PlaceRecord) -> PlaceRecord | None:
             nonlocal before
             if record.is_of(self._digest):
-                return None  # it was done, and the answer lost
+                return None  # the change was made, but its answer was lost
             if self._digest in record.revoked:
                 raise StorageError("this attempt was revoked", path=self.path)
             if is_strange or (existing == "refuse" and record.is_finalized):
@@ -121,7 +121,7 @@ class ObjectAttempt(OpenAttempt):
             if not self._was_decided(error):
                 self._objects.delete([*aside.values()])
                 raise
-        # It is decided: what fails from here on, a later save makes good.
+        # The attempt is finalized. A later save repairs any failure from here on.
         try:
             files = shown(there.of_attempt(self._digest))
             hide(self._objects, self._place, in_the_way(shown(there.parts.get(before.parts, {})), files))
@@ -135,7 +135,8 @@ class ObjectAttempt(OpenAttempt):
         for file in self._created.values():
             file.close()
         try:
-            # A request that decides for it may still be on its way: what is revoked is never finalized by that.
+            # A request that finalizes the attempt may still be on its way. Once the attempt is revoked, that request
+            # fails.
             if revoke_attempt(self._objects, self._place, self._digest):
                 return
             if names is None:
@@ -149,7 +150,7 @@ class ObjectAttempt(OpenAttempt):
         pass
 
     def _was_decided(self, error: StorageError) -> bool:
-        """Whether it is finalized, though that failed; if not, it never will be."""
+        """Return whether the attempt is finalized despite ``error``. If it is not, it never will be."""
         try:
             return revoke_attempt(self._objects, self._place, self._digest)
         except StorageError:
@@ -159,27 +160,27 @@ class ObjectAttempt(OpenAttempt):
 
 
 class ObjectFile(OutputFile):
-    """A new object. Its bytes are sent from where they are: from the second piece on while they come, else by ``sync``.
+    """A new object. Its pieces are sent without a copy: while they come if there are several, otherwise by ``sync``.
 
-    One piece is always kept back, as ``truncate`` may cut it.
+    The last piece is always held back, because ``truncate`` may cut it.
     """
 
     direct = False
 
     def __init__(self, objects: Objects, path: str, key: str | None, part_bytes: int, is_kept: bool) -> None:
-        """Nothing is sent yet.
+        """Prepare the object. Nothing is sent yet.
 
         Args:
-            objects: The bucket's.
-            path: For errors.
-            key: Where it goes; None: nowhere.
-            part_bytes: How much is sent by one request.
-            is_kept: Whether its bytes are ``kept`` when they are sent.
+            objects: Objects of the bucket.
+            path: Path for errors.
+            key: Key of the object; None: send nothing.
+            part_bytes: Number of bytes to send in one request.
+            is_kept: Whether to keep a copy of the bytes in ``kept`` after ``sync``.
         """
         self.path = path
         self.kept = b""
         self.e_tag, self.nbytes = "", 0
-        """Of the object; empty: the store has not said it."""
+        """The object's e-tag and size; empty if the store has not reported them."""
         self._is_kept = is_kept
         self._objects, self._key, self.piece_bytes = objects, key, part_bytes
         self._changed = threading.Condition()
@@ -189,7 +190,7 @@ class ObjectFile(OutputFile):
         self._failure: BaseException | None = None
 
     def write(self, data: memoryview, offset: int) -> None:
-        """The memory of ``data`` may not change until ``sync`` or ``close`` has returned."""
+        """Queue ``data``. Its memory must not change until ``sync`` or ``close`` has returned."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -226,7 +227,7 @@ class ObjectFile(OutputFile):
         self._pieces.clear()  # their memory may be needed elsewhere
 
     def close(self) -> None:
-        """What is not whole is thrown away, also on the store."""
+        """Stop. An object that is not complete is discarded, on the store too."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -242,12 +243,12 @@ class ObjectFile(OutputFile):
                 self._failure = error
 
     def _length(self) -> int | None:
-        """How many bytes it has; None: that is not known yet."""
+        """Return the number of bytes of the object; None if it is not known yet."""
         ends = (at + len(piece) for at, piece in self._pieces.items())
         return max(ends, default=0) if self._is_whole else None
 
     def _in_order(self) -> Iterator[memoryview]:
-        """The pieces as they follow on each other, once none of it changes any more."""
+        """Yield the pieces in the order of their offsets, each when it can no longer change."""
         at = 0
         while True:
             with self._changed:
@@ -263,7 +264,7 @@ class ObjectFile(OutputFile):
             at += len(piece)
 
     def _may_go_on(self, at: int) -> bool:
-        """Whether the piece that begins there is followed by another, or nothing is to come any more."""
+        """Return whether the piece at ``at`` is final: another piece follows, or none will come."""
         piece = self._pieces.get(at)
         return self._is_closed or self._is_whole or (piece is not None and at + len(piece) in self._pieces)
 
@@ -275,8 +276,10 @@ def send_parts(
     parts: Callable[[], Iterator[memoryview]],
     part_bytes: int,
 ) -> str:
-    """``Objects.put_parts``, but where only the answer is lost all is well: an object of parts is there when it is
-    whole. ``length``: says how many bytes it is to have, once that is known.
+    """Send an object by ``Objects.put_parts``, and recover from a lost answer. Return its e-tag.
+
+    An object sent in parts exists only when it is whole. So if it exists with the right size, only the answer was lost.
+    ``length``: return the size of the object, or None while it is unknown.
     """
     try:
         return objects.put_parts(key, parts, part_bytes)
@@ -288,9 +291,9 @@ def send_parts(
 
 
 def may_replace(objects: Objects, place: str, there: Listing, existing: Existing) -> bool:
-    """Whether a checkpoint may come where these objects are: "refuse": none; "replace": those of checkpoints.
+    """Return whether a checkpoint may be put in place of the objects in ``there``.
 
-    Raises ``StorageError``.
+    "refuse" allows no objects at all, "replace" allows objects of checkpoints. Raises ``StorageError``.
     """
     strange = [name for name in there.seen if not is_checkpoint_file(name)]
     if existing == "replace" and strange and there.own_record is not None:
@@ -301,7 +304,10 @@ def may_replace(objects: Objects, place: str, there: Listing, existing: Existing
 
 
 def revoke_attempt(objects: Objects, place: str, its: str) -> bool:
-    """See that the attempt with that digest never will be finalized. Returns whether it is. Raises ``StorageError``."""
+    """Ensure that the attempt with the digest ``its`` never will be finalized. Return whether it already is.
+
+    Raises ``StorageError``.
+    """
 
     def revoke(record: PlaceRecord) -> PlaceRecord | None:
         if record.is_finalized and not record.parts:
@@ -312,16 +318,16 @@ def revoke_attempt(objects: Objects, place: str, its: str) -> bool:
 
 
 def keep_aside(objects: Objects, place: str, record: PlaceRecord, why: str) -> str:
-    """Have a checkpoint also stand at ``place.why-1``, or the next that is free; its files stay where they are.
+    """Give a checkpoint a second place: ``place.why-1``, or the next free number. Its files stay where they are.
 
-    Returns the key of its record. Raises ``StorageError``.
+    Returns the key of the new record. Raises ``StorageError``.
     """
     number = 1
     parts = record.parts if record.parts.startswith("../") else f"../{place.rpartition('/')[2]}/{record.parts}"
     aside = PlaceRecord(record.manifest, parts).encode()
     while not objects.put_if(key := record_key(f"{place}.{why}-{number}"), aside, None):
         if (found := objects.get(key)) is not None and found[0] == aside:
-            break  # it was done, and the answer lost
+            break  # the record was written, but the answer was lost
         number += 1
     logger.warning("%s/%s is now to be found as %s.%s-%d", objects.base, place, place, why, number)
     return key
@@ -338,8 +344,9 @@ def remove_parts(objects: Objects, place: str, record: PlaceRecord) -> None:
 
 
 def is_named(objects: Objects, parts: str, but: str = "") -> bool:
-    """Whether a checkpoint, ``but`` the one at that place, consists of the files at ``parts``: it was set aside, or is
-    the one there. Raises ``StorageError``.
+    """Return whether any checkpoint, except at the place ``but``, consists of the files at ``parts``.
+
+    It is the attempt's own checkpoint, or a checkpoint that was set aside. Raises ``StorageError``.
     """
     owner = posixpath.dirname(parts)
     others = [each for each in objects.folders(posixpath.dirname(owner)) if each.startswith(f"{owner}.")]
@@ -351,5 +358,5 @@ def is_named(objects: Objects, parts: str, but: str = "") -> bool:
 
 
 def remove_attempt(objects: Objects, place: str, its: str) -> None:
-    """Remove all files of the attempt with that digest. Raises ``StorageError``."""
+    """Remove all files of the attempt with the digest ``its``. Raises ``StorageError``."""
     objects.delete([each.key for each in list_below(objects, place).of_attempt(its).values()])

@@ -1,14 +1,14 @@
-"""Object stores, a kind of storage: a checkpoint is decided by one object that is only ever changed on a condition.
+"""Object stores as storage. One object, changed only by conditional writes, decides about a checkpoint.
 
-Below the place of a checkpoint stand
+A checkpoint has these objects below its place:
 
-- ``.parts-DIGEST/``: the files of one attempt; no other attempt writes there;
-- ``asyncckpt.json``: the record (``record.py``), which says which attempt is finalized;
-- what stock readers find (``stock_names.py``), made of those files when they are finalized: ``.metadata``, and, of a
-  set of files, copies at their own names.
+- ``.parts-DIGEST/``: the files of one attempt. No other attempt writes there.
+- ``asyncckpt.json``: the record (``record.py``), which names the finalized attempt.
+- The files for stock readers (``stock_names.py``), made when the attempt is finalized: ``.metadata``, and copies of the
+  other files of a set at their own names.
 
-Who looks through this seam sees the files of the finalized attempt by their own names, and of all else that is ours
-nothing. There are no locks: what is being read may be removed, and who is writing is not seen.
+Callers of this interface see the files of the finalized attempt by their own names, and no internal objects. There are
+no locks: a checkpoint may be removed while it is read, and attempts under way are not visible.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from asyncckpt.storage.stock_names import has_copies, hide, is_under_way, show, 
 from asyncckpt.storage.storage import FileStamp, InputFile, Resolution, Storage
 
 _MOST_REMEMBERED = 256
-# Where there are no locks, a worker that repeats a request for long must not be taken for dead.
+# Without locks, a worker that retries a request for a long time must not be taken for dead.
 _LEAST_ORPHAN_S = 900.0
 
 
@@ -56,7 +56,7 @@ class ObjectStorage(Storage):
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._parts: dict[str, str] = {}
-        """Where the files of the checkpoint at a key are, as its record said when its manifest was read last."""
+        """By key of a checkpoint: the place of its files, as in the record when its manifest was read last."""
 
     def begin_checkpoint(
         self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None, *, linked_bytes: int = 0
@@ -76,9 +76,9 @@ class ObjectStorage(Storage):
         place, its = self._key(final), digest(attempt)
         if not revoke_attempt(self._objects, place, its):
             return Resolution(False, self._leftover(place, its))
-        with contextlib.suppress(StorageError):  # its worker may have died before it did this
+        with contextlib.suppress(StorageError):  # its worker may have died before this step
             files = shown(list_below(self._objects, place).of_attempt(its))
-            if not has_copies(files):  # whoever asks does not wait so long: see ``sweep``
+            if not has_copies(files):  # copies take too long for this caller: ``sweep`` makes them
                 show(self._objects, place, its, files)
         return Resolution(True, None)
 
@@ -95,7 +95,7 @@ class ObjectStorage(Storage):
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
         found, _ = read_record(self._objects, self._key(final))
         if found.is_finalized and not found.parts:
-            Manifest.parse(found.manifest, record_key(final))  # it is damaged: this says how
+            Manifest.parse(found.manifest, record_key(final))  # the record is damaged: raise an error with the details
         return found.is_of(digest(attempt))
 
     def may_put(self, path: str, existing: Existing) -> bool:
@@ -163,19 +163,19 @@ class ObjectStorage(Storage):
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Nothing is held: there are no locks."""
+        """Check that the checkpoint exists. Without locks, nothing keeps it from being removed."""
         if not self.exists(path):
             raise CheckpointNotFoundError("there is no checkpoint here", path=path)
         yield
 
     def attempts_under_way(self, folder: str) -> list[str]:
-        """None: who writes is not seen."""
+        """Return nothing, because attempts of other workers are not visible."""
         return []
 
     def take_name(self, path: str) -> str | None:
         place = self._key(path)
         if is_under_way(self._objects, place):
-            return None  # else what is just being copied there would be left over
+            return None  # otherwise files that are just being copied would be left over
         found = self._finalized(path)
         self._hide(place, found)
         self._unname(place, found)
@@ -200,12 +200,12 @@ class ObjectStorage(Storage):
         return found
 
     def _hide(self, place: str, which: PlaceRecord) -> None:
-        """Have stock readers find nothing of it there."""
+        """Hide the files of a checkpoint at ``place`` from stock readers."""
         files = list_below(self._objects, place).parts.get(which.parts, {})
         hide(self._objects, place, {METADATA_NAME, *shown(files)})
 
     def _unname(self, place: str, which: PlaceRecord) -> None:
-        """Have no checkpoint stand there, if it is still that one. The record stays, for a while: see ``sweep``."""
+        """Remove a checkpoint from ``place``, if its record has not changed. The empty record stays until ``sweep``."""
 
         def unname(found: PlaceRecord) -> PlaceRecord | None:
             is_it = (found.manifest, found.parts) == (which.manifest, which.parts)
@@ -221,7 +221,7 @@ class ObjectStorage(Storage):
         return split_address(path)[1]
 
     def _names_elsewhere(self, place: str, record: PlaceRecord) -> set[str]:
-        """The files of a checkpoint that was set aside: they stayed where they were."""
+        """Return the files of a checkpoint that was set aside, which stayed at their first place."""
         if not record.parts.startswith("../"):
             return set()
         owner, parts = posixpath.split(posixpath.normpath(f"{place}/{record.parts}"))
@@ -231,7 +231,7 @@ class ObjectStorage(Storage):
         return next(filter(None, map(self._objects.head, self._keys(path))), None)
 
     def _keys(self, path: str) -> Iterator[str]:
-        """Where a file may stand: with those of a finalized attempt, or by itself."""
+        """Yield the possible keys of a file: among the files of a finalized attempt, or its own name."""
         key = self._key(path)
         if PARTS not in key and posixpath.basename(key) != MANIFEST_NAME:
             places = _folders_of(key)
@@ -240,7 +240,7 @@ class ObjectStorage(Storage):
                 yield part_key(parts, key.removeprefix(f"{place}/"))
             for place in known or places[:1]:
                 if (yield from self._as_recorded(place, key)):
-                    return  # what stands at its own name is a copy, and not what the checkpoint consists of
+                    return  # the object at its own name is a copy, and no part of the checkpoint
             yield key
             for place in () if known else places[1:]:
                 yield from self._as_recorded(place, key)
@@ -248,7 +248,7 @@ class ObjectStorage(Storage):
             yield key
 
     def _as_recorded(self, place: str, key: str) -> Generator[str, None, bool]:
-        """Where that key stands, if it is a file of the checkpoint at ``place``. Returns whether it is."""
+        """Yield the key of the file within the checkpoint at ``place``. Return whether the checkpoint has the file."""
         found, _ = read_record(self._objects, place)
         if not found.parts:
             return False
@@ -264,7 +264,7 @@ class ObjectStorage(Storage):
 
 
 def _folders_of(key: str) -> list[str]:
-    """The keys above that key, the nearest first."""
+    """Return the keys above ``key``, the nearest first."""
     parts = key.split("/")[:-1]
     return ["/".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
@@ -278,7 +278,7 @@ class ObjectInputFile(InputFile):
     """An object, read in ranges."""
 
     alignment = 0
-    run_bytes = 8 << 20  # each is a request, which takes its time to begin
+    run_bytes = 8 << 20  # each range is a request, with a latency of its own
 
     def __init__(self, objects: Objects, path: str, found: Found) -> None:
         self.path = path

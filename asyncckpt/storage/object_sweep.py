@@ -1,7 +1,7 @@
-"""What killed workers leave on an object store.
+"""Removal of orphans: leftovers of killed workers on an object store.
 
-An *orphan* is an attempt that no record has finalized, and whose newest object is old. It is revoked before it is
-removed: its worker may only be slow.
+An *orphan* is an old attempt that no record has finalized. The age of an attempt is the age of its newest object. The
+sweep revokes an orphan before it removes it, because the orphan's worker may only be slow.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from asyncckpt.storage.stock_names import behind, hide, is_under_way, show, show
 
 logger = logging.getLogger(__name__)
 
-# At least so long stays a record that only says what was revoked: no worker begins, or ends, what is so old.
+# Minimum age to remove a record that only lists revoked attempts. No worker begins or ends an attempt of that age.
 _REVOKED = timedelta(hours=1)
-# How often a root is swept by one process.
+# Seconds between two sweeps of a root by one process.
 _EVERY_S = 300.0
 
 _lock = threading.Lock()
 _swept: dict[tuple[str, str], float] = {}
-"""When each root was, by this process's monotonic clock."""
+"""The time of the last sweep of each root, by this process's monotonic clock."""
 
 
 def sweep(objects: Objects, root: str, orphan_s: float) -> None:
-    """Remove orphans at the places directly in ``root`` that are at least so many seconds old, and give stock readers
-    what a worker that died owes them. Once in a while for each root; each time it is found out whether the store heeds
-    conditions.
+    """Remove orphans directly below ``root``, and make missing files for stock readers.
 
-    Raises ``StorageError`` where the store cannot be used; what cannot be removed stays, and the log says so.
+    Orphans are at least ``orphan_s`` seconds old. The files for stock readers are missing if a worker died while it
+    made them. Each root is swept only once in a while, and each sweep tests whether the store heeds conditions.
+
+    Raises ``StorageError`` if the store cannot be used. Objects that cannot be removed stay, and the log says so.
     """
     now = time.monotonic()
     with _lock:
@@ -55,8 +56,10 @@ def sweep(objects: Objects, root: str, orphan_s: float) -> None:
 
 
 def renew(objects: Objects, place: str) -> None:
-    """An attempt begins there: a record that only says what was revoked is not old any more. No store removes on a
-    condition, and who is about to forget it would remove what the attempt makes of it. Raises ``StorageError``.
+    """Rewrite a record that only lists revoked attempts, so that it is new again. Raises ``StorageError``.
+
+    Call this when an attempt begins at ``place``. No store deletes an object on a condition. So a sweep that deletes
+    the old record could delete a record that the new attempt has just finalized.
     """
     found, version = read_record(objects, place)
     if version is not None and not found.is_finalized:
@@ -64,12 +67,12 @@ def renew(objects: Objects, place: str) -> None:
 
 
 class _Sweep:
-    """What was found by one ``listing`` of ``root``, at ``clock``, which is the store's; ``orphan``: how old one is."""
+    """One ``listing`` of ``root``, made at ``clock`` (by the store's clock). ``orphan``: minimum age of an orphan."""
 
     def __init__(self, objects: Objects, root: str, clock: datetime, orphan: timedelta, listing: Listing) -> None:
         self._objects, self._root, self._listing = objects, root, listing
         self._orphan, self._revoked = clock - orphan, clock - max(orphan, _REVOKED)
-        # Those deeper down are of other roots, whose saves may take longer.
+        # Deeper records belong to other roots, whose saves may take longer.
         self._records = {name: found for name, found in listing.records.items() if name and "/" not in name}
         self._attempts: dict[str, list[str]] = defaultdict(list)
         for parts in listing.parts:
@@ -79,7 +82,7 @@ class _Sweep:
         self._unsettled: set[str] = set()
 
     def remove(self) -> None:
-        """Remove what is old. Raises ``StorageError``."""
+        """Remove old objects. Raises ``StorageError``."""
         for name, found in self._records.items():
             try:
                 self._look(name, found)
@@ -97,7 +100,10 @@ class _Sweep:
                 self._forget(name, found)
 
     def _look(self, name: str, found: Found) -> None:
-        """Find out which attempt a record names; give stock readers its files, or take away the metadata of none."""
+        """Find out which attempt a record names, and make its missing files for stock readers.
+
+        If the record names no attempt, remove an old ``.metadata`` at its place.
+        """
         place, attempts = posixpath.join(self._root, name), self._attempts.get(name, [])
         if not is_finalized(found):
             metadata = self._listing.seen.get(posixpath.join(name, METADATA_NAME))
@@ -111,16 +117,16 @@ class _Sweep:
         record, version = read_record(self._objects, place)
         parts = posixpath.normpath(posixpath.join(name, record.parts))
         if version is None or version.get("e_tag") != found.e_tag:
-            self._unsettled.add(name)  # it has changed since it was listed
+            self._unsettled.add(name)  # the record has changed since it was listed
         elif PARTS not in parts:
-            self._unsettled.add(parts)  # it is damaged, and does not say which
+            self._unsettled.add(parts)  # the record is damaged, and names no attempt
         else:
             self._in_use.add(parts)
             if record.parts.startswith(PARTS) and (late := self._behind(name, parts, found)):
                 show(self._objects, place, record.parts.removeprefix(PARTS), late)
 
     def _behind(self, name: str, parts: str, found: Found) -> dict[str, Found]:
-        """Those files at ``parts`` that stock readers do not find at the place ``name``, whose record was ``found``."""
+        """Return the files at ``parts`` that stock readers miss at the place ``name`` with the record ``found``."""
         if is_under_way(self._objects, posixpath.join(self._root, name)):
             return {}
         files, seen = shown(self._listing.parts.get(parts, {})), self._listing.seen
@@ -128,7 +134,7 @@ class _Sweep:
         return behind(files, there, found.modified)
 
     def _hide_names(self, place: str, parts: str) -> None:
-        """Take away what stock readers find of an attempt that has made way for the one that is finalized there."""
+        """Remove the files that stock readers find of an attempt that another finalized attempt has replaced."""
         current = [self._listing.parts[each] for each in self._attempts[place] if each in self._in_use]
         if current:
             kept = {name for files in current for name in shown(files)}
@@ -137,7 +143,7 @@ class _Sweep:
             hide(self._objects, posixpath.join(self._root, place), there)
 
     def _forget(self, name: str, found: Found) -> None:
-        """Remove a record that only says what was revoked long ago."""
+        """Remove a record that only lists attempts that were revoked long ago."""
         if (now := self._objects.head(found.key)) is not None and now.e_tag == found.e_tag:
             self._objects.delete([found.key])
 
@@ -150,7 +156,7 @@ def _remove_orphan(objects: Objects, parts: str) -> None:
 
 
 def _probe(objects: Objects, root: str) -> datetime:
-    """The time, by the clock of the store. Warns where that does not heed conditions."""
+    """Return the time by the store's clock. Log a warning if the store does not heed conditions."""
     key = posixpath.join(root, PROBE + secrets.token_hex(6))
     objects.put_if(key, b"one", None)
     first = objects.get(key)

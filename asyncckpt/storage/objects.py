@@ -1,7 +1,7 @@
-"""The objects of one bucket, through obstore: what a store does, with its errors as ours.
+"""The objects of one bucket, accessed through obstore, with its errors translated.
 
-obstore does not survive a fork: a process that is forked off one that has used it may not. Credentials, region and
-endpoint are those of the environment, as obstore reads it (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``).
+obstore does not survive a fork: a process that was forked from a user of obstore cannot use it. Credentials, region and
+endpoint come from the environment, as obstore reads it (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``).
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from asyncckpt.errors import StorageError
 T = TypeVar("T")
 SCHEMES = ("s3", "gs", "az")
 
-# One request may last so long: a part of 16 MiB at 140 kB/s. And so long a request is repeated.
+# Timeout of one request: a part of 16 MiB at 140 kB/s. Then the number of retries of a request, and their timeout.
 _REQUEST = timedelta(seconds=120)
 _RETRIES, _RETRY = 10, timedelta(seconds=60)
 _CONNECT = timedelta(seconds=10)
-# What obstore has given up at once is repeated after these.
+# A request that obstore gives up within this time is retried after these pauses.
 _AT_ONCE_S = 10.0
 _PAUSES_S = (0.1, 0.4, 1.6)
-# Parts of one object under way at a time.
+# Number of parts of one object under way at a time.
 _PARTS_AT_ONCE = 8
-# A store takes 10,000 parts of 5 MiB to 5 GiB for an object, all but the last of one size; S3 copies up to 5 GiB.
+# A store takes 10,000 parts of 5 MiB to 5 GiB for an object, all of one size except the last. S3 copies up to 5 GiB.
 PART_BYTES, _MOST_PARTS = 16 << 20, 9000
 _MOST_COPIED = 5 << 30
-# Each that is sent by way of here takes memory.
+# Held during a copy by way of this host, because each such copy takes memory.
 _sending = threading.Lock()
 
 
 def part_bytes_of(nbytes: int) -> int:
-    """How large the parts are in which so many bytes are sent."""
+    """Return the size of the parts in which ``nbytes`` bytes are sent."""
     return max(PART_BYTES, -(-nbytes // _MOST_PARTS))
 
 
 ObjectVersion: TypeAlias = dict[str, str]
-"""What tells the contents of a key from those that it had before, or has later: ``e_tag`` and ``version``."""
+"""Identifies the contents of a key among earlier and later contents: ``e_tag`` and ``version``."""
 
 _ADVICE = {
     "UnauthenticatedError": "the store does not accept the credentials, or the clock of this host is off: check both",
     "PermissionDeniedError": "check the permissions of these credentials, and the clock of this host",
     "NotSupportedError": "this store cannot do that",
 }
-# What obstore does not tell apart of a request that lists.
+# Errors of list requests, which obstore does not distinguish by type.
 _KINDS = {"401": "UnauthenticatedError", "403": "PermissionDeniedError"}
 
 
 class Found(NamedTuple):
-    """What is known of an object: its ``key``, size, and when it was changed, by the clock of the store."""
+    """Facts of an object: its ``key``, its size, and when it was changed, by the clock of the store."""
 
     key: str
     nbytes: int
@@ -64,14 +64,14 @@ class Found(NamedTuple):
 
 
 class Objects:
-    """Those of one bucket. All calls raise ``StorageError`` where the store refuses, or is not there."""
+    """The objects of one bucket. All calls raise ``StorageError`` if the store refuses or cannot be reached."""
 
     def __init__(self, store: Any, base: str) -> None:
-        """``store`` is obstore's; ``base`` the address of its bucket, without a slash at its end."""
+        """Use ``store``, an obstore store. ``base``: address of its bucket, without a slash at its end."""
         self._store, self.base = store, base
 
     def get(self, key: str) -> tuple[bytes, ObjectVersion] | None:
-        """All of an object, and its version; None: there is none."""
+        """Return an object's bytes and its version; None if there is no such object."""
 
         def get() -> tuple[bytes, ObjectVersion]:
             found = self._store.get(key)
@@ -80,18 +80,18 @@ class Objects:
         return self._ask("reading", key, get)
 
     def get_range(self, key: str, begin: int, nbytes: int) -> memoryview:
-        """Some bytes of an object, which has them."""
+        """Return ``nbytes`` bytes of an existing object, from ``begin`` on."""
         found = self._ask("reading", key, lambda: memoryview(self._store.get_range(key, start=begin, length=nbytes)))
         if found is None:
             raise StorageError("reading failed: the object is gone", path=f"{self.base}/{key}")
         return found
 
     def head(self, key: str) -> Found | None:
-        """What is known of an object; None: there is none."""
+        """Return the facts of an object; None if there is no such object."""
         return self._ask("looking at an object", key, lambda: _found(self._store.head(key))) if key else None
 
     def list(self, prefix: str) -> list[Found]:
-        """All objects below a ``prefix``, which is whole parts of a path."""
+        """Return all objects below ``prefix``, which consists of whole path parts."""
 
         def look() -> list[Found]:
             return [_found(each) for page in self._store.list(prefix=f"{prefix}/" if prefix else None) for each in page]
@@ -99,21 +99,21 @@ class Objects:
         return self._ask("listing", prefix, look) or []
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """The keys of what has anything below it, one part below a ``prefix``."""
+        """Return the keys one part below ``prefix`` that have objects below them."""
         below = f"{prefix}/" if prefix else None
         found = self._ask("listing", prefix, lambda: self._store.list_with_delimiter(prefix=below))
         return [] if found is None else found["common_prefixes"]
 
     def put(self, key: str, data: bytes | memoryview) -> str:
-        """Make an object, or replace it, by one request. Returns its e-tag, as far as the store says it."""
+        """Create or replace an object in one request. Return its e-tag; empty if the store does not report it."""
         put = self._ask("writing", key, lambda: self._store.put(key, data, use_multipart=False))
         return (put or {}).get("e_tag") or ""
 
     def put_if(self, key: str, data: bytes, version: ObjectVersion | None) -> bool:
-        """Replace an object if it still has that ``version``; None: make it if there is none.
+        """Replace an object if it still has ``version``. With None, create it if there is no object.
 
-        Returns whether it was done, as far as the store's answer says: one that was lost, and the request repeated,
-        says that it was not.
+        Returns False if the store reports a failed condition. This also happens after a lost answer: the first request
+        took effect, and its retry is refused.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -127,19 +127,20 @@ class Objects:
         return bool(self._ask("deciding by a condition", key, put))
 
     def put_parts(self, key: str, parts: Callable[[], Iterator[memoryview]], part_bytes: int) -> str:
-        """Make an object of ``parts`` while they come. Their memory is sent as it is, and may not change meanwhile.
-        Returns as ``put``.
+        """Create an object of ``parts`` while they are produced. Return as ``put``.
 
-        ``parts`` is called again where all has to be sent once more. What they raise is raised, and what was sent is
-        thrown away.
+        The parts are sent from their own memory, which must not change meanwhile. ``parts`` is called again if all has
+        to be sent once more. If it raises, its error is raised, and the sent parts are discarded.
         """
         options = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": _PARTS_AT_ONCE}
         put = self._ask("writing", key, lambda: self._store.put(key, parts(), **options))
         return (put or {}).get("e_tag") or ""
 
     def copy(self, key: str, to: str, nbytes: int) -> None:
-        """Have an object of ``nbytes`` stand ``to`` another key, too, if it is there. The store does it, or, where it
-        cannot, as with very large ones, all of it goes by way of here.
+        """Copy an object of ``nbytes`` to the key ``to``, if the object exists.
+
+        The store copies it. If the store cannot, e.g. because the object is very large, the bytes pass through this
+        host.
         """
         if nbytes <= _MOST_COPIED:
             try:
@@ -155,7 +156,8 @@ class Objects:
             return self.get_range(key, begin, min(part_bytes, nbytes - begin))
 
         def parts() -> Iterator[memoryview]:
-            # On threads of ours: obstore asks for the parts on one of its own, where it cannot be called.
+            # Read ahead on own threads. obstore asks for the parts on a thread of its own, where obstore cannot be
+            # called.
             ahead: deque[Future[memoryview]] = deque()
             for begin in begins:
                 ahead.append(pool.submit(read, begin))
@@ -169,16 +171,16 @@ class Objects:
                 self.put_parts(to, parts, part_bytes)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects, if they are there."""
+        """Remove objects, if they exist."""
         if keys and self._ask("removing", keys[0], lambda: self._store.delete([*keys]) is None) is None and keys[1:]:
-            for key in keys:  # one was missing, and some stores stop there
+            for key in keys:  # one object was missing, and some stores stop there
                 self.delete([key])
 
     def _ask(self, doing: str, key: str, ask: Callable[[], T]) -> T | None:
-        """What the store answers; None: there is no such object.
+        """Return the store's answer to ``ask``; None if there is no such object. Raises ``StorageError``.
 
-        All that is asked may be asked twice. obstore repeats what the store refuses for a while; what it does not, as
-        an answer that ends too early, is repeated here. Raises ``StorageError``.
+        A request may be repeated, so it must be safe to repeat. obstore retries some failures for a while. Other
+        failures, e.g. an answer that ends too early, are retried here.
         """
         from obstore.exceptions import BaseError
 
@@ -202,9 +204,9 @@ class Objects:
 
 
 def objects_at(address: str) -> Objects:
-    """The objects of the bucket that ``address`` is in.
+    """Return the objects of the bucket of ``address``.
 
-    Raises ``StorageError`` where obstore is missing, or this process was forked off one that has used it.
+    Raises ``StorageError`` if obstore is missing, or if this process was forked from a user of obstore.
     """
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     endpoint = next(filter(None, map(os.environ.get, names)), "")
@@ -212,7 +214,7 @@ def objects_at(address: str) -> Objects:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """The bucket's address and the key of ``address``."""
+    """Split ``address`` into the address of its bucket and the key."""
     scheme, _, rest = address.partition("://")
     bucket, _, key = rest.partition("/")
     return f"{scheme}://{bucket}", key.strip("/")
@@ -232,7 +234,7 @@ def _connect(base: str, endpoint: str, process: int) -> Objects:
     if base.startswith("s3://"):
         if endpoint:
             options["endpoint"] = endpoint
-        # Over TLS nobody changes what is sent; a checksum by SHA-256 would cap a host at some 700 MB/s.
+        # TLS protects the request body. A checksum by SHA-256 would cap a host at some 700 MB/s.
         options["unsigned_payload"] = not endpoint.startswith("http://")
         if endpoint.startswith("http://"):
             client["allow_http"] = True  # type: ignore[assignment]
@@ -246,7 +248,7 @@ def _connect(base: str, endpoint: str, process: int) -> Objects:
 
 @functools.cache
 def _first_process() -> int:
-    """The process that has used obstore first, of those that were forked from each other since."""
+    """Return the process that used obstore first, among the processes forked from each other since."""
     return os.getpid()
 
 

@@ -1,7 +1,7 @@
 """Attempts of ``local.py``: hidden beside the final place, locked, and finalized by one rename.
 
-A checkpoint is a folder, a single file is a file. Each rank's worker holds it locked until it is finalized or
-discarded.
+The attempt at a checkpoint is a folder, the attempt at a single file is a file. Each rank's worker holds a lock on it
+until it is finalized or discarded.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from asyncckpt.storage.storage import LinkSource, OpenAttempt, exists_error
 logger = logging.getLogger(__name__)
 
 _FICLONE = 0x40049409  # from linux/fs.h
-# There is no such file any more, or what has its path now is something else.
+# Errors of a path that does not exist any more, or now leads to something else.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _said: set[tuple[int, int | None]] = set()
-"""The devices where nothing can be linked, and why: what the log says once."""
+"""Devices on which no file can be linked, with the error, to log each only once."""
 
 
 def facts_of(facts: os.stat_result) -> tuple[int, ...]:
-    """What tells whether a file is the one that was written, and was not written to since; () of what is no file.
+    """Return the facts that tell whether a file is still the written file, unchanged; () if it is not a regular file.
 
-    Not when its inode was changed last: each link to it changes that.
+    The inode's change time is not one of them, because each new link changes it.
     """
     if not stat.S_ISREG(facts.st_mode):
         return ()
@@ -55,13 +55,13 @@ def facts_of(facts: os.stat_result) -> tuple[int, ...]:
 
 
 def recorded(name: str, folder: int) -> tuple[int, ...]:
-    """The facts of the file ``name`` in the open ``folder``, by which each later change of it is seen.
+    """Return facts of the file ``name`` in the open ``folder`` that differ after any later change of the file.
 
-    The kernel's times go by ticks of some milliseconds: what changes it in the tick in which it was written would leave
-    it the same time. So it gets one that is none of the kernel's.
+    The kernel's times advance in ticks of some milliseconds. A change in the same tick as the last write would leave
+    the time of modification unchanged. So the file gets a time that is not a tick of the kernel.
     """
     facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    if facts.st_nlink == 1:  # else it was recorded before it was linked
+    if facts.st_nlink == 1:  # otherwise the facts were recorded before the file was linked
         with contextlib.suppress(OSError):
             times = facts.st_atime_ns, facts.st_mtime_ns - 1
             os.utime(name, ns=times, dir_fd=folder, follow_symlinks=False)
@@ -70,9 +70,10 @@ def recorded(name: str, folder: int) -> tuple[int, ...]:
 
 
 def link_file(path: str, facts: tuple[int | str, ...], folder: int, name: str) -> bool:
-    """Have the file at ``path`` stand as ``name`` in the open ``folder``, too: by a hard link, or, where there can be
-    none, by a copy that shares its blocks. False: neither can be, or the file is gone or not as its ``facts`` say; then
-    nothing has the name.
+    """Link the file at ``path`` as ``name`` in the open ``folder``, or clone it if hard links are not possible.
+
+    A clone is a copy that shares the file's blocks. Returns False if neither is possible, or if the file is gone or
+    does not match ``facts``. Then ``name`` does not exist.
     """
     try:
         os.link(path, name, dst_dir_fd=folder, follow_symlinks=False)
@@ -80,7 +81,7 @@ def link_file(path: str, facts: tuple[int | str, ...], folder: int, name: str) -
         if error.errno in _GONE:
             return False
         return _clone(path, facts, folder, name, why_not=error)
-    # Of the link: what has the path may have been exchanged a moment ago.
+    # Check the link, because the file at ``path`` may have been exchanged a moment ago.
     if facts_of(os.stat(name, dir_fd=folder, follow_symlinks=False)) == facts:
         return True
     os.unlink(name, dir_fd=folder)
@@ -116,18 +117,18 @@ def _clone(path: str, facts: tuple[int | str, ...], folder: int, name: str, why_
 
 # Suffixes of hidden names beside a checkpoint.
 PARTIAL_SUFFIX = ".partial"
-"""An attempt that is being written."""
+"""Suffix of an attempt that is being written."""
 TRASH_SUFFIX = ".asyncckpt-trash"
-"""What is being removed."""
+"""Suffix of a folder that is being removed."""
 OLD_SUFFIX = ".asyncckpt-old"
-"""A checkpoint that makes way for another of the same name."""
+"""Suffix of an old checkpoint while another takes its name."""
 
 SHORTENED = "asyncckpt-"
-"""How a name begins that stands for one that is too long for what is added to it."""
-# A name may have 255 bytes; added are two dots, and the longest suffix.
+"""Prefix of the short name that replaces a name too long for the suffixes."""
+# A name may have 255 bytes. Two dots and the longest suffix are added.
 _LONGEST_NAME = 255 - 2 - len(TRASH_SUFFIX)
 
-# Errors of file systems that cannot rename folders. EMFILE is that of gcsfuse.
+# Errors of file systems that cannot rename folders. EMFILE comes from gcsfuse.
 _NO_RENAME = (errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 LATE_S = 10.0
 """Maximum time for a file of another host to be seen, in seconds."""
@@ -138,7 +139,7 @@ FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
 
 
 def attempt_path(final: str, attempt: str) -> str:
-    """Where ``final`` is written until the ``attempt`` is finalized."""
+    """Return the path of the ``attempt`` at ``final`` until it is finalized."""
     parent, name = os.path.split(final)
     if len(os.fsencode(name)) + len(attempt) > _LONGEST_NAME:
         name = SHORTENED + xxhash.xxh3_128_hexdigest(os.fsencode(name))
@@ -163,12 +164,12 @@ class _Partial(OpenAttempt):
         return False
 
     def _hold(self, flags: int = 0) -> None:
-        """Lock it. Raises ``OSError``."""
+        """Open the attempt and lock it. Raises ``OSError``."""
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
         lock_shared(self._fd)
 
     def _is_in_place(self) -> bool:
-        """Whether what is held still has the name of the attempt, which nobody has revoked. Raises ``OSError``."""
+        """Return whether the locked attempt still has its name, so that nobody has revoked it. Raises ``OSError``."""
         try:
             return os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
         except FileNotFoundError:
@@ -176,14 +177,14 @@ class _Partial(OpenAttempt):
 
 
 class PartialFolder(_Partial):
-    """A checkpoint being written. Files are made in the folder that was opened, whatever has its name by then."""
+    """A checkpoint being written. Files are created in the open folder, even if its path has changed."""
 
     def __init__(self, path: str, final: str, direct: bool) -> None:
         super().__init__(path, final, direct)
-        self._linked: dict[str, tuple[int | str, ...]] = {}  # the facts of those that are hard links
+        self._linked: dict[str, tuple[int | str, ...]] = {}  # facts of the files that are hard links
 
     def make(self) -> None:
-        """Make the folder, unless another rank was here first, and lock it. Raises ``OSError``, ``StorageError``."""
+        """Create the folder, unless another rank has created it, and lock it. Raises ``OSError``, ``StorageError``."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.path, 0o755)
         try:
@@ -215,7 +216,8 @@ class PartialFolder(_Partial):
 
     def link_source(self, name: str) -> LinkSource:
         with translated("looking at a file", os.path.join(self.path, name)):
-            # Of a link those by which it was found to be good: it may have been changed, or distrusted, since.
+            # For a link, return the facts by which it was checked: the file may have been changed, or distrusted,
+            # since.
             facts = self._linked.get(name) or recorded(name, self._fd)
         return LinkSource(os.path.join(self._final, name), facts)
 
@@ -226,7 +228,7 @@ class PartialFolder(_Partial):
             self._check_in_place(name if is_linked else None)
             if is_linked:
                 its = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-                if (its.st_dev, its.st_ino) == source.facts[:2]:  # else it is a copy
+                if (its.st_dev, its.st_ino) == source.facts[:2]:  # otherwise it is a clone
                     self._linked[name] = source.facts
         return is_linked
 
@@ -235,9 +237,9 @@ class PartialFolder(_Partial):
             return set(files_under(self._fd))
 
     def missing(self, names: Collection[str]) -> set[str]:
-        """Look each name up that is not listed, again and again for some seconds.
+        """Return the names that do not exist. Look up each unlisted name repeatedly for some seconds.
 
-        A client of a network file system may answer with an older list, in which files of other hosts are missing.
+        A client of a network file system may answer with an older listing, in which files of other hosts are missing.
         """
         left, deadline = super().missing(names), time.monotonic() + LATE_S
         with translated("looking at a file", self.path):
@@ -254,7 +256,7 @@ class PartialFolder(_Partial):
         return False
 
     def finalize(self, existing: Existing) -> None:
-        """An empty folder at the final place is replaced, whatever ``existing`` says."""
+        """Finalize the checkpoint. An empty folder at the final place is replaced for every value of ``existing``."""
         final = self._final
         with translated("flushing a folder", self.path):
             self._check_in_place(None)
@@ -290,11 +292,11 @@ class PartialFolder(_Partial):
                 sync_folder(parent)
             except OSError:
                 if not is_taken:
-                    rename(final, self.path)  # what has failed is not to be found there
+                    rename(final, self.path)  # a failed save must not be found there
                 raise
 
     def discard(self, names: Sequence[str] | None = None) -> None:
-        """The folder goes with its last file."""
+        """Remove files, and folders that become empty."""
         with contextlib.suppress(OSError):
             if self._is_in_place() and names is None:
                 remove_folder(self.path)
@@ -305,12 +307,12 @@ class PartialFolder(_Partial):
                 folders = {folder for name in names or () for folder in PurePath(self.path, name).parents}
                 below = [folder for folder in folders if folder.is_relative_to(self.path)]
                 for folder in [*sorted(below, key=lambda folder: -len(folder.parts)), PurePath(self.path)]:
-                    with contextlib.suppress(OSError):  # others have files there
+                    with contextlib.suppress(OSError):  # other ranks have files there
                         os.rmdir(folder)
         self.release()
 
     def _make_folders(self, name: str) -> None:
-        """Those that the file ``name`` is in."""
+        """Create the folders above the file ``name``."""
         with translated("making a folder", os.path.join(self.path, name)):
             for at, character in enumerate(name):
                 if character == "/":
@@ -318,18 +320,18 @@ class PartialFolder(_Partial):
                         os.mkdir(name[:at], 0o755, dir_fd=self._fd)
 
     def _check_in_place(self, name: str | None) -> None:
-        """Where the attempt was revoked, remove the file ``name``, and raise ``OSError``."""
+        """If the attempt was revoked, remove the file ``name`` and raise ``OSError``."""
         if not self._is_in_place():
             if name is not None:
                 os.unlink(name, dir_fd=self._fd)
             raise FileNotFoundError(errno.ENOENT, "this attempt was revoked, or its folder moved away")
 
     def _is_ours(self) -> bool:
-        """Whether what is held has the owner that files of this process get here. Raises ``OSError``."""
+        """Return whether the locked attempt has the owner that files of this process get here. Raises ``OSError``."""
         owner = os.fstat(self._fd).st_uid
         if owner == os.geteuid():
             return True
-        # A server may give our files to another user, as NFS does with those of root.
+        # A server may give our files to another user, as NFS does with files of root.
         name = f".{secrets.token_hex(6)}"
         probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
@@ -339,9 +341,9 @@ class PartialFolder(_Partial):
             os.unlink(name, dir_fd=self._fd)
 
     def _set_aside(self) -> None:
-        """Take the place of what has the final name, which gets another; but a link goes. Raises ``OSError``."""
+        """Rename the existing checkpoint and take its final name. An existing link is removed. Raises ``OSError``."""
         final, aside = self._final, None
-        with contextlib.suppress(FileNotFoundError):  # retention has just removed it
+        with contextlib.suppress(FileNotFoundError):  # retention may just have removed it
             aside = set_aside(final, "abandoned")
         try:
             rename(self.path, final)
@@ -361,7 +363,7 @@ class PartialFolder(_Partial):
             logger.warning("%s was saved again; the one before is in %s", final, aside)
 
     def _replace(self) -> None:
-        """Take the place of the checkpoint that has the final name, durably, and remove that. Raises ``OSError``."""
+        """Take the final name of an existing checkpoint, durably, and remove the old checkpoint. Raises ``OSError``."""
         old, final = self.path, self._final
         try:
             is_exchanged = exchange(self.path, final)
@@ -370,7 +372,8 @@ class PartialFolder(_Partial):
                 raise
             is_exchanged = True
         if not is_exchanged:
-            # No exchange on this file system: for a moment neither has the name, the old one is whole beside it.
+            # This file system cannot exchange names. For a moment nothing has the final name, and the old checkpoint is
+            # whole beside it.
             old = self.path.removesuffix(PARTIAL_SUFFIX) + OLD_SUFFIX
             rename(final, old)
             try:
@@ -412,16 +415,16 @@ class PartialFile(_Partial):
         return {os.path.basename(self.path)} if self._is_created else set()
 
     def finalize(self, existing: Existing) -> None:
-        """The file that is there before gives it its permissions. A link is replaced.
+        """Finalize the file. It gets the permissions of the file that it replaces. A link is replaced.
 
-        Where the file system cannot exchange names, a file that replaces another stays when the folder is not flushed.
+        If the file system cannot exchange names, a replacing file stays even if flushing the folder fails.
         """
         final, before = self._final, None
         with translated("finalizing the file", final):
             with contextlib.suppress(FileNotFoundError):
                 before = os.lstat(final).st_mode
             if before is not None and stat.S_ISREG(before):
-                with contextlib.suppress(OSError):  # a file system that has no permissions refuses
+                with contextlib.suppress(OSError):  # a file system without permissions refuses
                     os.chmod(self.path, stat.S_IMODE(before))
             is_exchanged = before is not None and not stat.S_ISDIR(before) and exchange(self.path, final)
             if not is_exchanged:
@@ -430,14 +433,14 @@ class PartialFile(_Partial):
         with translated("flushing a folder", parent):
             try:
                 sync_folder(parent)
-            except OSError:  # what has failed is not to be found there
+            except OSError:  # a failed save must not be found there
                 if is_exchanged:
                     exchange(self.path, final)
                 elif before is None and self._has_final_name():
                     rename(final, self.path)
                 raise
         if is_exchanged:
-            with contextlib.suppress(OSError):  # what stays is a leftover like others
+            with contextlib.suppress(OSError):  # if this fails, the leftover is an orphan like others
                 os.unlink(self.path)
 
     def discard(self, names: Sequence[str] | None = None) -> None:
@@ -451,7 +454,7 @@ class NewFile(PartialFile):
     """A single file being written that replaces nothing."""
 
     def finalize(self, existing: Existing) -> None:
-        """Raises ``CheckpointExistsError`` where something has the name, whatever ``existing`` says."""
+        """Finalize the file. Raises ``CheckpointExistsError`` if the name is taken, for every value of ``existing``."""
         with translated("finalizing the file", self._final):
             try:
                 rename_new(self.path, self._final)
@@ -463,22 +466,24 @@ class NewFile(PartialFile):
                 sync_folder(parent)
             except OSError:
                 if self._has_final_name():
-                    rename(self._final, self.path)  # what has failed is not to be found there
+                    rename(self._final, self.path)  # a failed save must not be found there
                 raise
 
 
 def undo_join(leftover: str, final: str) -> None:
-    """An attempt that is in ``leftover`` now may have been revoked while it was being joined to ``final``: see that DCP
-    finds no checkpoint there, whose ``.metadata`` goes there just before our manifest. Raises ``OSError``.
+    """Remove ``.metadata`` from ``final`` if the revoked attempt in ``leftover`` was just being joined to it.
+
+    A join moves ``.metadata`` just before the manifest. Without its removal, DCP would find a checkpoint in ``final``.
+    Raises ``OSError``.
     """
     if METADATA_NAME not in (names := os.listdir(leftover)) and MANIFEST_NAME in names:
         os.unlink(os.path.join(final, METADATA_NAME))
 
 
 def _join(folder: str, final: str) -> None:
-    """Move the files in ``folder`` into ``final``, durably, what says that they are complete after all others.
+    """Move the files in ``folder`` into ``final``, durably, first the data and last ``.metadata`` and the manifest.
 
-    A checkpoint that stands there is none from the first moment on: its files have the names of these.
+    A checkpoint in ``final`` ends with the first step, because the moved files may overwrite its files.
     """
     if os.stat(folder).st_dev != os.stat(final).st_dev:
         raise OSError(errno.EXDEV, "it is on another file system than the folder it is in; save into a folder of it")
@@ -492,7 +497,7 @@ def _join(folder: str, final: str) -> None:
         for name in names:
             rename(os.path.join(folder, name), os.path.join(final, name))
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(folder, name))  # a link to the file that is there stays, says rename(2)
+                os.unlink(os.path.join(folder, name))  # a hard link to the file that is there stays, see rename(2)
         sync_folder(final)
-    with contextlib.suppress(OSError):  # it is finalized all the same
+    with contextlib.suppress(OSError):  # the checkpoint is finalized anyway
         os.rmdir(folder)

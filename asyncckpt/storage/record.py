@@ -1,9 +1,9 @@
 """The record of a place on an object store: the one object that decides which attempt is finalized there.
 
-It stands at ``asyncckpt.json``: the manifest of the finalized attempt, if there is one, then a line that says where
-that attempt's files are, and which attempts were revoked there. It is only ever changed on the condition that nobody
-else has changed it meanwhile. So of one that finalizes an attempt and one that revokes it, one comes first, and the
-other sees it.
+The record is the object ``asyncckpt.json``. It begins with the manifest of the finalized attempt, if there is one. Then
+follows a line with the place of the attempt's files, and with the attempts that were revoked. Every change is
+conditional: it fails if somebody else has changed the record meanwhile. So if one process finalizes an attempt and
+another revokes it, one of them comes first, and the other sees it.
 """
 
 from __future__ import annotations
@@ -22,32 +22,35 @@ from asyncckpt.format.manifest import MANIFEST_NAME, is_data
 from asyncckpt.storage.objects import Found, Objects, ObjectVersion
 
 PARTS = ".parts-"
-"""How the name begins below which the files of an attempt stand; the rest is its ``digest``, in nested folders followed
-by how deep these are: see ``part_key``.
-"""
+"""Prefix of the name below which the files of an attempt stand, followed by the attempt's ``digest``. In nested folders
+the depth of the folder follows, see ``part_key``."""
 
-# A record with a manifest is padded to so many bytes, and one without is shorter: a listing tells them apart.
+# Size to which a record with a manifest is padded. A record without a manifest is shorter, so a listing tells them
+# apart.
 _FINALIZED_BYTES = 4096
-# Those that are remembered; with so many attempts behind it, a worker that has begun one is gone.
+# Number of revoked attempts to remember. A worker is gone if so many later attempts were revoked.
 _MOST_REVOKED = 64
 _MOST_CHANGES = 100
 
 
 def digest(attempt: str) -> str:
-    """What stands for the name of an attempt on a store."""
+    """Return the digest that names an attempt on a store."""
     return xxhash.xxh3_128_hexdigest(attempt.encode())
 
 
 def parts_name(its: str, folder: str = "") -> str:
-    """The name below which the attempt with that digest keeps data files of DCP's in a ``folder``; "" is the place."""
+    """Return the name below which the attempt with the digest ``its`` keeps DCP's data files of ``folder``.
+
+    ``folder`` is "" at the top of the checkpoint.
+    """
     return f"{PARTS}{its}-{folder.count('/') + 1}" if folder else PARTS + its
 
 
 def part_key(parts: str, name: str) -> str:
-    """Where the file ``name`` of an attempt stands, whose files are at ``parts``.
+    """Return the key of the file ``name`` of an attempt with its files at ``parts``.
 
-    A data file of DCP's in a folder of a set stands below that folder: stock readers find it through the ``.metadata``
-    there, which can only name what is below itself.
+    In a set, a data file of DCP in a folder stands below that folder. Stock readers find it through the folder's
+    ``.metadata``, which can only name files below its own folder.
     """
     folder, base = posixpath.split(name)
     if not folder or not is_data(base):
@@ -58,8 +61,11 @@ def part_key(parts: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class PlaceRecord:
-    """``manifest``: its bytes, empty where no attempt is finalized. ``parts``: where the files of that stand, from the
-    place of the record on. ``revoked``: the digests of attempts that never will be finalized, the latest last.
+    """The contents of a record.
+
+    ``manifest``: bytes of the manifest; empty if no attempt is finalized. ``parts``: place of the finalized attempt's
+    files, relative to the record's place. ``revoked``: digests of attempts that never will be finalized, the latest
+    last.
     """
 
     manifest: bytes = b""
@@ -72,29 +78,29 @@ class PlaceRecord:
         return bool(self.manifest)
 
     def is_of(self, digest: str) -> bool:
-        """Whether the attempt with that digest is the finalized one."""
+        """Return whether the attempt with that digest is the finalized attempt."""
         return self.is_finalized and posixpath.basename(self.parts) == PARTS + digest
 
     def has(self, name: str) -> bool:
-        """Whether the manifest has a file of that name."""
+        """Return whether the manifest lists a file of that name."""
         try:
             return name in json.loads(self.manifest)["files"]
         except (ValueError, KeyError, TypeError):
             return False
 
     def revoking(self, digest: str) -> PlaceRecord:
-        """This one, with one attempt more revoked."""
+        """Return a copy of this record with one more revoked attempt."""
         return replace(self, revoked=(*self.revoked, digest)[-_MOST_REVOKED:])
 
     def encode(self) -> bytes:
-        """The object's bytes. No two are the same, so that each has an e-tag of its own."""
+        """Return the object's bytes. A random number makes each encoding unique, so that each has its own e-tag."""
         line = {"parts": self.parts, "revoked": self.revoked, "written": f"{random.getrandbits(64):016x}"}
         body = self.manifest + json.dumps(line).encode() + b"\n"
         return body.ljust(_FINALIZED_BYTES) if self.is_finalized else body
 
     @classmethod
     def parse(cls, body: bytes) -> PlaceRecord:
-        """A damaged one may be a manifest without parts: whoever reads that finds the damage."""
+        """Parse a record. Treat a damaged record as a manifest without parts, so that its reader reports the damage."""
         text = body.rstrip(b" \n")
         manifest, _, line = text.rpartition(b"\n")
         try:
@@ -106,17 +112,17 @@ class PlaceRecord:
 
 
 def is_finalized(found: Found) -> bool:
-    """Whether that record has a manifest, as a listing shows it."""
+    """Return whether the listed record ``found`` has a manifest."""
     return found.nbytes >= _FINALIZED_BYTES
 
 
 def record_key(place: str) -> str:
-    """Where the record of the key ``place`` stands."""
+    """Return the key of the record of ``place``."""
     return f"{place}/{MANIFEST_NAME}"
 
 
 def read_record(objects: Objects, place: str) -> tuple[PlaceRecord, ObjectVersion | None]:
-    """The record of the key ``place``, an empty one where there is none, and its version. Raises ``StorageError``."""
+    """Return the record of ``place`` (empty if there is none) and its version. Raises ``StorageError``."""
     found = objects.get(record_key(place))
     return (PlaceRecord(), None) if found is None else (PlaceRecord.parse(found[0]), found[1])
 
@@ -127,16 +133,16 @@ def change_record(
     """Replace a record on the condition that nobody else has changed it meanwhile.
 
     Args:
-        objects: The bucket's.
-        place: The key of the checkpoint.
-        change: Makes the new one of what is there; None: leave it. Called again where somebody else was faster.
-        is_new: Suppose that there is none; this spares a request, if it is so.
+        objects: Objects of the bucket.
+        place: Key of the checkpoint.
+        change: Return the new record for the current record; None: keep it. Called again after a concurrent change.
+        is_new: Assume that there is no record yet. This saves a request if it is true.
 
     Returns:
-        What was there before it was changed, or is left.
+        The record before the change, or the record that was kept.
 
     Raises:
-        StorageError: The store refuses. What ``change`` raises is raised.
+        StorageError: The store refuses. Errors of ``change`` are raised as they are.
     """
     for attempt in range(_MOST_CHANGES):
         before, version = (PlaceRecord(), None) if is_new and not attempt else read_record(objects, place)

@@ -1,6 +1,6 @@
-"""Renames: of what may be done although it was answered with an error, and what the kernel does in one step.
+"""Renames: plain renames that tolerate a lost answer, and atomic renames of the kernel.
 
-All raise ``OSError``: whoever calls says what was being done.
+All functions raise ``OSError``. Their callers know the operation and translate the error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def rename(one: str, other: str) -> None:
-    """``os.rename``. One that was done and answered with an error, as of a call that a network file system had to
-    repeat, is done.
+    """Rename as ``os.rename`` does. Ignore an error if the rename was done.
+
+    A network file system may retry a call that was done, and then answer with an error.
     """
     before = os.lstat(one)
     try:
@@ -34,7 +35,7 @@ def rename(one: str, other: str) -> None:
 
 
 def set_aside(path: str, why: str) -> str:
-    """Give what is at ``path`` another name beside its own, which says why, durably. Returns that."""
+    """Give the file or folder at ``path`` another name, with ``why`` as a suffix, durably. Return the new path."""
     aside = next(name for number in itertools.count(1) if not os.path.lexists(name := f"{path}.{why}-{number}"))
     rename(path, aside)
     try:
@@ -46,13 +47,14 @@ def set_aside(path: str, why: str) -> str:
 
 
 def exchange(one: str, other: str) -> bool:
-    """Swap two names in one step; False where the file system or the kernel cannot."""
+    """Exchange two names atomically. Return False if the file system or the kernel cannot."""
     return _renameat2(one, other, _RENAME_EXCHANGE)
 
 
 def rename_new(one: str, other: str) -> None:
-    """As ``rename``, of a file, but a ``FileExistsError`` where something has the other name. That is found out in the
-    same step, but on a file system that knows neither ``RENAME_NOREPLACE`` nor hard links.
+    """Rename a file as ``rename`` does, but raise ``FileExistsError`` if the new name exists.
+
+    The check is atomic unless the file system has neither ``RENAME_NOREPLACE`` nor hard links.
     """
     before = os.lstat(one)
     try:
@@ -65,12 +67,12 @@ def rename_new(one: str, other: str) -> None:
             is_done = False
         if not is_done:
             raise
-    with contextlib.suppress(OSError):  # where it was a link; what stays is a leftover like others
+    with contextlib.suppress(OSError):  # after a hard link; if this fails, the leftover is an orphan like others
         os.unlink(one)
 
 
 def _link(one: str, other: str) -> None:
-    """Give a file another name, too; or, where there are no hard links, instead."""
+    """Give a file a second name, or rename it on a file system without hard links."""
     try:
         os.link(one, other)
     except FileExistsError:
@@ -82,7 +84,7 @@ def _link(one: str, other: str) -> None:
 
 
 def _renameat2(one: str, other: str, flags: int) -> bool:
-    """False where the file system or the kernel cannot."""
+    """Call renameat2. Return False if the file system or the kernel cannot do it."""
     try:
         rename = _libc.renameat2
     except AttributeError:  # glibc before 2.28

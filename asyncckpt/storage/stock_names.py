@@ -1,9 +1,9 @@
-"""What stock readers find of a checkpoint on an object store: its files, at the names that they have in it.
+"""The files of a checkpoint on an object store at the names that stock readers expect.
 
-The files stand below the name of their attempt, and stay there: that is what asyncckpt reads. When the attempt is
-finalized, DCP's ``.metadata`` comes to its own name, with the names of the data files as they stand there, and other
-files of a set are copied to theirs. All that is at such a name can be made again, and is made again where a worker has
-died meanwhile, or another checkpoint has taken the place: no reader of ours goes by it.
+The files of an attempt stand below the name of the attempt and stay there for asyncckpt's own readers. When the attempt
+is finalized, DCP's ``.metadata`` is written to its own name, and points to the data files below the attempt. The other
+files of a set are copied to their own names. All these objects can be made again. They are made again if a worker died
+meanwhile, or if another checkpoint has taken the place. Readers of asyncckpt do not depend on them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from asyncckpt.storage.record import PARTS, parts_name, read_record
 
 _COPIES_AT_ONCE = 8
 _under_way: set[str] = set()
-"""The places whose files this process is just giving their names."""
-# The step of a pickle that makes the name of a data file: its length, then itself.
+"""The places whose files this process is copying to their own names."""
+# The pickle opcode that makes the name of a data file: its length, then the name.
 _DATA_NAME = re.compile(rb"X(.{4})([^\x00-\x1f]{0,4000}?__\d+_\d+\.distcp)", re.DOTALL)
 
 
 def shown(files: Mapping[str, Found]) -> dict[str, Found]:
-    """Those of all ``files`` of an attempt, by name, that stock readers find at their own names, in the order in which
-    they come there: who finds ``.metadata`` finds all of its folder, and who finds that of the top finds all.
+    """Return the ``files`` of an attempt that stock readers find at their own names, in the order of their copying.
 
-    Data files of DCP's are found through ``.metadata``, and indexes are ours alone.
+    The ``.metadata`` of a folder comes after the other files of the folder, and the top ``.metadata`` comes last. So a
+    reader that finds ``.metadata`` finds all files. Data files of DCP are left out, because ``.metadata`` points to
+    them. Indexes are left out, because only asyncckpt reads them.
     """
     own = {
         name: found
@@ -45,13 +46,14 @@ def shown(files: Mapping[str, Found]) -> dict[str, Found]:
 
 
 def has_copies(names: Iterable[str]) -> bool:
-    """Whether any of the names that are ``shown`` is not that of a ``.metadata``: a copy takes its time."""
+    """Return whether any of the shown ``names`` is not a ``.metadata``, so that a copy is needed, which takes time."""
     return not all(map(_is_metadata, names))
 
 
 def behind(files: Mapping[str, Found], there: Mapping[str, Found], since: datetime) -> dict[str, Found]:
-    """Those ``files`` to be shown that are not ``there``, or, as far as is known, are another attempt's: they were
-    written before ``since``, or have another size.
+    """Return the ``files`` that are missing in ``there``, or seem to belong to another attempt.
+
+    An object belongs to another attempt if it was written before ``since``, or has another size.
     """
 
     def is_late(name: str, part: Found) -> bool:
@@ -63,8 +65,10 @@ def behind(files: Mapping[str, Found], there: Mapping[str, Found], since: dateti
 
 
 def in_the_way(before: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Which names of the checkpoint ``before`` go, before ``names`` are shown in its place: as copies take their time,
-    all, or for a while stock readers would find some of both; else those that are not replaced.
+    """Return the names of the checkpoint ``before`` to remove before ``names`` are shown in its place.
+
+    If copies are needed, these are all names, because stock readers would otherwise see a mixture for a while. If not,
+    these are only the names that are not replaced.
     """
     names = {*names}
     return [name for name in before if name not in names or has_copies(names)]
@@ -73,14 +77,14 @@ def in_the_way(before: Iterable[str], names: Iterable[str]) -> list[str]:
 def show(
     objects: Objects, place: str, its: str, files: Mapping[str, Found], metadata: Mapping[str, bytes] | None = None
 ) -> None:
-    """Have stock readers find files of a finalized attempt at their own names.
+    """Copy files of a finalized attempt to the names that stock readers expect.
 
     Args:
-        objects: The bucket's.
-        place: The key of the checkpoint.
-        its: The digest of the attempt.
-        files: Which ones, by name, in the order of ``shown``.
-        metadata: Each ``.metadata`` as it was written, by name, as far as that is at hand.
+        objects: Objects of the bucket.
+        place: Key of the checkpoint.
+        its: Digest of the attempt.
+        files: Files to copy, by name, in the order of ``shown``.
+        metadata: The contents of each ``.metadata`` as written, by name, as far as they are in memory.
 
     Raises:
         StorageError: The store refuses.
@@ -93,7 +97,7 @@ def show(
 
 
 def is_under_way(objects: Objects, place: str) -> bool:
-    """Whether this process is doing that already."""
+    """Return whether this process is already copying files of ``place``."""
     return f"{objects.base}/{place}" in _under_way
 
 
@@ -111,7 +115,7 @@ def _show(objects: Objects, place: str, its: str, files: Mapping[str, Found], me
             if failure is not None:
                 raise failure
             return
-        # This took so long that another has taken its place, or nothing has.
+        # The copies took so long that the place now has another checkpoint, or none.
         its, metadata, files = posixpath.basename(record.parts).removeprefix(PARTS), {}, {}
         if record.parts.startswith(PARTS):
             files = shown(list_below(objects, place).of_attempt(its))
@@ -129,7 +133,7 @@ def _put(objects: Objects, place: str, its: str, files: Mapping[str, Found], met
 
 
 def hide(objects: Objects, place: str, names: Iterable[str]) -> None:
-    """Take away what stock readers find at ``names``, first what says that all is there. Raises ``StorageError``."""
+    """Remove the files that stock readers find at ``names``, every ``.metadata`` first. Raises ``StorageError``."""
     last: list[str] = []
     others: list[str] = []
     for name in names:
@@ -143,7 +147,7 @@ def _is_metadata(name: str) -> bool:
 
 
 def _copy(objects: Objects, place: str, name: str, found: Found) -> None:
-    objects.copy(found.key, f"{place}/{name}", found.nbytes)  # where it is gone, so is its attempt
+    objects.copy(found.key, f"{place}/{name}", found.nbytes)  # if the source is gone, so is its attempt
 
 
 def _put_metadata(objects: Objects, place: str, its: str, name: str, metadata: bytes | None) -> None:
@@ -154,7 +158,7 @@ def _put_metadata(objects: Objects, place: str, its: str, name: str, metadata: b
 
 
 def _below(folder: str, metadata: bytes) -> bytes:
-    """DCP's ``.metadata`` with the data files in a ``folder`` beside it."""
+    """Return DCP's ``.metadata`` with its data files moved into ``folder``."""
     before = f"{folder}/".encode()
 
     def rename(found: re.Match[bytes]) -> bytes:

@@ -1,4 +1,4 @@
-"""The storage seam: the interface that a kind of storage implements; ``storage_for`` picks the kind by the path."""
+"""The interface of all kinds of storage. ``storage_for`` picks the kind by the path."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from asyncckpt.format.write_request import Existing
 class OutputFile(ABC):
     """A new file while it is written: ``write`` it, ``sync`` it, ``close`` it.
 
-    Any thread may ``write``, several at once; the other calls are made when no write is under way. The memory of a
-    write may change again when ``sync`` or ``close`` has returned. The bytes are durable when ``sync`` has, and not
-    before.
+    Several threads may call ``write`` at once. The other methods are called when no write is under way. The caller may
+    reuse the memory of a write when ``sync`` or ``close`` has returned. The bytes are durable when ``sync`` has
+    returned, and not before.
     """
 
     path: str
-    """For errors."""
+    """The path, for errors."""
     direct: bool
-    """Whether its bytes bypass the page cache. Then ``data`` and ``offset`` of a write are multiples of the page."""
+    """Whether the bytes bypass the page cache. Then the length of ``data`` and ``offset`` are multiples of the page."""
     piece_bytes: int = 64 << 20
-    """How much is best written at once. A disk is as fast with 4 MiB, two at a time; but with this, the threads that
-    write, checksum and copy are less in each other's way: on two cores a save is durable 2 to 5% sooner than with 16.
-    """
+    """The best number of bytes for one write. A disk is as fast with 4 MiB, two at a time. But with larger pieces the
+    threads that write, checksum and copy interfere less. On two cores a save is durable 2 to 5% sooner than with 16
+    MiB."""
 
     @abstractmethod
     def write(self, data: memoryview, offset: int) -> None:
@@ -34,76 +34,79 @@ class OutputFile(ABC):
 
     @abstractmethod
     def truncate(self, nbytes: int) -> None:
-        """Cut off what is behind ``nbytes``: direct writes are of whole pages. Raises ``StorageError``."""
+        """Cut the file to ``nbytes``, because direct writes are whole pages. Raises ``StorageError``."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Return when all that was written is durable. Raises ``StorageError``."""
+        """Return when all written bytes are durable. Raises ``StorageError``."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds; safe to call twice."""
+        """Release the file's resources. Safe to call twice."""
 
 
 class InputFile(ABC):
-    """A large file while it is read, by any thread, several at once; ``close`` it when no read is under way.
+    """A large file while it is read. Several threads may read at once. ``close`` the file when no read is under way.
 
-    Offsets and lengths of reads are whole pages, and so are the addresses of the memory, but for ``read_in_place``.
+    Offsets and lengths of reads are whole pages. The memory begins on a page, except in ``read_in_place``.
     """
 
     path: str
-    """Where it is; for errors."""
+    """The path, for errors."""
     run_bytes: int = 2 << 20
-    """How much is best read at once: so much that a disk is as fast as with more."""
+    """The best number of bytes for one read. A disk is not faster with more."""
     alignment: int
-    """What addresses have to be a multiple of for ``read_in_place``; 0: not possible, which a read may find out."""
+    """The address alignment for ``read_in_place``, in bytes; 0 if it is not possible. A read may change it to 0."""
 
     @abstractmethod
     def read(self, views: Sequence[memoryview], offset: int) -> int:
-        """Fill ``views``, one after the other, with what stands from ``offset`` on.
+        """Fill ``views``, one after the other, with the bytes from ``offset`` on.
 
-        Returns how many bytes that is: fewer than asked for where the file ends. Raises ``StorageError``.
+        Returns the number of bytes read, which is smaller than requested at the end of the file. Raises
+        ``StorageError``.
         """
 
     @abstractmethod
     def read_in_place(self, views: Sequence[memoryview], offset: int) -> int | None:
-        """As ``read``, to any memory of this ``alignment``; None: storage refuses that memory after all."""
+        """Read as ``read`` does, into memory of this ``alignment``. Return None if storage refuses the memory."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release the file's resources."""
 
 
 class LinkSource(NamedTuple):
-    """A durable file of a checkpoint, that later ones may have, too: where it is, and what tells if it is as it was."""
+    """A durable file of a checkpoint that later checkpoints may share: its place, and facts to detect a change."""
 
     place: str
     facts: tuple[int | str, ...]
 
 
 class OpenAttempt(ABC):
-    """An attempt at a checkpoint, or at a single file, as one rank's worker has it open.
+    """An attempt at a checkpoint, or at a single file, as opened by one rank's worker.
 
     All ranks ``create`` their files in the same attempt. When all files of all ranks are durable, the first rank calls
-    ``finalize``. Then every rank calls ``release``, or, if the save has failed, ``discard``. Until one of these, the
-    attempt counts as under way; of a process that dies it does not.
+    ``finalize``. Then every rank calls ``release``, or, if the save has failed, ``discard``. Until then the attempt
+    counts as under way, unless the process dies.
     """
 
     path: str
-    """Where it is written, for errors."""
+    """The path that is written to, for errors."""
     inode: int | None = None
-    """Of a single file that was created: by it ``Storage.resolve`` knows the file. A manifest names its attempt."""
+    """The inode of a single file after its creation, by which ``Storage.resolve`` finds the file. A checkpoint needs
+    none, because its manifest names the attempt."""
 
     @abstractmethod
     def create(self, name: str, *, large: bool) -> OutputFile:
-        """A new file; ``large``: written in aligned pieces, past the page cache. The name of a single file does not
-        matter. Raises ``StorageError``.
+        """Create a file. With ``large`` it is written in aligned pieces, past the page cache.
+
+        The name of a single file does not matter. Raises ``StorageError``.
         """
 
     def copy(self, name: str, nbytes: int, parts: Callable[[], Iterator[memoryview]]) -> None:
-        """Make a file of ``parts``, one after the other, ``nbytes`` in all, durably.
+        """Create a file of ``parts``, one after the other, ``nbytes`` in all, durably.
 
-        ``parts`` may be called again, where all has to be sent once more. Raises ``StorageError``, and what they raise.
+        ``parts`` is called again if all has to be sent once more. Raises ``StorageError``, and the errors of ``parts``.
         """
         with closing(self.create(name, large=False)) as file:
             at = 0
@@ -113,60 +116,62 @@ class OpenAttempt(ABC):
             file.sync()
 
     def link_source(self, name: str) -> LinkSource | None:
-        """What a file that is durable is known by once this is finalized; None: no other attempt can have it.
+        """Return the link source of a durable file of this attempt, for later attempts; None if they cannot link it.
 
-        Raises ``StorageError``.
+        The source is valid once this attempt is finalized. Raises ``StorageError``.
         """
         return None
 
     def link(self, name: str, source: LinkSource) -> bool:
-        """Have a file of another checkpoint stand here, too, as ``name``, and none of its bytes written again.
+        """Link a file of another checkpoint as ``name``, without writing its bytes again.
 
-        False: it is gone, or not as it was, or this kind of storage cannot; then nothing has the name. Raises
-        ``StorageError`` where this attempt was revoked.
+        Returns False if the file is gone, has changed, or cannot be linked on this storage. Then ``name`` does not
+        exist. Raises ``StorageError`` if this attempt was revoked.
         """
         return False
 
     @abstractmethod
     def names(self) -> set[str]:
-        """The files that all ranks have created, as far as they are seen from here. Raises ``StorageError``."""
+        """Return the files that all ranks have created, as far as this host can see them. Raises ``StorageError``."""
 
     def missing(self, names: Collection[str]) -> set[str]:
-        """Return those of ``names``, files of all ranks, that cannot be seen from here. Raises ``StorageError``."""
+        """Return the ``names`` of files, of all ranks, that this host cannot see. Raises ``StorageError``."""
         return set(names) - self.names()
 
     @abstractmethod
     def finalize(self, existing: Existing) -> None:
-        """Give the attempt its final name. One step of this decides; when it returns, the result is durable.
+        """Give the attempt its final name. One atomic step decides. On return the result is durable.
 
-        Called once, on the first rank, when all files are durable. ``existing`` says what becomes of a checkpoint that
-        has the name; a single file is always replaced. Raises ``CheckpointExistsError`` where that is not possible,
-        ``StorageError`` where storage refuses, also when the attempt was revoked: then what had the name still has it.
+        The first rank calls this once, when all files are durable. ``existing`` says what to do with a checkpoint that
+        has the name. A single file is always replaced. Raises ``CheckpointExistsError`` if the existing checkpoint does
+        not allow it. Raises ``StorageError`` if storage refuses, or if the attempt was revoked. After an error the
+        final place is unchanged.
         """
 
     @abstractmethod
     def discard(self, names: Sequence[str] | None = None) -> None:
-        """Remove the files ``names``, None: the whole attempt, as far as storage allows, and ``release`` it.
+        """Remove the files ``names`` (None: the whole attempt), as far as storage allows, and ``release`` the attempt.
 
-        Only the first rank discards it whole: it alone is sure that the attempt is not finalized meanwhile. Raises
-        nothing.
+        Only the first rank discards the whole attempt, because no other rank is sure that it is not finalized
+        meanwhile. Raises nothing.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Stop counting as under way; what was written stays. Safe to call twice."""
+        """Stop counting as under way. The written files stay. Safe to call twice."""
 
 
 class Resolution(NamedTuple):
-    """How an attempt has ended: whether it ``is_finalized``; ``leftover``: what was revoked, for ``Storage.remove``."""
+    """The end of an attempt: whether it ``is_finalized``, and the revoked ``leftover`` for ``Storage.remove``."""
 
     is_finalized: bool
     leftover: str | None
 
 
 class FileStamp(NamedTuple):
-    """Tells whether a file is still the one that was looked at. ``modified``: nanoseconds since the epoch, by the clock
-    of the storage.
+    """Facts that tell whether a file is still the same, unchanged file.
+
+    ``modified``: nanoseconds since the epoch, by the clock of the storage.
     """
 
     modified: int
@@ -175,9 +180,9 @@ class FileStamp(NamedTuple):
 
 
 class FileIdentity(NamedTuple):
-    """Which file a path leads to: with the same ``device`` and ``inode`` it is the same one, under another name.
+    """The file that a path leads to. Two paths with the same ``device`` and ``inode`` lead to the same file.
 
-    ``links``: how many names it has. ``allocated``: the bytes that it takes on the disk.
+    ``links``: number of names of the file. ``allocated``: bytes that it takes on the disk.
     """
 
     device: int
@@ -187,42 +192,43 @@ class FileIdentity(NamedTuple):
 
 
 class Storage(ABC):
-    """One kind of storage. It may be called from any thread and any process.
+    """One kind of storage. Any thread and any process may call it.
 
     **Writing** is done by the workers, each rank's for its own files, in this order:
 
     1. ``begin_checkpoint`` on all ranks, with the same attempt, or ``begin_file``. Nothing is durable yet.
-    2. ``OpenAttempt.create``, and ``write``, ``sync``, ``close`` of each file. From its ``sync`` on a file is durable,
-       but no part of a checkpoint.
-    3. ``OpenAttempt.finalize`` on the first rank, which has heard from all others. It contains the one atomic step
-       that decides: before it, what was at the final place is there, whole; after it, the new checkpoint is.
+    2. ``OpenAttempt.create``, and ``write``, ``sync``, ``close`` of each file. After its ``sync`` a file is durable,
+       but not yet part of a checkpoint.
+    3. ``OpenAttempt.finalize`` on the first rank, after all other ranks have reported. It contains the one atomic step
+       that decides. Before this step the final place has its old contents, whole. After it the place has the new
+       checkpoint.
     4. ``OpenAttempt.release`` or ``discard`` on all ranks.
 
-    **Resolving.** Whoever has to know how an attempt ends, and is not told in time, calls ``resolve``. It revokes the
-    attempt by a step that competes with the one of ``finalize``. Exactly one of the two succeeds, and that is how the
-    attempt has ended for everybody: after ``resolve`` has answered, nothing changes the answer.
+    **Resolving.** A process that must know how an attempt ends, and is not told in time, calls ``resolve``. It revokes
+    the attempt by a step that competes with the atomic step of ``finalize``. Exactly one of the two steps succeeds, and
+    decides the attempt for all processes. After ``resolve`` has answered, nothing changes the answer.
 
-    **Reading** is done by trainers and tools: they look with ``names_in``, ``exists``, ``size``, read with ``read`` and
-    ``open``, and take ``reading`` meanwhile, against which ``remove_checkpoint`` does nothing.
+    **Reading** is done by trainers and tools. They look with ``names_in``, ``exists``, ``size``, and read with ``read``
+    and ``open``. Meanwhile they hold ``reading``, during which ``remove_checkpoint`` does nothing.
 
-    Paths are absolute. Every method raises ``StorageError`` where storage refuses, and never an ``OSError``.
+    Paths are absolute. Every method raises ``StorageError`` if storage refuses, and never an ``OSError``.
     """
 
     has_locks: bool = True
-    """Whether it is seen who is writing, and what is being read."""
+    """Whether other processes can see who is writing, and what is being read."""
 
     @abstractmethod
     def begin_checkpoint(
         self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None, *, linked_bytes: int = 0
     ) -> OpenAttempt:
-        """Begin an attempt at the checkpoint ``final``, or join the one that another rank has begun.
+        """Begin an attempt at the checkpoint ``final``, or join the attempt that another rank has begun.
 
         Args:
-            final: The path it will have. Missing folders above it are made.
-            attempt: The name of the attempt, which no other save uses.
-            nbytes: How many bytes this rank's part has; there must be space for them.
-            orphan_s: Remove first what dead workers left beside it that many seconds ago, or earlier; None: nothing.
-            linked_bytes: How many of them are expected to be linked, and to take no space.
+            final: The final path. Missing folders above it are created.
+            attempt: Name of the attempt, which no other save uses.
+            nbytes: Number of bytes of this rank's part, which need free space.
+            orphan_s: Minimum age, in seconds, of orphans beside ``final`` to remove first; None: remove none.
+            linked_bytes: Number of these bytes that are expected to be linked, and to take no space.
 
         Returns:
             The attempt, to be released or discarded.
@@ -233,111 +239,112 @@ class Storage(ABC):
 
     @abstractmethod
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> OpenAttempt:
-        """Begin an attempt at a single file, in a folder that is there; the other ranks have no part in it.
+        """Begin an attempt at a single file, in an existing folder. The other ranks do not take part.
 
-        Args: as those of ``begin_checkpoint``; so are the result and what is raised.
+        The arguments, the result and the errors are as for ``begin_checkpoint``.
         """
 
     @abstractmethod
     def resolve(self, final: str, attempt: str, existing: Existing, inode: int | None = None) -> Resolution:
-        """Find out whether an attempt is finalized, and if it is not, see that it never will be.
+        """Find out whether an attempt is finalized. If it is not, ensure that it never will be.
 
         Args:
-            final: The path it was to have.
-            attempt: Its name.
+            final: The attempt's final path.
+            attempt: Name of the attempt.
             existing: As given to ``finalize``.
             inode: ``OpenAttempt.inode``, of a single file.
 
         Returns:
-            The answer, which is the same for all that ask, and what is to be removed.
+            The answer, which is the same for all callers, and the leftover to be removed.
 
         Raises:
-            StorageError: Storage does not say, and the attempt may end either way.
+            StorageError: Storage does not answer, and the attempt may end either way.
         """
 
     @abstractmethod
     def revoke(self, final: str, attempt: str) -> str | None:
-        """See that an ``attempt`` at ``final`` that is not finalized never will be.
+        """Ensure that an ``attempt`` at ``final`` never will be finalized, unless it already is.
 
-        Returns what was revoked, for ``remove``; None where there was nothing, or storage may not be changed at all.
-        Raises ``StorageError`` where it is not known what has become of the attempt.
+        Returns the revoked leftover, for ``remove``. Returns None if there was none, or if storage is read-only for
+        this process. Raises ``StorageError`` if the fate of the attempt is unknown.
         """
 
     @abstractmethod
     def remove(self, leftover: str | None) -> None:
-        """Remove what was revoked, as far as storage allows; None: nothing."""
+        """Remove a revoked leftover, as far as storage allows. With None, do nothing."""
 
     @abstractmethod
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
-        """Whether what is at a final place comes from a certain attempt. Changes nothing.
+        """Return whether the checkpoint or file at ``final`` comes from this attempt. Changes nothing.
 
-        Args: as those of ``resolve``. Raises ``DamagedCheckpointError`` where what is there does not say that.
+        The arguments are as for ``resolve``. Raises ``DamagedCheckpointError`` if the manifest there is unreadable.
         """
 
     @abstractmethod
     def may_put(self, path: str, existing: Existing) -> bool:
-        """Whether ``existing`` allows a checkpoint to be put at ``path``."""
+        """Return whether ``existing`` allows a checkpoint to be put at ``path``."""
 
     def check_writable(self, path: str) -> None:
-        """Raise ``StorageError`` if this process could not create ``path``, as far as storage tells without a write."""
+        """Raise ``StorageError`` if this process could not create ``path``, as far as this is known without a write."""
         return
 
     @abstractmethod
     def check_file_place(self, path: str) -> None:
-        """Raise ``StorageError`` unless a single file can be put at ``path``, as ``check_writable`` does, too."""
+        """Raise ``StorageError`` unless a single file can be put at ``path``. Includes ``check_writable``."""
 
     @abstractmethod
     def names_in(self, folder: str) -> list[str]:
-        """The names in ``folder``, in no order; none where there is no such folder."""
+        """Return the names in ``folder``, in no order. A missing folder has no names."""
 
     def stamps_in(self, folder: str, name: str) -> dict[str, FileStamp | None] | None:
-        """All ``names_in`` a folder, and the stamp of the file ``name`` in each; None: they are better asked for one by
-        one.
+        """Return all ``names_in`` a folder, each with the stamp of its file ``name``.
+
+        Returns None if single calls are the better way to get them.
         """
         return None
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether anything is at ``path``."""
+        """Return whether anything is at ``path``."""
 
     @abstractmethod
     def size(self, path: str) -> int | None:
-        """The bytes of the file ``path``; None where it is missing."""
+        """Return the size of the file ``path`` in bytes; None if it is missing."""
 
     @abstractmethod
     def stamp(self, path: str) -> FileStamp | None:
-        """What tells the file ``path`` from another; None where it is missing."""
+        """Return the stamp that tells the file ``path`` from another; None if it is missing."""
 
     def identity(self, path: str) -> FileIdentity | None:
-        """Which file is at ``path``, so that those are told that several checkpoints share as hard links.
+        """Return the identity of the file at ``path``, to find files that several checkpoints share as hard links.
 
-        None where it is missing, and where storage has no links: there each path has bytes of its own.
+        Returns None if the file is missing, and on storage without links, where each path has its own bytes.
         """
         return None
 
     def distrust(self, path: str) -> None:
-        """See that no later checkpoint takes over the file ``path``, whose bytes were found to be damaged.
+        """Prevent later checkpoints from linking the damaged file ``path``.
 
-        Who writes takes over only files whose size, owner and times are as recorded: where there are links, this
-        changes its time of modification to now. Raises nothing, also where this user may not do that.
+        A save links a file only if its size, owner and times are as recorded. So on storage with links, this sets the
+        time of modification to now. Raises nothing, even if this user may not do that.
         """
-        return  # without links none is taken over
+        return  # without links there is nothing to prevent
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """All bytes of the small file ``path``. Raises ``DamagedCheckpointError`` where it is no file."""
+        """Return all bytes of the small file ``path``. Raises ``DamagedCheckpointError`` if it is no regular file."""
 
     @abstractmethod
     def open(self, path: str) -> InputFile:
-        """The large file ``path``, to be read in ranges, and closed. Raises as ``read``."""
+        """Open the large file ``path``, to be read in ranges, and closed. Raises as ``read``."""
 
     @abstractmethod
     def reading(self, path: str) -> AbstractContextManager[None]:
-        """Hold the checkpoint ``path`` against removal. Raises ``CheckpointNotFoundError`` where there is no folder."""
+        """Protect the checkpoint ``path`` from removal. Raises ``CheckpointNotFoundError`` if the folder is missing."""
 
     @abstractmethod
     def attempts_under_way(self, folder: str) -> list[str]:
-        """The attempts in ``folder`` that some worker is still writing, as paths."""
+        """Return the paths of the attempts in ``folder`` that some worker is still writing."""
 
     @abstractmethod
     def take_name(self, path: str) -> str | None:
@@ -347,7 +354,7 @@ class Storage(ABC):
         """
 
     def remove_checkpoint(self, path: str) -> bool:
-        """Remove a checkpoint that nobody reads, its final name first; False where somebody reads it."""
+        """Remove a checkpoint, its final name first. Return False, and keep it, if somebody reads it."""
         leftover = self.take_name(path)
         self.remove(leftover or None)
         return leftover is not None
@@ -362,7 +369,7 @@ class Storage(ABC):
 
     @abstractmethod
     def set_aside(self, path: str, why: str) -> None:
-        """Give a checkpoint another name, ``path.why-1``, durably, and remove nothing of it."""
+        """Rename a checkpoint to ``path.why-1``, or the next free number, durably. Remove no files."""
 
 
 _WHY_TAKEN = {
@@ -374,11 +381,11 @@ _WHY_TAKEN = {
 
 
 def exists_error(path: str, existing: Existing, step: int | None = None) -> CheckpointExistsError:
-    """The error for a place that is taken.
+    """Return the error for a final path that is taken.
 
     Args:
         path: The final path.
-        existing: What is allowed, as in ``may_put``.
+        existing: The allowed action, as in ``may_put``.
         step: The step to be saved there.
     """
     return CheckpointExistsError(_WHY_TAKEN[existing], path=path, step=step)

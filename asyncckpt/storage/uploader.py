@@ -1,10 +1,10 @@
 """The uploader: copy committed checkpoints of a local folder to the root of the run, in the background.
 
-The manifest of a local checkpoint says whether it is to be uploaded, and a marker beside it says that this is done. So
-the next worker goes on where a worker has ended, or died. One worker at a time uploads.
+The manifest of a local checkpoint says whether to upload it, and a marker beside the manifest says that the upload is
+done. So the next worker continues after a worker has ended, or died. One worker at a time uploads.
 
-If the root is slower than checkpoints come, a waiting checkpoint makes way for a newer one, unless it has to be
-uploaded. A failed upload is tried again, at the next save or after a pause, unless trying again cannot mend it.
+If uploads to the root are slower than saves, a waiting checkpoint is skipped for a newer checkpoint, unless its upload
+is mandatory. A failed upload is retried, at the next save or after a pause, unless a retry cannot help.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from asyncckpt.threads import start
 logger = logging.getLogger(__name__)
 
 _LOCK_NAME = "asyncckpt.uploads"
-_READ_BYTES = 16 << 20  # at once; a multiple of the page
-# Each has some ten of these in memory, where it goes to an object store.
+_READ_BYTES = 16 << 20  # bytes of one read; a multiple of the page
+# Number of files to copy at a time. Each has some ten parts in memory on its way to an object store.
 _FILES_AT_ONCE = 4
-# Until what has failed is tried again, where no save comes.
+# Pause before a failed upload is retried, if there is no save meanwhile.
 _RETRY_S = 60.0
-# How often it is looked whether another worker, whose trainer is gone, has ended its uploads.
+# Interval to check whether another worker, whose trainer is gone, has finished its uploads.
 _LOCK_S = 0.5
-# What killed workers have left of uploads at the root goes with a later one, when it is as old as that.
+# Minimum age of leftovers of killed workers at the root, which a later upload removes.
 _ORPHAN_S = 60.0
-# What trying again does not mend.
+# Errors that a retry cannot help.
 _FINAL = (CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, FormatError)
 
 
@@ -65,7 +65,7 @@ class Uploader:
     def __init__(
         self, local: str, storage_for: Callable[[str], Storage], tell: Callable[[Uploaded], object] = lambda _: None
     ) -> None:
-        """Start the thread. It begins with the checkpoints that wait already.
+        """Start the thread. It begins with the checkpoints that are already waiting.
 
         Args:
             local: Local folder.
@@ -84,19 +84,19 @@ class Uploader:
         self._is_wanted = bool(self._waiting())
         self._is_ending = False
         self._prunes = True
-        self._failure: CheckpointError | None = None  # of an upload that is tried again
-        self._loss: CheckpointError | None = None  # of an upload that is given up; told once
+        self._failure: CheckpointError | None = None  # of an upload that will be retried
+        self._loss: CheckpointError | None = None  # of an upload that was given up; reported once
         self._thread = threading.Thread(target=self._run, name="asyncckpt-uploader", daemon=True)
         start(self._thread)
 
     def begin(self) -> None:
-        """Upload the checkpoint that was just committed, and try again the uploads that have failed."""
+        """Upload the checkpoint that was just committed, and retry the uploads that have failed."""
         with self._changed:
             self._is_wanted, self._failure = True, None
             self._changed.notify_all()
 
     def needs(self, step: int) -> bool:
-        """Return whether the local checkpoint of ``step`` has to stay. Raise nothing."""
+        """Return whether the local checkpoint of ``step`` is still needed for an upload. Raises nothing."""
         try:
             return any(each.step == step for each in self._waiting())
         except StorageError as error:
@@ -104,25 +104,25 @@ class Uploader:
             return True
 
     def under_way(self) -> UploadsUnderWay:
-        """Return the uploads that have not ended, and why. Raises ``StorageError``."""
+        """Return the uploads that have not ended, and a failure if there is one. Raises ``StorageError``."""
         with self._changed:
             waiting = [upload.to for _, upload in self._uploads()]
             loss, self._loss = self._loss, None
             return UploadsUnderWay(tuple(waiting), loss or (self._failure if waiting else None))
 
     def trainer_gone(self) -> None:
-        """Remove no old checkpoints from the root from now on: another job may have it."""
+        """Remove no old checkpoints from the root from now on, because another job may use the root."""
         self._prunes = False
 
     def close(self) -> None:
-        """Wait until all is uploaded, or an upload has failed, or another worker does it."""
+        """Wait until all is uploaded, or an upload has failed, or another worker has taken over."""
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
         self._thread.join()
 
     def _waiting(self) -> list[StoredStep]:
-        """Return the local checkpoints that are to be uploaded, in the order of their commits."""
+        """Return the local checkpoints that wait for their upload, in the order of their commits."""
         return [each for each, _ in self._uploads()]
 
     def _uploads(self) -> list[tuple[StoredStep, Upload]]:
@@ -133,11 +133,11 @@ class Uploader:
         marker = self._marker(found)
         with contextlib.suppress(OSError), open(marker) as file:
             return file.read() == found.attempt
-        # Look for the manifest last: retention may have removed the folder, and the marker with it.
+        # Look for the manifest last, because retention may have removed the folder together with the marker.
         return not os.path.lexists(os.path.join(os.path.dirname(marker), MANIFEST_NAME))
 
     def _mark_done(self, found: StoredStep) -> None:
-        """Say that the checkpoint waits no more. Do nothing if it was removed. Raises ``StorageError``."""
+        """Mark the upload of a checkpoint as done. Do nothing if the checkpoint is gone. Raises ``StorageError``."""
         path = self._marker(found)
         with (
             translated("marking an upload as done", path),
@@ -164,8 +164,9 @@ class Uploader:
                 return
 
     def _carry_out_all(self) -> bool:
-        """Upload what waits, until an upload has failed. Return False if another worker is about to."""
-        # Again after the lock: a worker that finds the lock taken, after the last look, leaves its upload to this one.
+        """Upload all waiting checkpoints until an upload fails. Return False if another worker holds the lock."""
+        # Check again after releasing the lock. Another worker that found the lock taken, after the last check, leaves
+        # its upload to this worker.
         while self._waiting():
             lock = self._lock()
             if lock is None:
@@ -179,17 +180,17 @@ class Uploader:
         return True
 
     def _lock(self) -> int | None:
-        """Take the lock: one worker at a time uploads. The descriptor holds it; None: another worker has it."""
+        """Take the lock, so that one worker at a time uploads. Return its descriptor; None if another worker has it."""
         path = os.path.join(self._local, _LOCK_NAME)
         with translated("taking a lock", path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if lock_alone(fd) is False:  # None: its file system has no locks
+            if lock_alone(fd) is False:  # None: the file system has no locks
                 os.close(fd)
                 return None
             return fd
 
     def _next(self) -> tuple[StoredStep, Upload] | None:
-        """Return the next upload; None if nothing waits."""
+        """Return the next upload; None if no checkpoint waits."""
         waiting = self._uploads()
         for found, upload in waiting[:-1]:
             if upload.must:
@@ -212,7 +213,7 @@ class Uploader:
                 prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == found.step)
             with self._changed:
                 self._failure = None
-            self._mark_done(found)  # a caller that waits, waits for all of it
+            self._mark_done(found)  # last, because a caller that waits for the upload waits for the pruning, too
             return True
         except Exception as error:
             failure = located(error, path=upload.to, rank=0, step=found.step)
@@ -227,7 +228,7 @@ class Uploader:
             return is_final
 
     def _note_success(self) -> None:
-        """Note in the file of the lock that this run has reached its root."""
+        """Record in the lock file that this run has reached its root."""
         with contextlib.suppress(OSError), open(os.path.join(self._local, _LOCK_NAME), "w") as file:
             file.write("some checkpoints were uploaded\n")
 
@@ -242,15 +243,17 @@ def has_uploaded(local: str) -> bool:
 def copy_checkpoint(
     path: str, storage_for: Callable[[str], Storage], linkable: dict[FileStamp, LinkSource] | None = None
 ) -> Manifest | None:
-    """Copy a checkpoint as its manifest says, in one step, and check each byte. Do nothing if it is there already.
+    """Copy a checkpoint to the place named in its manifest, atomically, and verify all bytes.
+
+    If the checkpoint exists there already, do nothing.
 
     Args:
         path: Folder of the checkpoint.
         storage_for: Return the storage of a path.
-        linkable: Large files of the last copy, which this checkpoint may share. Those of this copy take their place.
+        linkable: Large files of the last copy, which this checkpoint may share. Replaced by the files of this copy.
 
     Returns:
-        The manifest; None if the checkpoint is there already.
+        The manifest; None if the checkpoint existed already.
 
     Raises:
         CheckpointNotFoundError, DamagedCheckpointError: It cannot be read.
@@ -289,7 +292,7 @@ def copy_checkpoint(
 def _copy_files(
     source: Storage, folder: str, manifest: Manifest, attempt: OpenAttempt, linkable: Mapping[FileStamp, LinkSource]
 ) -> dict[FileStamp, LinkSource]:
-    """Some at a time. The first that fails ends the others. Returns what the next copy may link."""
+    """Copy several files at a time. The first failure ends the others. Return the files that the next copy may link."""
     failures: list[BaseException] = []
     copied: dict[FileStamp, LinkSource] = {}
 
@@ -333,7 +336,7 @@ def _manifest(source: Storage, path: str) -> Manifest:
 
 
 def _is_there(target: Storage, path: str, manifest: Manifest) -> bool:
-    """Whether it was copied already, and nobody heard of it."""
+    """Return whether an earlier attempt has copied the checkpoint, but could not report it."""
     with contextlib.suppress(DamagedCheckpointError, FormatError):
         if target.exists(os.path.join(path, MANIFEST_NAME)):
             found = _manifest(target, path)
@@ -355,12 +358,12 @@ def _write(attempt: OpenAttempt, name: str, data: bytes) -> None:
 
 
 def _parts(file: InputFile, nbytes: int, failures: list[BaseException]) -> Iterator[memoryview]:
-    """The bytes of ``file``, in memory of their own."""
+    """Yield the bytes of ``file`` in parts, each in memory of its own."""
     for begin in range(0, nbytes, _READ_BYTES):
         if failures:
             raise StorageError("another file of it has failed", path=file.path)
         size = min(_READ_BYTES, nbytes - begin)
-        # Not one buffer for all: what is sent is still read while the next is asked for.
+        # Do not reuse one buffer: a part may still be sent while the next part is requested.
         part = memoryview(mmap.mmap(-1, max(round_up(size), PAGE)))
         if file.read([part], begin) < size:
             raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=file.path)
@@ -368,7 +371,7 @@ def _parts(file: InputFile, nbytes: int, failures: list[BaseException]) -> Itera
 
 
 def _checked_parts(file: InputFile, index: Index, failures: list[BaseException]) -> Iterator[memoryview]:
-    """As ``_parts``; the last of a span only once that was found to be good."""
+    """Yield parts as ``_parts`` does, the last part of a span only after the span's checksum was verified."""
     bounds, digest, span = index.bounds, xxh3_64(), 0
     begin = 0
     for part in _parts(file, bounds[-1], failures):

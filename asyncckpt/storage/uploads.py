@@ -1,4 +1,4 @@
-"""Uploads: what is said of them between a trainer and its worker (``uploader.py`` carries them out)."""
+"""Messages about uploads between a trainer and its worker. ``uploader.py`` carries out the uploads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ _POLL_S = 0.05
 
 
 class AskUploads:
-    """Tell which uploads there are."""
+    """Ask which uploads are under way."""
 
 
 @dataclass(frozen=True)
 class UploadsUnderWay:
-    """``to``: where those go that have not ended. ``failure``: why one is not there, of them or of those given up."""
+    """The uploads that have not ended.
+
+    ``to``: their targets. ``failure``: the error of one of them, or of an upload that was given up.
+    """
 
     to: tuple[str, ...]
     failure: CheckpointError | None
@@ -26,10 +29,10 @@ class UploadsUnderWay:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """An attempt at an upload has ended.
+    """The end of an attempt at an upload.
 
-    ``seconds``: since its checkpoint was committed, or, where this failed, since it began; None: it was there already,
-    as the worker before this one had died then. ``nbytes``: of the checkpoint; ``error``: what went wrong.
+    ``seconds``: time since the commit of the checkpoint, or, after a failure, since the attempt began; None if an
+    earlier worker had completed the copy and died. ``nbytes``: size of the checkpoint. ``error``: the failure.
     """
 
     to: str
@@ -39,7 +42,7 @@ class Uploaded:
     error: str | None = None
 
     def event(self, rank: int) -> Event:
-        """To be told of it; ``rank``: that of the worker."""
+        """Return the event that reports the upload. ``rank``: the rank of the worker."""
         return Event(
             phase="uploaded" if self.error is None else "upload failed",
             rank=rank,
@@ -52,11 +55,11 @@ class Uploaded:
 
 
 def wait_for_uploads(ask: Callable[[], UploadsUnderWay], timeout: float) -> None:
-    """Wait until there are none any more. Raises what one failed with, or ``SaveTimeoutError``.
+    """Wait until no uploads are under way. Raises the error of a failed upload, or ``SaveTimeoutError``.
 
     Args:
-        ask: Asks the worker.
-        timeout: Seconds.
+        ask: Ask the worker for its uploads.
+        timeout: Maximum seconds to wait.
     """
     deadline = time.monotonic() + timeout
     while (found := ask()).to or found.failure is not None:

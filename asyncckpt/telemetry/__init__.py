@@ -1,1 +1,1 @@
-"""Adapters that bring events (``asyncckpt.events``) to where people look: each is given to ``Config.on_event``."""
+"""Adapters for events (``asyncckpt.events``). Give one to ``Config.on_event`` to send events to a monitoring system."""

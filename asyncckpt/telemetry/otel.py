@@ -14,21 +14,21 @@ from asyncckpt.events import Event
 _NAME = "asyncckpt"
 # The timings of a save that have a histogram and a span each. There is no semantic convention for checkpoints.
 _PHASES = {"copy": "staging", "write": "write", "commit": "commit"}
-# Bounds for histograms, in seconds: of a stop of the training, and of what goes on beside it. OpenTelemetry's own are
-# for milliseconds.
+# Bounds for histograms, in seconds: of a stall of the training, and of background work. The default bounds of
+# OpenTelemetry are for milliseconds.
 _STALL_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _BACKGROUND_S = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 
 
 class Span(NamedTuple):
-    """What a span is called, and what it says beside what all say."""
+    """Name of a span, and its attributes in addition to those of all spans."""
 
     name: str
     attributes: Mapping[str, AttributeValue] = {}
 
 
-# What nvidia-resiliency-ext's own worker calls them, for tools that look for these. The write runs beside the training,
-# and counts for nothing in a view of goodput.
+# The span names of nvidia-resiliency-ext's own worker, for tools that look for them. The write runs beside the
+# training, and does not count in a view of goodput.
 NVRX_SPANS = {
     "asyncckpt.save": Span("nvrx.checkpoint.save.request", {"is_goodput_span": True}),
     "asyncckpt.save.write": Span("nvrx.checkpoint.save.write", {"is_goodput_span": False}),
@@ -38,10 +38,10 @@ NVRX_SPANS = {
 class OpenTelemetry:
     """Records metrics and spans. Give it to ``Config.on_event``.
 
-    A span ``asyncckpt.save`` begins with the call and ends with the commit, or the failure; below it are
+    A span ``asyncckpt.save`` begins with the call and ends with the commit, or the failure. Its children are
     ``asyncckpt.save.staging``, ``.write`` and ``.commit``. A load is ``asyncckpt.load``. Histograms of the same names
-    are in seconds, as are ``asyncckpt.save.stall`` and ``asyncckpt.upload.lag``; the counter ``asyncckpt.save.written``
-    is in bytes. Spans are not linked to others that the training may have. Any thread may call.
+    are in seconds, as are ``asyncckpt.save.stall`` and ``asyncckpt.upload.lag``. The counter ``asyncckpt.save.written``
+    is in bytes. Spans are not linked to spans of the training. Any thread may call.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class OpenTelemetry:
         """Make the instruments.
 
         Args:
-            meter_provider, tracer_provider: Where to; None: those of the process.
-            spans: Other names for spans; a span that is named here is recorded by that name alone.
+            meter_provider, tracer_provider: The providers; None: the providers of the process.
+            spans: Other names for spans. A span with an entry here is recorded under that name alone.
         """
         meter = metrics.get_meter(_NAME, meter_provider=meter_provider)
         self._tracer = trace.get_tracer(_NAME, tracer_provider=tracer_provider)
@@ -77,11 +77,11 @@ class OpenTelemetry:
         self._events = meter.create_counter("asyncckpt.events", "1", "What else has happened, by its phase.")
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event."""
+        """Record an event."""
         rank = {"asyncckpt.rank": event.rank}
         match event.phase:
             case "planned" | "staged" | "written":
-                pass  # the end of the save says it all
+                pass  # recorded at the end of the save
             case "committed" | "failed" | "skipped":
                 self._on_end(event, rank)
             case "uploaded":
@@ -115,7 +115,7 @@ class OpenTelemetry:
                 self._last_step.set(event.step, rank)
 
     def _span(self, name: str, event: Event, begun: float, ended: float, within: Context | None = None) -> trace.Span:
-        """Record a span that is over; both times in seconds since the epoch."""
+        """Record a span that is over. Both times are in seconds since the epoch."""
         known = self._spans.get(name, Span(name))
         said: dict[str, AttributeValue | None] = {
             "asyncckpt.rank": event.rank,

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from asyncckpt.events import Event
 
-# Of a stop of the training, and of what goes on beside it.
+# Bounds of a stall of the training, and of background work, in seconds.
 _STALL_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _BACKGROUND_S = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 # The timings of a save that have a histogram each.
@@ -25,18 +25,18 @@ _PHASES = {
 class PrometheusMetrics:
     """Keeps metrics up to date. Give it to ``Config.on_event``, and expose the registry as you do for all metrics.
 
-    All have the labels ``training`` and ``rank``; times are in seconds, sizes in bytes. Any thread may call.
+    All metrics have the labels ``training`` and ``rank``. Times are in seconds, sizes in bytes. Any thread may call.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY, training: str = "") -> None:
         """Make the metrics.
 
         Args:
-            registry: Where to; it must not have them yet.
-            training: The value of that label, which tells this training from others.
+            registry: The registry for the metrics; it must not have them yet.
+            training: The value of that label, to tell this training from others.
 
         Raises:
-            ValueError: It has them.
+            ValueError: The registry has the metrics already.
         """
         names = ["training", "rank"]
         histogram = partial(Histogram, labelnames=names, namespace="asyncckpt", registry=registry)
@@ -74,7 +74,7 @@ class PrometheusMetrics:
         self._under_way: Count[tuple[int, str]] = Count()
 
     def begin(self, rank: int) -> None:
-        """There is a trainer of that rank: what is counted begins at 0, or an increase would not show the first one."""
+        """Begin the counters of ``rank`` at 0. Otherwise the first increase would not show."""
         if rank not in self._begun:
             self._begun.add(rank)
             for outcome in ("committed", "failed", "skipped"):
@@ -82,13 +82,13 @@ class PrometheusMetrics:
             self._written.labels(self._training, rank)
 
     def note_durable(self, rank: int, step: int | None, at: float) -> None:
-        """The newest save that is durable on a ``rank`` is of that ``step``, ``at`` seconds since the epoch."""
+        """Record the newest durable save of ``rank``: its ``step``, and its time ``at`` (seconds since the epoch)."""
         self._last_time.labels(self._training, rank).set(at)
         if step is not None:
             self._last_step.labels(self._training, rank).set(step)
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event."""
+        """Record an event."""
         labels = self._training, event.rank
         self.begin(event.rank)
         match event.phase:
@@ -96,7 +96,7 @@ class PrometheusMetrics:
                 self._count(event, 1)
             case "committed" | "failed" | "skipped":
                 self._saves.labels(*labels, event.phase).inc()
-                if event.nbytes is not None:  # else it never was planned
+                if event.nbytes is not None:  # otherwise it was never planned
                     self._count(event, -1)
                 self._on_end(event, labels)
             case "uploaded":
@@ -129,11 +129,11 @@ class PrometheusMetrics:
                 self._speed.labels(*labels).set(event.nbytes / write_s)
 
     def _count(self, event: Event, change: int) -> None:
-        """A save has been planned, or has ended; in the worker none is planned."""
+        """Count a save that was planned, or has ended. The worker sees no planned saves."""
         key = event.rank, event.path
         with self._lock:
             if change > 0 or self._under_way[key]:
                 self._under_way[key] += change
-                self._under_way += Count()  # those that are 0 go
+                self._under_way += Count()  # removes the counts of 0
                 count = sum(count for (rank, _), count in self._under_way.items() if rank == event.rank)
                 self._busy.labels(self._training, event.rank).set(count)

@@ -1,7 +1,7 @@
 """Events as scalars beside those of the training: in TensorBoard, and in Weights & Biases.
 
-Each committed save of a step, and each load, is a few numbers: ``asyncckpt/stall_s``, ``asyncckpt/durable_s``,
-``asyncckpt/write_bytes_per_s``, ``asyncckpt/load_s``, and ``asyncckpt/failures``, how many saves have failed so far.
+Each committed save of a step, and each load, gives a few numbers: ``asyncckpt/stall_s``, ``asyncckpt/durable_s``,
+``asyncckpt/write_bytes_per_s`` and ``asyncckpt/load_s``. ``asyncckpt/failures`` is the number of failed saves so far.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Adds scalars by the writer that the training has. Give it to ``Config.on_event``, on the rank with the writer."""
+    """Adds scalars to the writer of the training. Give it to ``Config.on_event``, on the rank with the writer."""
 
     def __init__(self, writer: SummaryWriter) -> None:
-        """``writer`` is used from a thread, as it may be. It stays the caller's: close it after the checkpointer."""
+        """``writer`` is used from another thread, which is allowed. The caller closes it, after the checkpointer."""
         self._writer = writer
         self._scalars = _Scalars()
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event."""
+        """Record an event."""
         for name, value in self._scalars.of(event).items():
             self._writer.add_scalar(name, value, event.step, event.at)
 
 
 class WandB:
-    """Logs to the run that the training has. Give it to ``Config.on_event``, on the rank with the run.
+    """Logs to the run of the training. Give it to ``Config.on_event``, on the rank with the run.
 
-    The numbers go out with what the training logs next: so its own count of steps stays as it is. Of two saves before
-    that the last one counts.
+    The numbers are sent with the next log of the training, so that its own count of steps does not change. If there are
+    two saves before the next log, only the last one counts.
     """
 
     def __init__(self, run: wandb.Run) -> None:
-        """``run`` is used from a thread. It stays the caller's: finish it after the checkpointer is closed."""
+        """``run`` is used from another thread. The caller finishes it, after the checkpointer is closed."""
         self._run = run
         self._scalars = _Scalars()
         for steps in ("asyncckpt/step", "asyncckpt/loaded_step"):
@@ -47,21 +47,21 @@ class WandB:
         run.define_metric("asyncckpt/load_s", step_metric="asyncckpt/loaded_step")
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event."""
+        """Record an event."""
         if scalars := self._scalars.of(event):
             steps = "asyncckpt/loaded_step" if event.phase == "loaded" else "asyncckpt/step"
             self._run.log({**scalars, steps: event.step}, commit=False)
 
 
 class _Scalars:
-    """What there is to log of an event."""
+    """The scalars of events."""
 
     def __init__(self) -> None:
         self._failures = 0
         self._lock = threading.Lock()
 
     def of(self, event: Event) -> dict[str, float]:
-        """By their names; none of most events, and of those without a step, which have no place among others."""
+        """Return the scalars by name. Most events, and events without a step, have none."""
         if event.step is None:
             return {}
         match event.phase:

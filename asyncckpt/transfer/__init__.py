@@ -1,5 +1,5 @@
-"""How the image of a save travels from the worker that holds it to another process, on whatever host.
+"""Transfer: how images of saves, and published weights, travel from the worker that holds them to another process.
 
-A worker lets others read under a lease (``server.py``). Who reads (``peer.py``) is a worker that keeps a copy of what
-another holds, or a trainer that loads. Neither knows how the bytes move: that is a kind's, behind ``transport.py``.
+A worker lets other processes read under a lease (``server.py``). The reader (``holder.py``) is a worker that keeps a
+copy, or a trainer that loads, on any host. Both sides hide how the bytes move behind ``transport.py``.
 """

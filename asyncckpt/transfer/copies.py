@@ -1,7 +1,8 @@
-"""Copies: the memory in which a worker keeps images of other hosts' ranks, two for each rank and structure.
+"""Copies: the memory in which a worker keeps images of other hosts' ranks, two slots for each rank and structure.
 
-One holds the last step that all ranks have copies of, or is being read; the next image goes to the other, and takes
-from the first what has not changed. Segments are laid out as those they are copies of, but for their slots.
+One slot holds the last step that all ranks have copies of, or an image that is being read. The next image goes to the
+other slot, and its unchanged parts are copied from the first. A segment of copies is laid out like the segment that
+it copies, except for the slots.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class _CopySegment:
     nbytes: int
     claims: Claims
     saves: list[int]
-    """What is in each slot: the number of a save; 0: nothing; of what was taken over, -1 is the newest."""
+    """The save in each slot, by its number; 0: none. Inherited images have negative numbers: the newest is -1."""
     digests: list[bytes] = field(default_factory=lambda: [b""] * COPY_SLOTS)
-    """Of the spans in each slot, one after the other; empty: nobody knows."""
+    """The digests of the spans in each slot, one after the other; empty: unknown."""
 
 
 class Incoming:
-    """A slot that an image is being copied to, in the segment of that ``number``, laid out as ``layout``."""
+    """A slot that an image is being copied to, in the segment with that ``number``, laid out as ``layout``."""
 
     def __init__(self, owner: Copies, segment: _CopySegment, slot: int, held: HeldImage) -> None:
         self._owner, self._segment = owner, segment
@@ -42,37 +43,38 @@ class Incoming:
         self.source, self.slot = held, slot
 
     def has_constants(self) -> bool:
-        """Whether all that is constant is there already, of an image before this one."""
+        """Return whether the constant regions of the image are here already, from an earlier image."""
         regions = self.source.layout.constants()
         found = (self.memory[region.offset : region.offset + region.nbytes] for region in regions)
         return tuple(map(checksum, found)) == self.source.constants
 
     @property
     def last(self) -> tuple[int, bytes]:
-        """The slot of the image that was copied before, and the digests of its spans; empty: nobody knows them."""
+        """The slot of the image that was copied before, and the digests of its spans; empty: unknown."""
         slot = 1 - self.slot
         return slot, self._segment.digests[slot]
 
     def finish(self, digests: bytes, checksums: array[int]) -> None:
-        """All of it is here, and its spans have these ``digests`` and ``checksums``: it is held from now on."""
+        """Hold the image from now on. The whole image is here; its spans have these ``digests`` and ``checksums``."""
         held = replace(self.source, checksums=checksums.tobytes())
         self._owner.add(self._segment, self.slot, self.layout, held)
         self._segment.digests[self.slot] = digests
 
 
 class Copies:
-    """Those of one worker. Any thread may call, but one at a time copies from one rank."""
+    """The copies of one worker. Any thread may call, but only one thread at a time copies from one rank."""
 
     def __init__(self, segment_store: SegmentStore) -> None:
         self._store = segment_store
         self._lock = threading.Lock()
         self._segments: dict[tuple[int, int], _CopySegment] = {}  # by rank and plan
-        self._inherited: dict[int, tuple[int, list[int]]] = {}  # by segment: whose, and what is in its slots
+        self._inherited: dict[int, tuple[int, list[int]]] = {}  # by segment: its rank, and the saves in its slots
         self._replicated: dict[int, int] = {}  # by plan: the newest save that all ranks have copies of
 
     def inherit(self, number: int, held: Sequence[HeldImage]) -> None:
-        """A segment of copies was taken over from another worker, with what is ``held`` there: the newest of it stays
-        until all ranks have copies of something newer.
+        """Keep a segment of copies that was taken over from another worker, with the images ``held`` there.
+
+        The newest of these images stays until all ranks have copies of a newer save.
         """
         saves = [0] * COPY_SLOTS
         newest_first = sorted(held, key=lambda image: image.staged_at, reverse=True)
@@ -81,15 +83,15 @@ class Copies:
         self._inherited[number] = held[0].request.rank, saves
 
     def keep(self, plan: int, ranks: Collection[CopiedRank], plans: Collection[int]) -> None:
-        """Have memory for the images of some ranks.
+        """Take memory for the images of some ranks.
 
         Args:
-            plan: Of what structure.
-            ranks: Whose, and how large a segment is.
-            plans: The structures that are kept: copies of others go.
+            plan: The number of their structure's plan.
+            ranks: The ranks, and the size of a segment of each.
+            plans: The plans to keep. Copies of other plans are released.
 
         Raises:
-            OutOfMemoryError: There is too little.
+            OutOfMemoryError: There is too little memory.
         """
         with self._lock:
             for place in [place for place in self._segments if place[1] not in plans]:
@@ -102,14 +104,14 @@ class Copies:
                 self._segments[each.rank, plan] = _CopySegment(number, each.nbytes, Claims(segment), saves)
 
     def begin(self, held: HeldImage) -> Incoming:
-        """Where to copy an image to. Raises ``CheckpointError`` where there is no memory for it."""
+        """Choose the slot to copy an image to. Raises ``CheckpointError`` if there is no memory for the image."""
         request = held.request
         with self._lock:
             segment = self._segments.get((request.rank, request.plan))
             need = held.layout.slots[0] + COPY_SLOTS * held.layout.data_bytes
             if segment is None or segment.nbytes < need:
                 raise CheckpointError(f"no memory was taken for copies of plan {request.plan}", rank=request.rank)
-            # Never over the last one that all have, and rather over the oldest.
+            # Never overwrite the last save that all ranks have copies of. Prefer the slot with the oldest save.
             last = self._replicated.get(request.plan, -1)
             slots = sorted(range(COPY_SLOTS), key=segment.saves.__getitem__)
             free = (slot for slot in slots if segment.saves[slot] != last)
@@ -118,7 +120,7 @@ class Copies:
                 raise CheckpointError("both copies of its last images are being read", rank=request.rank)
             segment.saves[slot] = 0
         incoming = Incoming(self, segment, slot, held)
-        # With other constants what is in the other slot could not be read any more.
+        # If the constant regions change, the image in the other slot becomes unreadable too.
         for gone in [slot] if incoming.has_constants() else range(COPY_SLOTS):
             segment.digests[gone] = b""
             self._store.copy_begun(segment.number, gone)
@@ -126,7 +128,7 @@ class Copies:
         return incoming
 
     def add(self, segment: _CopySegment, slot: int, layout: CheckpointLayout, held: HeldImage) -> None:
-        """An image is whole; ``Incoming.finish`` says so."""
+        """Hold an image that is complete. Called by ``Incoming.finish``."""
         hosted = self._store.hosted(segment.number)
         hosted.describe(layout)
         if hosted.constants != held.constants:
@@ -138,27 +140,27 @@ class Copies:
         segment.claims.offer(slot, Readers.OF_IMAGE)
 
     def memory_of(self, number: int) -> memoryview:
-        """A segment's."""
+        """Return the memory of a segment."""
         return self._store.hosted(number).segment.view
 
     def on_replicated(self, plan: int, save_id: int) -> None:
-        """All ranks have copies of that save: none is overwritten before all have those of a later one."""
+        """Protect the copy of a save that all ranks have copies of, until they all have copies of a later save."""
         with self._lock:
             self._replicated[plan] = save_id
-            # What the job before had is older than that.
+            # Images of the job before are older than that save.
             for number in self._inherited:
                 self._store.release(number)
             self._inherited.clear()
 
     def close(self) -> None:
-        """Nothing is copied to any more; the images stay."""
+        """Stop copying. The images stay."""
         with self._lock:
             for segment in self._segments.values():
                 segment.claims.close()
             self._segments.clear()
 
     def _inherited_of(self, wanted: CopiedRank) -> tuple[int, list[int]] | None:
-        """Of what was taken over, a segment of that rank and size, and what is in its slots."""
+        """Return an inherited segment of that rank and size, and the saves in its slots; None if there is none."""
         for number, (rank, saves) in self._inherited.items():
             if rank == wanted.rank and self._store.hosted(number).segment.nbytes == wanted.nbytes:
                 del self._inherited[number]

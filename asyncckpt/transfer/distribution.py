@@ -1,9 +1,9 @@
-"""The distribution of versions: which host reads from which, so that each host sends a version once or twice.
+"""The distribution of versions: assigns a source to each host, so that a host sends a version once or twice.
 
-Hosts that read the same version are a chain: the first one reads from the worker that has published it, the next one
-from that host, while it is still coming in there, and so on. Who has all of it may be read from by those that come
-later. It is the publishing worker that says who reads from whom, each time that it is asked; no host waits for another
-one to come, and one that is lost is left out.
+Hosts that read the same version form a chain. The first host reads from the worker that published the version. The next
+host reads from the first while the version is still arriving there, and so on. A host that has the whole version serves
+later hosts. The publishing worker assigns the source each time a host asks. No host waits for another to come, and a
+lost host is skipped.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 from asyncckpt.transfer.requests import TransferAddress
 
-# Versions of which it is known who has them.
+# Number of versions for which the hosts that have them are remembered.
 _VERSIONS = 4
 
 Version = tuple[int, int]
-"""Its epoch, and its number."""
+"""The epoch and the number of a version."""
 
 
 @dataclass
 class _Host:
-    """``holder``: whom it reads from; None: who has published it. ``reading``: whether it still does."""
+    """``holder``: the host that this host reads from; None: the publisher. ``reading``: whether it still reads."""
 
     reader: object
     holder: TransferAddress | None
@@ -32,15 +32,18 @@ class _Host:
 
 
 class Distribution:
-    """That of what one worker publishes. Any thread may call. A ``reader`` is a connection of another host's worker."""
+    """The distribution of one worker's publications. Any thread may call.
+
+    A ``reader`` is a connection of another host's worker.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Of each version, the hosts that have it, or are getting it, in the order in which they came.
+        # By version: the hosts that have it or are getting it, in the order in which they asked.
         self._hosts: dict[Version, dict[TransferAddress, _Host]] = {}
 
     def has(self, reader: object, own: TransferAddress, version: Version | None) -> None:
-        """A reader has ``version`` (None: none), which may be read from it at ``own``; and is getting no other."""
+        """Note that a reader has ``version`` (None: none), serves it at ``own``, and gets no other version."""
         with self._lock:
             for each, hosts in self._hosts.items():
                 if own in hosts and each != version and hosts[own].reading:
@@ -51,21 +54,21 @@ class Distribution:
     def assign(
         self, reader: object, own: TransferAddress, version: Version, refused: Collection[TransferAddress]
     ) -> TransferAddress | None:
-        """From whom a reader is to get ``version``; None: from the one that publishes it.
+        """Choose the host from which a reader gets ``version``; None: from the publisher.
 
         Args:
-            reader: Who asks.
-            own: Where it passes on what it gets.
-            version: Which.
-            refused: From whom it could not be had.
+            reader: The connection of the worker that asks.
+            own: The address where the reader serves what it gets.
+            version: The version.
+            refused: The hosts from which the reader could not get the version.
         """
         with self._lock:
             hosts = self._of(version)
             hosts.pop(own, None)
-            # Who is refused is gone, as a rule, before its connection here has broken: its holder has room again.
+            # A refused host is usually gone before its connection here breaks. Do not count it as a load on its holder.
             loads = Counter(host.holder for at, host in hosts.items() if host.reading and at not in refused)
             could = [each for each in hosts if each not in refused and not _comes_from(own, each, hosts)]
-            # Rather who has all of it; else the last one of the chain.
+            # Prefer a host that has the whole version, otherwise the last host of the chain.
             chosen = min(could, key=lambda each: (loads[each], hosts[each].reading), default=None)
             if loads[chosen] > 0 and loads[None] == 0:
                 chosen = None
@@ -73,7 +76,7 @@ class Distribution:
             return chosen
 
     def leave(self, reader: object) -> None:
-        """A reader is gone: nobody is sent to it any more."""
+        """Forget a reader that is gone, so that no host is sent to it."""
         with self._lock:
             for hosts in self._hosts.values():
                 for own in [own for own, host in hosts.items() if host.reader is reader]:
@@ -87,7 +90,7 @@ class Distribution:
 
 
 def _comes_from(own: TransferAddress, other: TransferAddress, hosts: Mapping[TransferAddress, _Host]) -> bool:
-    """Whether what ``other`` is getting comes by way of ``own``."""
+    """Return whether ``other`` gets its data, directly or indirectly, from ``own``."""
     at: TransferAddress | None = other
     while at is not None and at != own and at in hosts and hosts[at].reading:
         at = hosts[at].holder

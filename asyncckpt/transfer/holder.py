@@ -1,4 +1,4 @@
-"""A worker on whatever host, as one that reads the images it holds, or what it has published."""
+"""The reader's connection to a worker on any host, which holds images or published versions."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from asyncckpt.transfer.server import SILENCE_S
 from asyncckpt.transfer.sockets import connect
 from asyncckpt.transfer.transport import Reading
 
-# How often the other end is asked whether it is there, and how long it may take to say so.
+# Interval between pings of the other end, and the timeout for an answer.
 _PING_S = SILENCE_S / 3
 _ANSWER_S = 10.0
-# How long it may take to make the checksums of an image, some GB/s, beside others that do.
+# Timeout for making the checksums of an image, at some GB/s, while other readers ask for theirs too.
 _CHECKSUMS_S = 300.0
 
 
 class Holder:
     """A connection to one worker. Any thread may call.
 
-    Every method raises ``OSError`` where it is gone or does not answer; then nothing more can be had from it.
+    Every method raises ``OSError`` if the worker is gone or does not answer. The connection is unusable from then on.
     """
 
     def __init__(self, address: TransferAddress, key: bytes, transport: str, answer_s: float = _ANSWER_S) -> None:
         """Connect.
 
         Args:
-            address: Where it serves.
-            key: That of the job.
-            transport: The kind by which bytes are moved.
-            answer_s: Seconds that each answer may take, and for which it may be silent while something is read.
+            address: Where the worker serves.
+            key: The job's key.
+            transport: The name of the transport kind.
+            answer_s: Timeout in seconds for each answer, and for silence of the worker during a read.
 
         Raises:
-            OSError: It cannot be reached, or does not know the key.
+            OSError: The worker cannot be reached, or does not know the key.
         """
         self.address = address
         self._key, self._answer_s = key, answer_s
@@ -57,11 +57,11 @@ class Holder:
         """Wait for the holder's trainer to stage another image.
 
         Args:
-            after: How many it had staged when this was asked before; 0: whatever there is.
-            seconds: How long to wait at most, less than an answer may take.
+            after: The count that the previous call returned; 0: return whatever image there is.
+            seconds: Maximum time to wait, less than the timeout for an answer.
 
         Returns:
-            How many it has staged, and which is the newest; None: no other.
+            How many images the trainer has staged, and the key of the newest; None if there is no other image.
         """
         answer = self._ask(requests.NextImage(after, seconds))
         if not isinstance(answer, requests.NewestStaged) or answer.key is None:
@@ -75,12 +75,12 @@ class Holder:
         own: requests.TransferAddress,
         refused: tuple[requests.TransferAddress, ...] = (),
     ) -> requests.NewestVersion:
-        """Wait for another version than ``after``, ``seconds`` at most. See ``requests.NextVersion``."""
+        """Wait at most ``seconds`` for a version other than ``after``. See ``requests.NextVersion``."""
         answer = self._ask(requests.NextVersion(after, seconds, own, refused))
         return answer if isinstance(answer, requests.NewestVersion) else requests.NewestVersion(None, None)
 
     def open_version(self, epoch: int, version: int) -> RemoteVersion:
-        """Read a version. Raises ``FileNotFoundError``: it is not there."""
+        """Open a version for reading. Raises ``FileNotFoundError`` if the worker does not have the version."""
         answer = self._ask(requests.OpenVersion(epoch, version, self._transport), self._kind.offer_s)
         if not isinstance(answer, requests.OpenedVersion):
             why = answer.why if isinstance(answer, requests.NotHeld) else "it gave no answer to that"
@@ -90,19 +90,19 @@ class Holder:
         return opened
 
     def ping(self) -> None:
-        """See that it is there."""
+        """Check that the worker answers."""
         self._ask(requests.Ping())
 
     def open(self, key: ImageKey, with_checksums: bool = True) -> RemoteImage:
-        """Read an image, which stays as it is until it is closed.
+        """Open an image for reading. The image does not change until it is closed.
 
         Args:
-            key: Which one.
-            with_checksums: Have them all, which may take as long as to make them of all of it; else ask for those of
-                each span (``RemoteImage.checksums``).
+            key: The image.
+            with_checksums: Also get all checksums. The worker may first have to compute them over the whole image. If
+                False, ask for the digests span by span (``RemoteImage.digests``).
 
         Raises:
-            FileNotFoundError: It is not held.
+            FileNotFoundError: The worker does not hold the image.
         """
         question = requests.OpenImage(key, self._transport, with_checksums)
         within = _CHECKSUMS_S if with_checksums else self._answer_s
@@ -115,7 +115,7 @@ class Holder:
         return image
 
     def close(self) -> None:
-        """Leave. What is being read raises. Safe to call twice."""
+        """Close the connection. Reads that are under way raise. Safe to call twice."""
         self._ended.set()
         self._connection.close()
         for image in list(self._open):
@@ -125,12 +125,12 @@ class Holder:
         self._kind.close()
 
     def digests(self, question: requests.AskImageDigests | requests.AskVersionDigests) -> bytes | None:
-        """The answer to that."""
+        """Ask for digests, and return them; None if the worker will never have them."""
         answer = self._ask(question)
         return answer.digests if isinstance(answer, requests.Digests) else None
 
     def release(self, remote: _Remote, lease: str) -> None:
-        """What was open is closed here."""
+        """End the lease of something that is closed on this side."""
         with contextlib.suppress(ValueError):
             self._open.remove(remote)
         with contextlib.suppress(OSError), self._asking:
@@ -150,8 +150,10 @@ class Holder:
             remote.close()
 
     def _ask(self, question: object, within: float = 0.0) -> object:
-        """``within``: seconds that the answer may take, as long as the other end says again and again that it is at
-        it; else it has to come as soon as any.
+        """Send ``question`` and return the answer.
+
+        ``within``: seconds that the answer may take while the other end keeps sending ``Pong``. Silence is limited by
+        the connection's own timeout.
         """
         with self._asking:
             try:
@@ -165,11 +167,11 @@ class Holder:
                     answer = self._connection.receive()
                 return answer
             except OSError:
-                self._connection.close()  # an answer may still be on its way
+                self._connection.close()  # the answer may still arrive
                 raise
 
     def _ping(self) -> None:
-        """See that it lives, and show that this one does: a kind of transport may not notice."""
+        """Ping the worker regularly, to see that it lives and to show that this end does: transports may not notice."""
         while not self._ended.wait(min(_PING_S, self._answer_s)):
             try:
                 self.ping()
@@ -186,7 +188,7 @@ class Holder:
 
 
 class _Remote:
-    """What is open at another worker, leased: its bytes."""
+    """Something that is open, under a lease, at another worker."""
 
     def __init__(self, holder: Holder, lease: str, reading: Reading) -> None:
         self._holder, self._lease, self._reading = holder, lease, reading
@@ -194,25 +196,25 @@ class _Remote:
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of the segment from ``offset`` on. Any thread may call.
 
-        Raises ``OSError``; nothing is checked.
+        Raises ``OSError``. The bytes are not checked.
         """
         self._reading.read(offset, into)
 
     def close(self) -> None:
-        """End the lease. What is being read raises. Safe to call twice."""
+        """End the lease. Reads that are under way raise. Safe to call twice."""
         self._reading.close()
         self._holder.release(self, self._lease)
 
 
 class RemoteImage(_Remote):
-    """An image that another worker holds: what it is (``held``), and its bytes."""
+    """An image that another worker holds. ``held`` describes the image."""
 
     def __init__(self, holder: Holder, opened: requests.Opened, reading: Reading) -> None:
         super().__init__(holder, opened.lease, reading)
         self.held: HeldImage = opened.held
 
     def digests(self, first: int, last: int) -> bytes:
-        """Those of the spans from ``first`` up to ``last``. Raises ``OSError``."""
+        """Return the digests of the spans from ``first`` up to ``last``. Raises ``OSError``."""
         digests = self._holder.digests(requests.AskImageDigests(self._lease, first, last))
         if digests is None or len(digests) != (last - first) * DIGEST_BYTES:
             raise ConnectionAbortedError("who holds this image gave no digests of it")
@@ -220,16 +222,16 @@ class RemoteImage(_Remote):
 
 
 class RemoteVersion(_Remote):
-    """A version that another worker has published, or is just getting: its files, of these ``sizes``, in its bytes."""
+    """A version that another worker has published or is still receiving. ``sizes``: of its files, in bytes."""
 
     def __init__(self, holder: Holder, opened: requests.OpenedVersion, reading: Reading) -> None:
         super().__init__(holder, opened.lease, reading)
         self.sizes = opened.sizes
 
     def digests(self, first: int, seconds: float) -> bytes:
-        """Those of some of its spans from ``first`` on, which can be read; none after ``seconds``.
+        """Return digests of some spans from ``first`` on, which can be read now; none if the wait of ``seconds`` ends.
 
-        Raises ``OSError``, also where it will never be whole there.
+        Raises ``OSError``, also if the other worker has given up this version.
         """
         digests = self._holder.digests(requests.AskVersionDigests(self._lease, first, seconds))
         if digests is None:

@@ -1,4 +1,4 @@
-"""The way of an image from the worker that holds it to a copy: what the copy before has too does not travel again."""
+"""Copy an image from the worker that holds it. Spans equal to the previous copy's are taken from that copy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.transfer.copies import Incoming
 from asyncckpt.transfer.holder import RemoteImage
 
-# What is fetched at once, by one of some threads.
+# Bytes that one thread fetches at once.
 _CHUNK_BYTES = 16 << 20
 
 
 class RateLimit:
-    """Lets threads go on at a ``rate``, in bytes a second; None: at any."""
+    """Delays threads so that together they fetch at most ``rate`` bytes a second; None: no limit."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate = rate
@@ -29,7 +29,7 @@ class RateLimit:
         self._free_at = 0.0
 
     def wait(self, nbytes: int) -> None:
-        """Wait until so many bytes may be fetched."""
+        """Wait until ``nbytes`` more bytes may be fetched."""
         if self._rate is not None:
             with self._lock:
                 at = max(self._free_at, time.monotonic())
@@ -38,8 +38,10 @@ class RateLimit:
 
 
 class _Chunk(NamedTuple):
-    """Spans that are fetched at once: where their file begins in the segment of the holder, their bounds in the file,
-    and the number of the first.
+    """Spans that are fetched at once.
+
+    ``begin``: offset of their file in the holder's segment. ``bounds``: of the spans, in the file. ``first``: the
+    number of the first span.
     """
 
     begin: int
@@ -48,10 +50,10 @@ class _Chunk(NamedTuple):
 
 
 class ImageCopy:
-    """One image on its way."""
+    """The copying of one image."""
 
     def __init__(self, image: RemoteImage, incoming: Incoming, limit: RateLimit) -> None:
-        """Nothing is copied yet. ``image``: comes ``incoming``, at the rate that ``limit`` lets it."""
+        """Copy nothing yet. ``image`` is copied into ``incoming``, at the rate that ``limit`` allows."""
         self._image, self._limit = image, limit
         self._has_constants = incoming.has_constants()
         self._memory = incoming.memory
@@ -60,7 +62,7 @@ class ImageCopy:
         self._back = incoming.layout.slots[incoming.slot] - incoming.layout.slots[last]
 
     def run(self, pool: ThreadPoolExecutor) -> tuple[bytes, array[int]]:
-        """Bring all of it here, each span checked. Returns the digests and the checksums of the spans.
+        """Copy the whole image and check each span. Return the digests and the checksums of the spans.
 
         Raises ``OSError``, ``DamagedCheckpointError``.
         """
@@ -74,7 +76,7 @@ class ImageCopy:
                 digests += of_chunk
                 checksums.extend(found)
         finally:
-            # None writes there any more when this has failed: the next image comes to the same place.
+            # After a failure no thread may write here any more, because the next image uses the same memory.
             for fetch in fetches:
                 fetch.cancel()
             wait(fetches)
@@ -97,7 +99,7 @@ class ImageCopy:
                 self._read(begin + start, into)
         for number, (start, stop) in enumerate(spans):
             span, digest = self._memory[at + start : at + stop], _digest(digests, number)
-            if known[number] and digest_of(span) != digest:  # it was damaged here, after it had come
+            if known[number] and digest_of(span) != digest:  # damaged in the previous copy, after it had arrived
                 self._read(begin + start, span)
                 known[number] = False
             if not known[number] and digest_of(span) != digest:
@@ -126,5 +128,5 @@ class ImageCopy:
 
 
 def _digest(digests: bytes, number: int) -> bytes:
-    """The one of that number."""
+    """Return the digest with that number."""
     return digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]

@@ -7,11 +7,11 @@ from asyncckpt.transfer.transport import TransportKind
 
 
 def transport_named(name: str) -> TransportKind:
-    """The kind of that name. Raises ``ValueError`` where there is none."""
+    """Return the transport kind with that name. Raises ``ValueError`` if the name is unknown."""
     if name == "sockets":
         return SocketTransport()
     if name == "nixl":
-        from asyncckpt.transfer.nixl import NixlTransport  # loaded where it is needed
+        from asyncckpt.transfer.nixl import NixlTransport  # imported only if needed
 
         return NixlTransport()
     raise ValueError(f"there is no transport {name!r}")

@@ -1,8 +1,8 @@
-"""Locators: what a publisher gives to other hosts, by which their workers find what it publishes.
+"""Locators: a publisher gives a locator to other hosts, so that their workers find the published versions.
 
-A locator is a text such as ``asyncckpt://KEY@10.0.0.1:4001,10.0.0.2:4002?transport=sockets``: the key of those who may
-read, in hexadecimal digits, and where the workers of the publishing ranks serve. Or it is the path of a file that has
-such a text, which a publisher that is started anew writes again.
+A locator is a text such as ``asyncckpt://KEY@10.0.0.1:4001,10.0.0.2:4002?transport=sockets``: the readers' key in
+hexadecimal digits, and the addresses where the workers of the publishing ranks serve. A locator may also be the path
+of a file with such a text. A restarted publisher writes that file again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SCHEME = "asyncckpt"
 
 @dataclass(frozen=True)
 class Locator:
-    """``addresses``: of the workers of all ranks, in their order. ``transport``: the kind by which bytes are moved."""
+    """``addresses``: of the workers of all ranks, by rank. ``transport``: the name of the transport kind."""
 
     key: bytes
     addresses: tuple[TransferAddress, ...]
@@ -35,7 +35,7 @@ class Locator:
 
     @classmethod
     def parse(cls, text: str) -> Locator:
-        """Raises ``ValueError``, which does not repeat the key."""
+        """Parse a locator's text. Raises ``ValueError`` with a message that omits the key."""
         try:
             parts = urlsplit(text.strip())
             key, _, places = parts.netloc.partition("@")
@@ -54,7 +54,7 @@ class Locator:
 
     @classmethod
     def read(cls, text: str) -> Locator:
-        """A locator, or that in the file of that path. Raises ``ValueError``, ``OSError``."""
+        """Return the locator in ``text``, or in the file at that path. Raises ``ValueError``, ``OSError``."""
         if text.strip().startswith(f"{_SCHEME}://"):
             return cls.parse(text)
         with open(text, encoding="utf-8") as file:
@@ -62,7 +62,7 @@ class Locator:
 
     @classmethod
     def read_own(cls, path: str) -> Locator:
-        """That in a file of this user, which no other can have read or written. Raises ``ValueError``, ``OSError``."""
+        """Read a file that only this user can have read or written. Raises ``ValueError``, ``OSError``."""
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as file:
             found = os.fstat(file.fileno())
             if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
@@ -70,8 +70,8 @@ class Locator:
             return cls.parse(file.read())
 
     def write(self, path: str) -> None:
-        """Write it to a file that only this user may read, in one step. Raises ``OSError``."""
-        partial = f"{path}.{secrets.token_hex(8)}.partial"  # nobody can have made it, and keep it open
+        """Write the locator atomically to a file that only this user may read. Raises ``OSError``."""
+        partial = f"{path}.{secrets.token_hex(8)}.partial"  # unguessable, so nobody else holds it open
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "w", encoding="utf-8") as file:

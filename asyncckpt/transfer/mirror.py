@@ -1,11 +1,12 @@
-"""The mirror: a worker has on its host what is published on another one, version after version, for all readers there.
+"""The mirror: a worker that keeps on its host the versions that are published on another host, for all readers here.
 
-It asks the worker of the publisher for the newest version, and from whom to get it (``distribution.py``). What has not
-changed since the version before it takes from there; all else it fetches, and checks. While that is coming in, others
-may read it from here. When it is whole, it is published on this host as a trainer publishes.
+The mirror asks the publisher's worker for the newest version, and for the host to get it from (``distribution.py``).
+Spans that did not change since the previous version are copied from that version. All other spans are fetched and
+checked. While a version arrives, other hosts may already read it from here. A complete version is published on this
+host just as a trainer publishes.
 
-Nobody waits for a mirror. A holder that is lost is replaced by another one, and what has come from it stays. A version
-that is not there any more is given up for the newest.
+Nobody waits for a mirror. A lost holder is replaced by another holder, and the spans that have arrived are kept. A
+version that has disappeared at its publisher is given up for the newest.
 """
 
 from __future__ import annotations
@@ -33,24 +34,27 @@ from asyncckpt.transfer.versions import SPAN_BYTES, ServedVersions, VersionImage
 
 logger = logging.getLogger(__name__)
 
-# A third one where readers keep an older version.
+# A third slot is allocated if readers keep an older version.
 _MOST = LASTING + 1
 
 
 class _Slots:
-    """Those for versions of files of the same ``sizes``."""
+    """Slots for versions with files of these ``sizes``, in bytes."""
 
     def __init__(self, store: SegmentStore, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
         self._store = store
-        self._images: dict[int, VersionImage] = {}  # the last one in each slot
+        self._images: dict[int, VersionImage] = {}  # the last image in each slot
         self._numbers: list[int] = []
         self._is_full = False
         self.number, self.control = store.allocate(HEADER_BYTES)
         self.published = PublishedSlots(self.control, 0)
 
     def claim(self) -> int | None:
-        """A slot that nobody reads; None: all are being read. That of the newest version stays where it is."""
+        """Claim a slot that nobody reads; None if all are being read.
+
+        The slot of the newest version is claimed only if no other slot is published.
+        """
         published = list(self.published.publications().values())
         slot = self._claim_first(slot for slot in range(len(self._numbers)) if slot not in published)
         slot = self._grow(LASTING) if slot is None else slot
@@ -58,7 +62,7 @@ class _Slots:
         return self._grow(_MOST) if slot is None else slot
 
     def _claim_first(self, slots: Iterable[int]) -> int | None:
-        # Of one that was given up there may still be readers, who have no lease on it.
+        # A version that was given up may still have readers, and those hold no lease on its slot.
         unread = (slot for slot in slots if slot not in self._images or not self._images[slot].is_read)
         return next(filter(self.published.claim, unread), None)
 
@@ -68,7 +72,7 @@ class _Slots:
         return image
 
     def release(self) -> None:
-        """Readers find nothing here any more, and keep what they have leased."""
+        """Withdraw all versions and release the memory. Readers keep the versions they have leased."""
         self.published.withdraw_all()
         self.published.close()
         for number in (*self._numbers, self.number):
@@ -96,18 +100,18 @@ class _Slots:
 
 
 class MirrorBuffer:
-    """For one mirror, which calls from one thread."""
+    """The memory of one mirror, which calls from one thread."""
 
     def __init__(self, segment_store: SegmentStore, versions: ServedVersions) -> None:
-        """``versions``: is told what comes in."""
+        """``versions``: is notified of each version that arrives."""
         self._store, self._versions = segment_store, versions
-        self._all: list[_Slots] = []  # the last one is used; those before it until that has a version
+        self._all: list[_Slots] = []  # the last is in use; the others are kept until it has a version
         self._slot = -1
         self._image: VersionImage | None = None
 
     def begin(self, version: PublishedVersion, sizes: Sequence[int]) -> VersionImage | None:
-        """The image to fetch a version into; None where readers have all slots. Raises ``OutOfMemoryError``."""
-        # Those of another size stay until there is a version in these: one that is given up must not take more of them.
+        """Return the image to fetch a version into; None if readers hold all slots. Raises ``OutOfMemoryError``."""
+        # Slots of other sizes stay until these have a version, so that a version that is given up allocates none again.
         slots = next((each for each in self._all if each.sizes == tuple(sizes)), None)
         if slots is None:
             slots = _Slots(self._store, tuple(sizes))
@@ -122,51 +126,52 @@ class MirrorBuffer:
         return self._image
 
     def publish(self) -> None:
-        """What was begun is whole: readers may see it."""
+        """Publish the version that was begun, which is complete now."""
         slots = self._all[-1]
         if self._image is not None:
             slots.published.publish(self._slot, self._image.version)
-            # Of a trainer before this one, whose host had another clock.
+            # A trainer that published before, on a host with another clock, may have left a version that looks newer.
             slots.published.withdraw_newer(self._image.version)
             self._versions.end(slots.number, self._slot)
         while self._all[0] is not slots:
             self._all.pop(0).release()
 
     def give_up(self) -> None:
-        """What was begun will not be whole."""
+        """Abandon the version that was begun."""
         self._versions.give_up()
 
     def close(self) -> None:
-        """Nothing is published any more; what is stays."""
+        """Stop publishing. Published versions stay."""
         for slots in self._all:
             slots.published.close()
 
 
-# How long to wait for the next version, and for the next span, before asking again.
+# Maximum time to wait for the next version, and for the next span, before asking again.
 _NEXT_S, _SPAN_S = 3.0, 1.0
-# How long nothing may come from a holder: it may just be looking for another one itself.
+# Maximum time without data from a holder. The holder may itself be looking for another source.
 _STALL_S = 30.0
-# How long it may take others to publish, or to begin to get, what the first rank has published.
+# Maximum time for other workers to publish, or begin to receive, the version that the first rank has published.
 _COMES_S = 20.0
 _PAUSE_S = 0.2
-# Spans that are fetched at once, 2 MiB: they stay in a core's cache while they are checked; and how often at a time.
+# Spans that are fetched together, 2 MiB, so that they are still in a core's cache for the check. And the most chunks
+# under way at a time.
 _CHUNK_SPANS = (2 << 20) // SPAN_BYTES
 _CHUNKS = 4 * CONNECTIONS
 
 
 class Mirror:
-    """That of one worker. It runs until ``close``."""
+    """The mirror of one worker. It runs until ``close``."""
 
     def __init__(self, segment_store: SegmentStore, server: TransferServer, locator: str) -> None:
-        """Begin.
+        """Start the thread.
 
         Args:
-            segment_store: Where the versions are held.
-            server: Serves them to others, who have the same locator.
-            locator: Where they come from, see ``locator.py``.
+            segment_store: The memory for the versions.
+            server: Serves the versions to other hosts that have the same locator.
+            locator: The locator of the publication, see ``locator.py``.
         """
         self.locator = locator
-        """May be set to another one, which is used when the holder before is gone."""
+        """May be replaced by another locator, which takes effect when the current publisher's worker is gone."""
         self._server = server
         self._buffer = MirrorBuffer(segment_store, server.versions)
         self._own = TransferAddress("", server.port)
@@ -176,16 +181,16 @@ class Mirror:
         self._closed = threading.Event()
         self._said = ""
         self.trouble = ""
-        """The reason why nothing newer comes; "": none is known."""
+        """The reason why no newer version arrives; "": unknown."""
         self._thread = threading.Thread(target=self._run, name="asyncckpt-mirror", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Fetch no more. What is here stays."""
+        """Stop fetching. The versions that are here stay."""
         self._closed.set()
         for holder in list(self._holders.values()):
             holder.close()
-        self._thread.join(_STALL_S)  # it may be just connecting
+        self._thread.join(_STALL_S)  # the thread may be connecting
         self._buffer.close()
 
     def _run(self) -> None:
@@ -207,7 +212,7 @@ class Mirror:
             self._give_up()
 
     def _follow(self, locator: Locator, pool: ThreadPoolExecutor) -> None:
-        """Get version after version. Raises ``OSError`` where the publisher's worker is gone."""
+        """Fetch version after version. Raises ``OSError`` when the publisher's worker is gone."""
         publisher = self._holder(locator.addresses[0], locator)
         refused: tuple[TransferAddress, ...] = ()
         while not self._closed.is_set():
@@ -224,7 +229,7 @@ class Mirror:
                     self._say(f"version {version.version} cannot be had from {found.holder.host}: {error}")
                     refused = (*refused, found.holder)
                     self._leave(found.holder)
-                elif isinstance(error, FileNotFoundError):  # there will be a newer one in a moment
+                elif isinstance(error, FileNotFoundError):  # a newer version will come soon
                     self._closed.wait(_PAUSE_S / 10)
                 else:
                     raise
@@ -235,8 +240,8 @@ class Mirror:
     def _get(
         self, version: PublishedVersion, holder: TransferAddress | None, locator: Locator, pool: ThreadPoolExecutor
     ) -> None:
-        """Fetch a version, or what of it is not here yet, and publish it."""
-        # Memory is taken before a holder is asked, which may be just taking its own: all hosts do that side by side.
+        """Fetch a version, or the rest of a version that has partly arrived, and publish it."""
+        # Allocate memory before asking a holder, which may be allocating its own: so all hosts do that in parallel.
         known = self._last if self._coming is None or self._coming.version[:2] != version[:2] else self._coming
         sizes = known.sizes if known is not None else self._sizes(version, locator)
         image = self._begin(version, sizes)
@@ -250,7 +255,7 @@ class Mirror:
                 self._last, self._coming = image, None
 
     def _sizes(self, version: PublishedVersion, locator: Locator) -> tuple[int, ...]:
-        """Those of the files of a version, as its publishers have it."""
+        """Return the sizes of a version's files, as its publishers have them."""
         with self._opened(version, locator.addresses, locator) as parts:
             return tuple(nbytes for part in parts for nbytes in part.sizes)
 
@@ -258,9 +263,9 @@ class Mirror:
     def _opened(
         self, version: PublishedVersion, addresses: Sequence[TransferAddress], locator: Locator
     ) -> Iterator[list[RemoteVersion]]:
-        """A version at all of these workers, who may get, or publish, it a moment after this one has heard of it.
+        """Open a version at each of these workers, which may publish or begin to receive it shortly after this call.
 
-        Raises ``FileNotFoundError``: they do not.
+        Raises ``FileNotFoundError`` if they do not.
         """
         deadline = time.monotonic() + _COMES_S
         with ExitStack() as stack:
@@ -277,8 +282,8 @@ class Mirror:
             yield parts
 
     def _begin(self, version: PublishedVersion, sizes: Sequence[int]) -> VersionImage | None:
-        """The image to fetch; None where readers have all slots. What has come of one before it is used again."""
-        here = version._replace(ranks=1)  # all of it is here
+        """Return the image to fetch; None if readers hold all slots. Reuses an image that has partly arrived."""
+        here = version._replace(ranks=1)  # the image here holds the parts of all ranks
         coming = self._coming
         if coming is None or coming.version != here or coming.sizes != tuple(sizes):
             self._give_up()
@@ -293,9 +298,9 @@ class Mirror:
             self._buffer.give_up()
 
     def _fetch(self, image: VersionImage, parts: Sequence[RemoteVersion], pool: ThreadPoolExecutor) -> None:
-        """All of ``image`` that is not here, in order, each span checked.
+        """Fetch all spans of ``image`` that have not arrived, in order, and check each.
 
-        Raises ``OSError``, ``DamagedCheckpointError``: it cannot be had from these.
+        Raises ``OSError``, ``DamagedCheckpointError`` if the version cannot be had from these workers.
         """
         begins = [0]
         for part in parts:
@@ -321,11 +326,11 @@ class Mirror:
         finally:
             for fetched, _ in flying:
                 fetched.cancel()
-            for fetched, _ in flying:  # nobody writes there any more when this ends
+            for fetched, _ in flying:  # wait until no thread writes here any more
                 fetched.cancelled() or fetched.exception()
 
     def _chunks(self, image: VersionImage, first: int, digests: bytes) -> Iterator[tuple[int, bytes]]:
-        """Spans with these ``digests`` from ``first`` on, in pieces that are all to be fetched, or none of them."""
+        """Yield chunks of the spans from ``first`` on: all spans of a chunk are to be fetched, or none is."""
         kept: list[bool] = []
         for number in range(len(digests) // DIGEST_BYTES):
             digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
@@ -337,14 +342,14 @@ class Mirror:
                 begin = end
 
     def _is_kept(self, image: VersionImage, span: int, digest: bytes) -> bool:
-        """Whether the version that is here has the same bytes there."""
+        """Return whether the previous version has the same bytes in that span."""
         last = self._last
         return last is not None and last.sizes == image.sizes and last.digest(span) == digest
 
     def _fetch_chunk(
         self, image: VersionImage, part: RemoteVersion, part_begin: int, first: int, digests: bytes
     ) -> None:
-        """Bring some spans to their places, and check them."""
+        """Copy or fetch some spans, and check them."""
         count = len(digests) // DIGEST_BYTES
         view = image.memory.segment.view
         begin, end = image.bounds(first)[0], image.bounds(first + count - 1)[1]
@@ -363,7 +368,7 @@ class Mirror:
             raise DamagedCheckpointError(f"version {image.version.version} did not arrive as it was sent")
 
     def _holder(self, address: TransferAddress, locator: Locator) -> Holder:
-        """A connection to another worker, which is kept."""
+        """Return the connection to another worker, which is kept open."""
         if (holder := self._holders.get(address)) is None:
             holder = self._holders[address] = Holder(address, locator.key, locator.transport)
             if self._closed.is_set():
@@ -376,7 +381,7 @@ class Mirror:
                 holder.close()
 
     def _say(self, words: str) -> None:
-        """Log what is in the way, once, and keep it for readers."""
+        """Log the problem, once, and keep it for readers."""
         self.trouble = words
         if words != self._said:
             self._said = words

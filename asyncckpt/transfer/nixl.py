@@ -1,48 +1,184 @@
-"""Transport by NIXL: one-sided reads by whatever UCX finds between two hosts (RDMA, EFA, TCP).
+"""Transport by NIXL: one-sided reads over the fastest path that UCX finds between two hosts (RDMA, EFA, TCP).
 
-It is not authenticated: who reaches its ports may read, and over RDMA write, what is offered. It is for a trusted
-fabric alone; ``UCX_NET_DEVICES`` says which interfaces it uses.
+NIXL is not authenticated. Anybody who reaches its ports may read the offered memory, and over RDMA also write it. Use
+NIXL only on a trusted fabric. ``UCX_NET_DEVICES`` selects the interfaces.
 
-NIXL is in a process of its own on both sides (``nixl_process.py`` has the reasons). Bytes arrive in a buffer that it
-shares with the one that reads, and are copied from there: NIXL never has the caller's memory, so that nothing can be
-written there any more once a reading is closed. And the buffer is registered once.
+On both sides NIXL runs in a process of its own (``nixl_process.py`` has the reasons). Bytes arrive in a buffer that
+this process shares with the reader, and are copied from there. NIXL never gets the caller's memory, so nothing is
+written to that memory once a reading is closed. The buffer is registered only once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import mmap
 import os
+import socket
+import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TimeoutOfFuture
 from dataclasses import dataclass
 from typing import Any
 
+from asyncckpt.link.process import run_module, same_modules
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import Segment
-from asyncckpt.transfer.nixl_client import ANSWER_S, NixlProcess
+from asyncckpt.transfer.nixl_process import COMMAND_BYTES
 from asyncckpt.transfer.requests import Opened, OpenedVersion, TransferAddress
 from asyncckpt.transfer.transport import Offering, Reading, TransportKind
 
-# What is read at once, how many such pieces all readings of a process have, and how many one read has under way.
+# Timeout for the start of the process, and for every command except ``read``.
+ANSWER_S = 30.0
+_LAST_WORDS_BYTES = 1000
+
+
+class NixlProcess:
+    """A NIXL process. Any thread may call. Commands raise ``OSError`` if they fail or the process has ended."""
+
+    def __init__(self) -> None:
+        """Start the process. Raises ``OSError``."""
+        self._lock = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, Future[Any]] = {}
+        self._abandoned: dict[int, Callable[[], object]] = {}
+        self.has_ended = False
+        self._stderr = os.memfd_create("nixl-stderr", os.MFD_CLOEXEC)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [*run_module("asyncckpt.transfer.nixl_process"), str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._stderr,  # UCX writes its warnings there
+                    stderr=self._stderr,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    cwd="/",
+                    env=same_modules(),
+                )
+            except BaseException:
+                self._socket.close()
+                os.close(self._stderr)
+                raise
+        self._thread = threading.Thread(target=self._receive, name="asyncckpt-nixl", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def is_usable(self, within: float = 0.0) -> bool:
+        """Wait at most ``within`` seconds for abandoned commands to end. Return whether the process can be used."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self.has_ended or not self._abandoned, within) and not self.has_ended
+
+    def ask(self, command: str, *arguments: object, fds: Sequence[int] = ()) -> Any:
+        """Run a command, and return the answer. Raises ``TimeoutError``."""
+        number, answer = self.begin(command, *arguments, fds=fds)
+        try:
+            return answer.result(ANSWER_S)
+        except (TimeoutError, TimeoutOfFuture) as error:
+            self.abandon(number, lambda: None)
+            raise TimeoutError(f"NIXL takes too long to {command}") from error
+
+    def begin(self, command: str, *arguments: object, fds: Sequence[int] = ()) -> tuple[int, Future[Any]]:
+        """Send a command. Return the number of the command, and the future of the answer."""
+        number, answer = next(self._numbers), Future[Any]()
+        with self._lock:
+            if self.has_ended:
+                raise self._ended()
+            self._asked[number] = answer
+        try:
+            socket.send_fds(self._socket, [json.dumps([number, command, *arguments]).encode()], list(fds))
+        except OSError:
+            with self._lock:
+                self._asked.pop(number, None)
+            raise
+        return number, answer
+
+    def abandon(self, number: int, on_end: Callable[[], object]) -> None:
+        """Stop waiting for a command: its future raises. ``on_end`` is called when the command ends, if ever."""
+        with self._lock:
+            answer = self._asked.pop(number, None)
+            if answer is not None:
+                self._abandoned[number] = on_end
+                answer.set_exception(ConnectionAbortedError("the reading of this image was ended"))
+        if answer is None:
+            on_end()
+
+    def close(self) -> None:
+        """Kill the process, so that nothing is read or written there any more. Safe to call twice."""
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+        with self._lock:
+            self._socket.close()
+            stderr, self._stderr = self._stderr, -1
+        if stderr >= 0:
+            os.close(stderr)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                text = self._socket.recv(COMMAND_BYTES)
+            except OSError:
+                text = b""
+            if not text:
+                break
+            self._on_answer(*json.loads(text))
+        with self._lock:
+            self.has_ended = True
+            for answer in self._asked.values():
+                answer.set_exception(self._ended())
+            self._asked.clear()
+            self._lock.notify_all()
+
+    def _on_answer(self, number: int, said: Any) -> None:
+        with self._lock:
+            answer = self._asked.pop(number, None)
+            on_end = self._abandoned.pop(number, None)
+            self._lock.notify_all()
+            if answer is not None:
+                if isinstance(said, dict):
+                    answer.set_exception(ConnectionResetError(f"NIXL has failed: {said['failure']}"))
+                else:
+                    answer.set_result(said)
+        if on_end is not None:
+            on_end()
+
+    def _ended(self) -> OSError:
+        words = ""
+        if self._stderr >= 0:
+            end = os.lseek(self._stderr, 0, os.SEEK_END)
+            text = os.pread(self._stderr, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES))
+            words = text.decode(errors="replace").strip()
+        return ConnectionResetError(f"the process that has NIXL has ended; its last words: {words or 'none'}")
+
+
+# Size of a piece, number of pieces for all readings of a process, and number of pieces that one read has under way.
 PIECE_BYTES = 4 << 20
 _PIECES = 8
 _AHEAD = 2
-# How long a piece may be under way.
+# Timeout for a piece.
 _SILENCE_S = 20.0
-# What was abandoned longer ago is stuck.
+# An abandoned transfer that takes longer than this is considered stuck.
 _LATE_S = 0.5
 
 
 class _Reader:
-    """The process with which this one reads, and the pieces of the buffer that they share."""
+    """The NIXL process for this process's reads, and the pieces of the buffer that the two share."""
 
     def __init__(self) -> None:
-        """Start it. Raises ``OSError``."""
+        """Start the NIXL process. Raises ``OSError``."""
         self.users = 0
         self.owner = os.getpid()
         self.process = NixlProcess()
@@ -62,12 +198,12 @@ class _Reader:
         self._free = list(range(_PIECES))
 
     def close(self) -> None:
-        """End the process, and let go of the buffer: all readings are closed."""
+        """End the NIXL process and unmap the buffer. Call after all readings are closed."""
         self.process.close()
         self._memory.close()
 
     def take(self, reading: _NixlReading, *, wait: bool) -> int | None:
-        """A piece of the buffer; None: there is none free, or the reading is closed. Raises ``TimeoutError``."""
+        """Take a piece of the buffer; None if none is free or the reading is closed. Raises ``TimeoutError``."""
         begun = time.monotonic()
         with self._changed:
             while not self._free and wait and not reading.is_closed and not self.process.has_ended:
@@ -77,18 +213,18 @@ class _Reader:
             return self._free.pop() if self._free and not reading.is_closed else None
 
     def give_back(self, piece: int) -> None:
-        """It may be read into again."""
+        """Make a piece available for other reads."""
         with self._changed:
             self._free.append(piece)
             self._changed.notify()
 
     def wake(self) -> None:
-        """Those that wait for a piece look again."""
+        """Wake the threads that wait for a piece."""
         with self._changed:
             self._changed.notify_all()
 
     def copy(self, piece: int, into: memoryview) -> None:
-        """Copy what was read."""
+        """Copy a piece that has arrived."""
         memcpy(address_of(into), self._address + piece * PIECE_BYTES, len(into))
 
 
@@ -97,7 +233,7 @@ _reader: _Reader | None = None
 
 
 def _used_reader() -> _Reader:
-    """The process's own, until ``_let_go``. One that something is stuck in stays for those who have it, no longer."""
+    """Return the process-wide reader. A reader with a stuck transfer stays with its users; new users get another."""
     global _reader
     with _lock:
         if _reader is None or _reader.owner != os.getpid() or not _reader.process.is_usable(_LATE_S):
@@ -119,7 +255,7 @@ def _let_go(reader: _Reader) -> None:
 
 @dataclass
 class _Flying:
-    """A piece on its way."""
+    """A piece that is being fetched."""
 
     number: int
     answer: Future[Any]
@@ -169,7 +305,7 @@ class _NixlReading(Reading):
             try:
                 self._reader.process.ask("part", self._name)
             except OSError:
-                pass  # it has ended
+                pass  # the NIXL process has ended
 
     def _begin(self, offset: int, into: memoryview, piece: int) -> _Flying:
         with self._changed:
@@ -186,7 +322,7 @@ class _NixlReading(Reading):
             return flying
 
     def _finish(self, flying: _Flying) -> None:
-        """Wait until it is here, and copy it to where it belongs."""
+        """Wait until a piece has arrived, and copy the piece to its destination."""
         try:
             try:
                 flying.answer.result(_SILENCE_S)
@@ -208,7 +344,7 @@ class _NixlReading(Reading):
             self._abandon(flying)
 
     def _abandon(self, flying: _Flying) -> None:
-        """Its piece of the buffer is free once nothing is written there any more: at once, where it is here."""
+        """Free a piece of the buffer as soon as nothing is written there any more, or at once if it has arrived."""
         with self._changed:
             known = self._flying.pop(flying.number, None)
         if known is not None:
@@ -226,7 +362,7 @@ class _NixlOffering(Offering):
 
 @dataclass
 class _Offered:
-    """A segment that is offered."""
+    """A segment that is offered, with ``leases`` users."""
 
     process: NixlProcess
     key: int
@@ -235,7 +371,7 @@ class _Offered:
 
 
 class NixlTransport(TransportKind):
-    """The kind called ``nixl``."""
+    """The transport kind called ``nixl``."""
 
     offer_s = ANSWER_S
 
@@ -261,7 +397,7 @@ class NixlTransport(TransportKind):
             return _NixlOffering(self, offered)
 
     def end_lease(self, offered: _Offered) -> None:
-        """One of those on a segment has ended."""
+        """End one lease on a segment."""
         with self._lock:
             offered.leases -= 1
             if offered.leases or offered.process is not self._holder:
@@ -290,7 +426,7 @@ class NixlTransport(TransportKind):
                 _let_go(self._readers.pop())
 
     def _end_holder(self) -> None:
-        """What it offers can be read no more."""
+        """End the process that offers, so that nothing it offered can be read."""
         if self._holder is not None:
             self._holder.close()
             self._holder = None

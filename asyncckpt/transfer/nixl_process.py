@@ -1,17 +1,18 @@
-"""``python -m asyncckpt.transfer.nixl_process FD``: the process that has NIXL, and moves bytes for another.
+"""``python -m asyncckpt.transfer.nixl_process FD``: the process that loads NIXL and moves bytes for its parent.
 
-It is started by ``nixl_client.py``, and takes commands from its socket, each a line of JSON, answered by its number:
+``nixl.py`` starts the process and sends commands over a socket, each a line of JSON. Each answer has the number
+of its command:
 
-    offer     a segment (its descriptor comes along): let others read it                what they have to know
-    withdraw  no more
-    buffer    memory (likewise) that is read into
-    meet      one that offers
-    read      from there into the buffer                                        when it is here
-    part      from one that offers
+    offer     let others read a segment (its descriptor comes along)                    what the readers have to know
+    withdraw  stop offering that segment
+    buffer    the memory that is read into (its descriptor comes along)
+    meet      connect to an agent that offers a segment                                 the agent's name
+    read      from that agent into the buffer                                           when the bytes are here
+    part      disconnect from that agent
 
-Why a process: NIXL's UCX ends the process that it is in where memory that was offered is gone, and, over TCP, where the
-other side goes away while this one is stopped. Also, it cannot abort a transfer: what is under way writes to memory
-until the process ends.
+NIXL needs a process of its own because its UCX ends the process if offered memory is gone, and, over TCP, if the other
+side goes away while this process is stopped. NIXL also cannot abort a transfer: the transfer writes to memory until the
+process ends.
 """
 
 from __future__ import annotations
@@ -33,33 +34,33 @@ from functools import partial
 from typing import Any
 
 MODULES = ("nixl_cu12", "nixl_cu13")
-"""By whichever is installed."""
+"""The NIXL packages; the first that is installed is used."""
 COMMAND_BYTES = 1 << 16
-"""No command or answer is longer."""
+"""The largest size of a command or an answer."""
 
-# NIXL's own Python has its thread ask without a pause whether there is something to do. It wakes up by itself where
-# there is; this is for what UCX does not tell.
+# NIXL's own Python bindings poll for work without a pause. The progress thread wakes up by itself when there is work,
+# so this interval is only for events that UCX does not signal.
 _PROGRESS_US = 100_000
-# How often is looked whether a transfer has ended: at first, and at most.
+# Interval between looks at a transfer's state: the shortest and the longest.
 _LOOK_S, _LOOK_SELDOM_S = 0.0002, 0.02
-# How often is looked whether the process that this is for has died, while another has inherited its end of the socket.
+# Interval between checks that the parent lives. Another process may have inherited the parent's end of the socket.
 _IDLE_S = 2.0
-# Where there are none, nothing is registered with a device, which would want memory that can be written.
+# Without such devices no memory is registered with a device. Registration would require writable memory.
 _DEVICES = "/sys/class/infiniband"
 
-# The number of a command, and what is the answer.
+# The number of a command, and the answer.
 _Answer = tuple[int, object]
 
 
 class _Agent:
-    """An agent of NIXL with its registrations, which end with it."""
+    """A NIXL agent with its registrations, which end when the agent does."""
 
     def __init__(self, bindings: Any) -> None:
         self._bindings = bindings
         config = bindings.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = _PROGRESS_US
-        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE  # one thread asks
+        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE  # only one thread calls
         self.agent = bindings.nixlAgent(f"asyncckpt-{secrets.token_hex(8)}", config)
         self._backend = self.agent.createBackend("UCX", {})
 
@@ -76,14 +77,14 @@ class _Agent:
 
 
 class _Mapping:
-    """Memory of the process that this is for, mapped here."""
+    """Memory of the parent process, mapped here."""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, prot)
         os.close(fd)
         self.nbytes = nbytes
-        numpy = importlib.import_module("numpy")  # NIXL has loaded it; ctypes takes no memory that is read-only
+        numpy = importlib.import_module("numpy")  # NIXL has loaded numpy; ctypes accepts no read-only memory
         self._view = numpy.frombuffer(self._memory, numpy.uint8)
         self.address: int = self._view.ctypes.data
 
@@ -93,14 +94,14 @@ class _Mapping:
 
 
 class _Reads:
-    """What is being read, into a buffer."""
+    """The reads that are under way, into one buffer."""
 
     def __init__(self, bindings: Any, buffer: _Mapping) -> None:
         self._bindings, self._buffer = bindings, buffer
         self._agent = _Agent(bindings)
         self._agent.register(buffer.address, buffer.nbytes)
-        self._agents: dict[str, int] = {}  # that were met, and how often
-        self._transfers: dict[int, tuple[int, float]] = {}  # by number: a handle, and when it began
+        self._agents: dict[str, int] = {}  # by name of a connected agent: the number of its readings
+        self._transfers: dict[int, tuple[int, float]] = {}  # by number: the handle, and the start time
 
     def meet(self, number: int, metadata: str) -> list[_Answer]:
         name = self._agent.agent.loadRemoteMD(bytes.fromhex(metadata)).decode()
@@ -120,14 +121,14 @@ class _Reads:
         return self._state(number, handle, lambda: self._agent.agent.postXferReq(handle, ""))
 
     def look(self) -> list[_Answer]:
-        """The answers to those that have ended."""
+        """Return the answers to all transfers that have ended."""
         answers = []
         for number, (handle, _) in list(self._transfers.items()):
             answers += self._state(number, handle, partial(self._agent.agent.getXferStatus, handle))
         return answers
 
     def pause(self) -> float:
-        """How long until it is worth while to look again."""
+        """Return the seconds to wait before the next look."""
         if not self._transfers:
             return _IDLE_S
         youngest = max(begun for _, begun in self._transfers.values())
@@ -144,7 +145,7 @@ class _Reads:
         except Exception as error:
             answer = _failure(error)
         del self._transfers[number]
-        with contextlib.suppress(Exception):  # it has ended: what it leaves behind ends with this process
+        with contextlib.suppress(Exception):  # the transfer has ended; anything it leaves behind ends with this process
             self._agent.agent.releaseXferReq(handle)
         return [(number, answer)]
 
@@ -161,7 +162,7 @@ class _NixlServer:
         }
 
     def run(self) -> None:
-        """Until the process that this is for leaves or dies."""
+        """Serve until the parent process leaves or dies."""
         parent = os.getppid()
         while os.getppid() == parent:
             pause = _IDLE_S if self._reads is None else self._reads.pause()
@@ -181,7 +182,7 @@ class _NixlServer:
     def _offer(self, number: int, fd: int, key: int, nbytes: int) -> list[_Answer]:
         mapping = _Mapping(fd, nbytes, writable=os.path.isdir(_DEVICES))
         try:
-            # One of its own for each segment: nobody can ask for anything of it once that is gone.
+            # Each segment has an agent of its own, so nobody can read the segment once the agent is gone.
             agent = _Agent(self._bindings)
             agent.register(mapping.address, nbytes)
         except Exception:
@@ -192,7 +193,7 @@ class _NixlServer:
 
     def _withdraw(self, number: int, key: int) -> list[_Answer]:
         agent, mapping = self._offered.pop(key)
-        del agent  # and with it all that is connected to it
+        del agent  # also closes all its connections
         mapping.close()
         return [(number, None)]
 
@@ -211,7 +212,7 @@ def _failure(error: Exception) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    """Do what the process at the other end of the socket says until it ends."""
+    """Carry out commands from the socket until the other end closes it."""
     # Launchers signal every process of a job.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -222,7 +223,7 @@ def main(argv: list[str]) -> None:
     bindings = importlib.import_module(f"{found}._bindings")
     with contextlib.suppress(ConnectionError):
         _NixlServer(connection, bindings).run()
-    os._exit(0)  # what is under way is nobody's any more
+    os._exit(0)  # transfers that are under way are abandoned
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The replicator: a worker keeps copies of what the ranks of other hosts stage, so that a host may be lost.
+"""The replicator: a worker keeps copies of the images that ranks of other hosts stage, so that a host may be lost.
 
-For each rank that it keeps copies of there is a thread, which waits for the next image there, and fetches it while it
-is being written to storage. When it has those of all its ranks, it reports that. Once all have reported, the step is
-*replicated*: the first rank's worker concludes it, and each tells its trainer. No trainer takes part.
+A thread for each copied rank waits for the rank's next image, and fetches it while the rank's worker writes it to
+storage. When a worker has the images of all its ranks, it reports that. Once all workers have reported, the step is
+*replicated*: the first rank's worker concludes the round, and each worker tells its trainer. Trainers do nothing.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ logger = logging.getLogger(__name__)
 
 _KIND = "replicated"
 _ADDRESS = "serves"
-# How long the holder waits for the next image before it says that there is none; and a puller before it tries again.
+# Maximum time to wait for the next image in one question, and the pause before a failed puller retries.
 _NEXT_S = 3.0
 _PAUSE_S = 0.5
-# How long the threads may take to end, and how long to wait for an outcome at least.
+# Timeout for the end of the threads, and the least time to wait for an outcome.
 _END_S, _LEAST_S = 3.0, 1.0
-# Saves that are remembered as staged here.
+# Number of saves that are remembered as staged or failed here.
 _REMEMBERED = 64
 _NEWER = "a newer image of this rank was copied first"
-# At how many of the newest saves it is looked whether all have copies of them already.
+# Number of newer saves that are examined for copies on all ranks.
 _LATER = 4
 
 
 class Replicator:
-    """Of one worker."""
+    """The replicator of one worker."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Replicator:
         """Copy nothing yet.
 
         Args:
-            segment_store: Where copies are held.
-            rendezvous: Where the ranks meet.
-            timeout: Seconds that anything asked of the store may take.
-            transport: The kind by which bytes are moved.
-            rate: Bytes a second to fetch at most; None: as many as come.
+            segment_store: The memory for the copies.
+            rendezvous: The meeting point of the ranks.
+            timeout: Timeout in seconds for requests to the store.
+            transport: The name of the transport kind.
+            rate: Maximum bytes a second to fetch; None: no limit.
             send: Tells the trainer which saves are replicated.
         """
         self.copies = Copies(segment_store)
@@ -74,12 +74,12 @@ class Replicator:
         self._outcomes = Rounds(rendezvous, timeout, Patience(timeout))
         self._lock = threading.Condition()
         self._announced: TransferAddress | None = None
-        self._missing: dict[int, set[int]] = {}  # by save: the ranks whose images are not here yet
-        self._waiting: set[int] = set()  # saves of which it is not known yet whether they are replicated
-        self._staged: set[int] = set()  # the last that this rank has staged
-        self._failed: set[int] = set()  # the last that have failed before: of these all are told so, whatever comes
-        self._known = 0  # the last of which it is known
-        self._concluded = 0  # that before which none is waited for: one that has failed is known of before others
+        self._missing: dict[int, set[int]] = {}  # by save: the ranks whose images are missing here
+        self._waiting: set[int] = set()  # saves with an unknown outcome
+        self._staged: set[int] = set()  # the last saves that this rank has staged
+        self._failed: set[int] = set()  # the last saves that failed before staging; their failure is already reported
+        self._known = 0  # the last save with a known outcome
+        self._concluded = 0  # all saves up to this one are concluded, though failed saves may conclude out of order
         self._here: dict[int, int] = {}  # by rank: the save of its newest image here
         self._pullers: dict[int, _Puller] = {}
         self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
@@ -88,12 +88,12 @@ class Replicator:
         self._thread.start()
 
     def announce(self, address: TransferAddress) -> None:
-        """Tell the other ranks' workers where this one serves its images."""
+        """Tell the other ranks' workers where this worker serves its images."""
         self._announced = address
         self._rounds.put_soon(_ADDRESS, pickle.dumps((address.host, address.port)), self._timeout)
 
     def keep(self, plan: int, ranks: Collection[CopiedRank], plans: Collection[int]) -> None:
-        """Keep copies of what ``ranks`` stage by ``plan``. Raises ``OutOfMemoryError``. ``plans``: as of ``Copies``."""
+        """Keep copies of images of ``plan`` from ``ranks``. Raises ``OutOfMemoryError``. See ``Copies.keep``."""
         self.copies.keep(plan, ranks, plans)
         with self._lock:
             for each in ranks:
@@ -101,9 +101,9 @@ class Replicator:
                     self._pullers[each.rank] = _Puller(each.rank, self._address_of, self._fetch)
 
     def expect(self, request: WriteRequest) -> None:
-        """This rank has staged a save that is to be replicated."""
+        """Await the copies of a save that this rank has staged."""
         save_id = request.save_id
-        if self._announced is not None:  # again, as another worker may host the store by now
+        if self._announced is not None:  # repeat, because another worker may host the store now
             self.announce(self._announced)
         with self._lock:
             if save_id in self._failed:
@@ -121,7 +121,7 @@ class Replicator:
             self._report(save_id)
 
     def on_failed(self, request: WriteRequest, error: CheckpointError) -> None:
-        """A save has failed. Where this rank has not staged it, there will be no copies; else there may be."""
+        """Handle a failed save. If this rank has staged the save, copies are still possible; otherwise they are not."""
         save_id = request.save_id
         with self._lock:
             is_staged = save_id in self._staged
@@ -137,9 +137,9 @@ class Replicator:
             self._send(Replicated(request.save_id, error))
 
     def close(self) -> None:
-        """Copy no more. What is here stays."""
+        """Stop copying. The copies that are here stay."""
         self._closed.set()
-        # First, so that nobody waits for a store that may be gone for good.
+        # Close these first, so that no thread waits for a store that may be gone for good.
         self._rounds.close()
         self._outcomes.close()
         with self._lock:
@@ -149,7 +149,7 @@ class Replicator:
         for puller in self._pullers.values():
             puller.wait(_END_S)
         self._queue.put(None)
-        self._thread.join(_END_S)  # it may wait for a store that lives, and says nothing any more
+        self._thread.join(_END_S)  # the thread may wait for a store that is alive but silent
         self.copies.close()
 
     def _address_of(self, rank: int) -> tuple[TransferAddress, bytes, str] | None:
@@ -160,7 +160,7 @@ class Replicator:
         return TransferAddress(host, port), self._rendezvous.secret, self._transport
 
     def _fetch(self, holder: Holder, key: ImageKey, pool: ThreadPoolExecutor) -> None:
-        """Copy an image, if it is not here, and report that."""
+        """Copy an image unless it is here already, and report the copy."""
         if not self._may_copy(key.rank):
             return
         image = holder.open(key, with_checksums=False)
@@ -180,15 +180,16 @@ class Replicator:
         self._on_copied(key.rank, request.save_id)
 
     def _may_copy(self, rank: int) -> bool:
-        """Wait until it is known whether the last image of ``rank`` that is here is replicated: until then it may be
-        the one that is needed. Returns whether anything is to be copied at all.
+        """Wait until it is known whether the newest copy of ``rank`` is replicated, because it may be needed till then.
+
+        Return False if nothing is to be copied any more.
         """
         with self._lock:
             self._lock.wait_for(lambda: self._closed.is_set() or self._here.get(rank, 0) <= self._concluded)
         return not self._closed.is_set()
 
     def _conclude(self, save_id: int) -> None:
-        """It is known of that save whether it is replicated."""
+        """Note that the outcome of a save is known."""
         with self._lock:
             self._missing.pop(save_id, None)
             self._waiting.discard(save_id)
@@ -225,10 +226,10 @@ class Replicator:
             self._send(Replicated(request.save_id, failure))
 
     def _superseded(self, save_id: int, rank: int) -> CheckpointError | None:
-        """First rank: why the image of ``rank`` of that save will not be copied any more; None: it may be.
+        """Return why the image of ``rank`` will not be copied for this save; None if it still may be. First rank only.
 
-        Who keeps copies and has not seen that save, as after the death of a worker, copies the next one, and says
-        nothing of this one.
+        A worker that has not seen a save, for example after the death of another worker, copies the next save. It
+        reports nothing about the missed save.
         """
         if self._closed.is_set():
             return SaveDroppedError("nothing is copied any more", rank=rank)
@@ -240,7 +241,7 @@ class Replicator:
         return None
 
     def _outcome(self, request: WriteRequest, timeout: float) -> CheckpointError | None:
-        """Why a save is not replicated; None: it is. ``timeout``: seconds to wait for that."""
+        """Wait at most ``timeout`` seconds. Return why the save is not replicated; None if it is."""
         name = round_name(_KIND, request.save_id)
         try:
             if request.rank > 0:
@@ -260,7 +261,7 @@ class Replicator:
 
 
 class _Puller:
-    """A thread that fetches what one rank stages."""
+    """A thread that fetches the images that one rank stages."""
 
     def __init__(
         self,
@@ -275,13 +276,13 @@ class _Puller:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, also in the middle of an image. ``wait`` for it."""
+        """Stop, even in the middle of an image. Call ``wait`` afterwards."""
         self._closed.set()
         if (holder := self._holder) is not None:
             holder.close()
 
     def wait(self, timeout: float) -> None:
-        """Wait until nothing is copied any more, ``timeout`` seconds at most: it may be just connecting."""
+        """Wait at most ``timeout`` seconds for the end of the thread, which may be connecting."""
         self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -298,7 +299,7 @@ class _Puller:
                 self._closed.wait(_PAUSE_S)
 
     def _follow(self, holder: Holder, pool: ThreadPoolExecutor) -> None:
-        """Fetch one image after the other; raises ``OSError`` when the holder is gone."""
+        """Fetch image after image. Raises ``OSError`` when the holder is gone."""
         self._holder = holder
         with holder:
             count = 0
@@ -309,5 +310,5 @@ class _Puller:
                     count, key = found
                     try:
                         self._fetch(holder, key, pool)
-                    except FileNotFoundError:  # it was overwritten just before
+                    except FileNotFoundError:  # the image was just overwritten
                         continue

@@ -1,24 +1,24 @@
-"""What is said on a sealed connection between who reads images, or published versions, and the worker that has them.
+"""The messages on a sealed connection between a reader and the worker that holds images or published versions.
 
-Any number of connections may stand between the two.
+Any number of connections may exist between the two.
 
-    reader  OpenImage                 let me read this one
+    reader  OpenImage                 let me read this image
     holder  Opened                    under a lease that ends with this connection      (or NotHeld)
-    reader  AskImageDigests           of some spans of it
+    reader  AskImageDigests           for some spans of the image
     holder  Digests
-    reader  OpenVersion               let me read what you have published as that version, or are just getting yourself
+    reader  OpenVersion               let me read this version, which you have published or are still receiving
     holder  OpenedVersion             under a lease as above                            (or NotHeld)
-    reader  AskVersionDigests         of those of its spans that are there
-    holder  Digests                   of at least one, or of none after some seconds; or it will never be whole
-    reader  CloseImage                I have what I need of it
-    reader  ReadBytes                 of an image that is open, on this connection or another one
+    reader  AskVersionDigests         for spans that have arrived
+    holder  Digests                   of at least one span; of none after a timeout; None if no more will arrive
+    reader  CloseImage                I have what I need of the image or version
+    reader  ReadBytes                 of an open image or version, on this connection or another
     holder  bytes
-    reader  NextImage                 which is the newest that you have staged since?
-    holder  NewestStaged              this one, or none, after some seconds
-    reader  NextVersion               which is the newest that you have published? I have read what I asked for before
-    holder  NewestVersion             this one, to be read there; or none, after some seconds
-    reader  Ping                      are you there?
-    holder  Pong                      also before an answer that takes time: I am at it
+    reader  NextImage                 which image have you staged since my last question?
+    holder  NewestStaged              the newest one; none after a timeout
+    reader  NextVersion               which is your newest version? I have read the version that I asked for before
+    holder  NewestVersion             the newest one, and where to read it; none after a timeout
+    reader  Ping                      do you answer?
+    holder  Pong                      yes. Also sent before an answer that takes time: I am working on it
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncckpt.shm.slots import PublishedVersion
 
 @dataclass(frozen=True)
 class TransferAddress:
-    """Where a worker serves what it has."""
+    """The address where a worker serves images and versions."""
 
     host: str
     port: int
@@ -39,8 +39,8 @@ class TransferAddress:
 
 @dataclass(frozen=True)
 class OpenImage:
-    """``transport``: the kind by which its bytes are to be read. Without its checksums it is open at once: these may
-    have to be made, of all of it.
+    """``transport``: the name of the kind that will read the bytes. ``with_checksums``: the answer waits until the
+    worker has all checksums, which it may have to compute over the whole image.
     """
 
     key: ImageKey
@@ -50,7 +50,7 @@ class OpenImage:
 
 @dataclass(frozen=True)
 class Opened:
-    """``lease``: its name, by which other connections may read. ``offer``: what the kind has to know to read it."""
+    """``lease``: the lease's name, which other connections use to read. ``offer``: data for the transport kind."""
 
     lease: str
     held: HeldImage
@@ -59,7 +59,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class NotHeld:
-    """``why``: in words."""
+    """``why``: the reason, for messages."""
 
     why: str
 
@@ -71,7 +71,7 @@ class CloseImage:
 
 @dataclass(frozen=True)
 class AskImageDigests:
-    """Of the spans from ``first`` up to ``last`` of an image that is open."""
+    """Asks for the digests of the spans from ``first`` up to ``last`` of an open image."""
 
     lease: str
     first: int
@@ -80,7 +80,7 @@ class AskImageDigests:
 
 @dataclass(frozen=True)
 class ReadBytes:
-    """``nbytes`` from ``offset`` of the segment that the image is in."""
+    """Asks for ``nbytes`` from ``offset`` of the segment that holds the image or version."""
 
     lease: str
     offset: int
@@ -89,7 +89,7 @@ class ReadBytes:
 
 @dataclass(frozen=True)
 class NextImage:
-    """``after``: how many had been staged when this was asked before. ``seconds``: to wait for another."""
+    """``after``: the count from the previous answer. ``seconds``: maximum time to wait for another image."""
 
     after: int
     seconds: float
@@ -97,7 +97,7 @@ class NextImage:
 
 @dataclass(frozen=True)
 class NewestStaged:
-    """``key``: None where no other was staged; then ``count`` is as it was."""
+    """``count`` and ``key`` of the newest image. If no other was staged, ``count`` is as asked and ``key`` is None."""
 
     count: int
     key: ImageKey | None
@@ -105,8 +105,9 @@ class NewestStaged:
 
 @dataclass(frozen=True)
 class NextVersion:
-    """``after``: the newest that the reader has. ``seconds``: to wait for another. ``own``: where the reader passes on
-    what it has (no host: at the address it asks from). ``refused``: from whom it could not be had.
+    """``after``: the newest version that the reader has. ``seconds``: maximum time to wait for another version.
+    ``own``: where the reader serves what it has (no host: the address that it connects from). ``refused``: the hosts
+    from which the reader could not get the version.
     """
 
     after: PublishedVersion | None
@@ -117,7 +118,7 @@ class NextVersion:
 
 @dataclass(frozen=True)
 class NewestVersion:
-    """``version``: None where there is no other. ``holder``: who passes it on; None: who has published it."""
+    """``version``: the newest, or None. ``holder``: the host to read that version from; None: the publisher."""
 
     version: PublishedVersion | None
     holder: TransferAddress | None
@@ -125,7 +126,7 @@ class NewestVersion:
 
 @dataclass(frozen=True)
 class OpenVersion:
-    """``epoch``, ``version``: as of ``PublishedVersion``. ``transport``: as of ``OpenImage``."""
+    """``epoch``, ``version``: as in ``PublishedVersion``. ``transport``: as in ``OpenImage``."""
 
     epoch: int
     version: int
@@ -134,7 +135,7 @@ class OpenVersion:
 
 @dataclass(frozen=True)
 class OpenedVersion:
-    """``lease``, ``offer``: as of ``Opened``. ``sizes``: of its files, in bytes (see ``versions.py``)."""
+    """``lease``, ``offer``: as in ``Opened``. ``sizes``: of the version's files, in bytes (see ``versions.py``)."""
 
     lease: str
     sizes: tuple[int, ...]
@@ -143,7 +144,7 @@ class OpenedVersion:
 
 @dataclass(frozen=True)
 class AskVersionDigests:
-    """Of the spans of a version that is open, from ``first`` on. ``seconds``: to wait for one to be there."""
+    """Asks for digests of an open version, from span ``first`` on. ``seconds``: maximum time to wait for a span."""
 
     lease: str
     first: int
@@ -152,14 +153,14 @@ class AskVersionDigests:
 
 @dataclass(frozen=True)
 class Digests:
-    """``digests``: one after the other; None: what is there is all that will ever be."""
+    """``digests``: one after the other; None: no more will ever arrive."""
 
     digests: bytes | None
 
 
 class Ping:
-    """Say that you are there."""
+    """Asks the other end for a sign of life."""
 
 
 class Pong:
-    """I am."""
+    """Tells the other end that this end is alive."""

@@ -1,8 +1,8 @@
-"""A connection of two processes of one job, each of which proves with every message that it knows the job's key.
+"""A connection between two processes of one job. Every message proves that its sender knows the job's key.
 
-A network can be seen and changed by others. What is said here can be seen, too, but not changed, said again, or left
-out: each piece carries a tag that depends on the key, on the connection and on how many came before it. The tag is that
-of AES-GCM, which costs a tenth of what the kernel takes to bring the bytes over.
+Others on the network can see the data, but cannot change, replay or drop bytes unnoticed. Each piece carries a tag
+that depends on the key, on the connection, and on the number of pieces before it. The tag is an AES-GCM tag. Making one
+costs a tenth of the time that the kernel takes to transfer the bytes.
 """
 
 from __future__ import annotations
@@ -25,49 +25,47 @@ except ImportError as error:
     raise ImportError(f"{error}; what goes between hosts needs it: pip install 'asyncckpt[hosts]'") from error
 
 from asyncckpt.ranks.store import NONCE_BYTES, keep_alive, proof
+from asyncckpt.shm.slots import PublishedVersion
 
 _LENGTH = struct.Struct("!Q")
 _NONCE = struct.Struct("!4xQ")
 _TAG_BYTES = 16
 _PROOF_BYTES = len(proof(b"", b""))
-# What has one tag: it is still in the cache when it is checked, and no other thread waits long for Python's lock.
+# Bytes with one tag: few enough to be still in the cache when they are checked, and to hold Python's lock only briefly.
 _PIECE_BYTES = 512 << 10
-# No message is longer; the descriptions of some images of 100,000 tensors are some MiB.
+# Maximum size of a message. The descriptions of some images of 100,000 tensors take some MiB.
 _MOST_BYTES = 1 << 30
-# The modules with the classes of all that is said; none of them does anything when it is made.
+# The modules with the classes of all messages. Creating an object of these classes has no side effect.
 _VOCABULARY = frozenset(
     f"asyncckpt.{module}"
-    for module in (
-        *("worker.transfer.requests", "worker.held_image", "worker.segment_layout", "worker.write_request"),
-        *("worker.uploads", "shm.slots"),
-    )
+    for module in ("transfer.requests", "format.manifest", "format.segment_layout", "format.write_request")
 )
 _FORGED = "what came was not said by a process of this job"
 
 
 class KeyRefusedError(ConnectionResetError):
-    """The other end gives no answer to the proof: it knows another key, or is just ending."""
+    """The other end did not answer the proof: it knows another key, or is just ending."""
 
 
 class SealedConnection:
-    """One end. One thread at a time sends, and one receives; any may ``close``.
+    """One end of a connection. One thread at a time may send, and one may receive. Any thread may ``close``.
 
-    Sending and receiving raise ``OSError``: a ``TimeoutError`` where the other end is silent for too long, a
-    ``ConnectionError`` where it is gone, or something comes that it has not said.
+    Sending and receiving raise ``OSError``: ``TimeoutError`` if the other end is silent for too long, and
+    ``ConnectionError`` if it is gone, or if data arrives that it has not sent.
     """
 
     def __init__(self, connection: socket.socket, keys: Sequence[bytes], *, asks: bool, silence: float) -> None:
         """Shake hands.
 
         Args:
-            connection: To the other end, connected; closed with this.
-            keys: One of the job's, up to 64 bytes, or, where this end does not ask, those that it listens to.
-            asks: Whether this is the end that has connected.
-            silence: Seconds for which the other end may be silent, and which shaking hands may take in all.
+            connection: A socket that is connected to the other end. It is closed with this object.
+            keys: The job's key, up to 64 bytes; or, at the end that was connected to, all keys that are accepted.
+            asks: Whether this end has connected to the other.
+            silence: Timeout in seconds for silence of the other end, and for the whole handshake.
 
         Raises:
-            KeyRefusedError: The other end has ended the connection at the proof.
-            OSError: The other end does not know the key, or is silent, or gone.
+            KeyRefusedError: The other end closed the connection at the proof.
+            OSError: The other end does not know the key, is silent, or is gone.
         """
         self._socket = connection
         self.peer = _name(connection)
@@ -101,8 +99,11 @@ class SealedConnection:
             raise
 
     def limit(self, silence: float, before: float | None = None) -> None:
-        """From now on the other end may be silent for that many ``silence`` seconds, where it has something to say or
-        to take; and ``before`` it says something (None: as long; 0: as long as it likes).
+        """Set the timeouts of this end.
+
+        Args:
+            silence: Timeout in seconds for sending, if the other end takes nothing more.
+            before: Timeout in seconds for receiving (None: ``silence``; 0: no limit).
         """
         self._socket.settimeout(None)
         before = silence if before is None else before
@@ -114,27 +115,27 @@ class SealedConnection:
         self.send_bytes(memoryview(pickle.dumps(message)))
 
     def receive(self) -> Any:
-        """The next message."""
+        """Receive the next message."""
         text = bytearray(self._receive_length())
         self._receive_pieces(memoryview(text))
         return _Unpickler(io.BytesIO(text)).load()
 
     def send_bytes(self, data: memoryview) -> None:
-        """Send bytes, which must not change meanwhile."""
+        """Send bytes. The bytes must not change meanwhile."""
         length = _LENGTH.pack(len(data))
         self._send_all([length, self._out.encrypt(self._next_sent(), b"", length)])
         for piece in _pieces(data):
             self._send_all([piece, self._out.encrypt(self._next_sent(), b"", piece)])
 
     def receive_into(self, into: memoryview) -> None:
-        """Receive as many bytes as ``into`` has. Those of a forged piece may be there when this raises."""
+        """Fill ``into`` with bytes from the other end. If this raises, ``into`` may contain a forged piece."""
         nbytes = self._receive_length()
         if nbytes != len(into):
             raise ConnectionAbortedError(f"{nbytes} bytes came where {len(into)} were asked for")
         self._receive_pieces(into)
 
     def close(self) -> None:
-        """Whoever sends or receives gets an ``OSError``. Safe to call twice."""
+        """Close the connection. Threads that send or receive get an ``OSError``. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -187,7 +188,7 @@ class SealedConnection:
             left = _rest(left, done)
 
     def _receive_by(self, until: float, nbytes: int) -> bytes:
-        """Before the other end has proved anything: all has to come by then."""
+        """Receive before the other end has proved anything. All bytes have to arrive before ``until``."""
         text = b""
         while len(text) < nbytes:
             if (left := until - time.monotonic()) <= 0:
@@ -200,11 +201,12 @@ class SealedConnection:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Takes what is said on such connections, and nothing else: who knows the key may read, and run nothing here."""
+    """Accepts only the messages of this protocol. So a peer that knows the key can read, but cannot run code here."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module in _VOCABULARY else None
-        if not isinstance(found, type):
+        is_known = module in _VOCABULARY or (module, name) == (PublishedVersion.__module__, PublishedVersion.__name__)
+        found = super().find_class(module, name) if is_known else None
+        if not isinstance(found, type) or found.__module__ != module:
             raise ConnectionAbortedError(f"{module}.{name} was said, which is no word of this protocol")
         return found
 
@@ -214,7 +216,7 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
 
 
 def _rest(parts: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``parts`` after the first ``done`` bytes."""
+    """Return the parts that remain after the first ``done`` bytes."""
     for number, part in enumerate(parts):
         if done < len(part):
             return [part[done:], *parts[number + 1 :]]

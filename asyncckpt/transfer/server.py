@@ -1,8 +1,7 @@
-"""The transfer server: a worker lets processes of its job read the images it holds, and what it has published, from any
-host.
+"""The transfer server: a worker lets processes of its job, on any host, read its images and published versions.
 
-Who connects has to prove that it knows the key of a job, or is not listened to. Each connection has a thread. What one
-opens it holds a lease on, which ends with the connection: nobody writes there meanwhile.
+A process that connects has to prove that it knows a key of the job; otherwise it is dropped. Each connection has a
+thread. Opening an image or a version takes a lease, which ends with the connection. Nobody writes there during a lease.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from asyncckpt.transfer.versions import LeasedVersion, ServedVersions
 
 logger = logging.getLogger(__name__)
 
-# How long who connects may take to prove that it knows the key, and how many may be about to.
+# Timeout for the proof that a stranger knows the key, and the maximum number of strangers.
 _STRANGER_S = 5.0
 _STRANGERS = 512
-# How long one may say nothing: who holds a lease pings. One that is stopped must not hold it for ever.
+# Timeout for silence of a peer. A peer with a lease pings. A peer that is stopped must not hold its lease for ever.
 SILENCE_S = 30.0
-# How often one is told that what it has asked for takes time.
+# Interval between signs of life before an answer that takes time.
 BUSY_S = 0.5
 _PAUSE_S = 0.1
 _NOT_HELD = requests.NotHeld("it is not held any more, or not yet")
@@ -51,23 +50,23 @@ class _Lease:
 
 
 class TransferServer:
-    """Serves what a segment store holds to those who know one of ``keys``, until it is closed.
+    """Serves the images and versions of a segment store to processes that know one of ``keys``, until it is closed.
 
-    ``address``: a numeric one of this host, where alone it can be reached; "": at all. ``port``: where.
+    ``address``: the numeric address of this host to listen at; "": all addresses. ``port``: the port.
     """
 
     def __init__(self, segment_store: SegmentStore, keys: Sequence[bytes], address: str = "") -> None:
         """Listen. Raises ``OSError``."""
         self._segment_store = segment_store
         self.versions = ServedVersions(segment_store)
-        """What of it is published."""
+        """The published versions of the segment store."""
         self._distribution = Distribution()
         self.keys = keys
-        """Who knows one of them is let in."""
+        """The accepted keys. May be replaced."""
         self._listener, self.address = listen(address, 0)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
+        self._strangers: dict[socket.socket, None] = {}  # in the order of arrival
         self._known: set[SealedConnection] = set()
         self._leases: dict[str, _Lease] = {}
         self._kinds: dict[str, TransportKind] = {}
@@ -77,7 +76,7 @@ class TransferServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Drop all connections, end all leases, and give the port back."""
+        """Drop all connections, end all leases, and release the port."""
         with self._lock:
             self._closed = True
             for stranger in self._strangers:
@@ -99,19 +98,20 @@ class TransferServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                time.sleep(0.0 if self._closed else _PAUSE_S)  # too many open files, perhaps
+                time.sleep(0.0 if self._closed else _PAUSE_S)  # perhaps too many open files
                 continue
             with self._lock:
                 self._strangers[connection] = None
                 if self._closed or len(self._strangers) > _STRANGERS:
-                    _shut(next(iter(self._strangers)))
+                    _shut(connection if self._closed else next(iter(self._strangers)))
             thread = threading.Thread(target=self._serve, args=[connection], name="asyncckpt-transfer", daemon=True)
             self._threads.add(thread)
             try:
                 thread.start()
-            except RuntimeError:  # there are too many
+            except RuntimeError:  # too many threads
                 self._threads.discard(thread)
-                self._strangers.pop(connection)
+                with self._lock:
+                    self._strangers.pop(connection)
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -123,7 +123,7 @@ class TransferServer:
                 self._known.add(peer)
                 if self._closed:
                     peer.close()
-            # Until it has a lease: nobody waits for what it does.
+            # No timeout until the peer has a lease, because nobody waits for what it does.
             peer.limit(SILENCE_S, before=0)
             self._attend(peer)
         except OSError as error:
@@ -144,7 +144,7 @@ class TransferServer:
             self._threads.discard(threading.current_thread())
 
     def _attend(self, peer: SealedConnection) -> None:
-        """Answer one that is known until it leaves, which raises ``OSError``."""
+        """Answer a peer that knows the key. Raises ``OSError`` when the peer leaves."""
         while True:
             match message := peer.receive():
                 case requests.OpenImage(key, transport, with_checksums):
@@ -197,7 +197,7 @@ class TransferServer:
     def _offer(
         self, peer: SealedConnection, leased: LeasedImage | LeasedVersion, transport: str
     ) -> tuple[str, bytes] | requests.NotHeld:
-        """Let the other end read it. Returns the name of the lease, and what the kind of transport has to know."""
+        """Let the peer read. Return the name of the lease, and the data that the transport kind needs."""
         try:
             offering = self._kind(transport).offer(leased.segment)
         except (OSError, ValueError) as error:
@@ -210,7 +210,7 @@ class TransferServer:
         return name, offering.description
 
     def _next_version(self, peer: SealedConnection, asked: requests.NextVersion) -> requests.NewestVersion:
-        host, own = peer.peer.rpartition(":")[0].removeprefix("::ffff:"), asked.own  # of one that speaks IPv4
+        host, own = peer.peer.rpartition(":")[0].removeprefix("::ffff:"), asked.own  # of an IPv4 peer
         own = own if own.host else requests.TransferAddress(host, own.port)
         self._distribution.has(peer, own, asked.after and asked.after[:2])
         newest = self.versions.wait_newer(asked.after, asked.seconds)
@@ -230,7 +230,7 @@ class TransferServer:
 
     @contextlib.contextmanager
     def _used(self, name: str) -> Iterator[LeasedImage | LeasedVersion]:
-        """What is leased under that name; its memory stays, also should the lease end meanwhile."""
+        """Yield the object leased under ``name``. Its memory stays mapped even if the lease ends meanwhile."""
         with contextlib.ExitStack() as held:
             with self._lock:
                 lease = self._leases.get(name)
@@ -242,7 +242,7 @@ class TransferServer:
 
 @contextlib.contextmanager
 def _heard(peer: SealedConnection) -> Iterator[None]:
-    """Say again and again that this is at it: it may take minutes to make checksums of an image."""
+    """Send signs of life during the block, which may take minutes to make checksums of an image."""
     is_done = threading.Event()
 
     def say() -> None:

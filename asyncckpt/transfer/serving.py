@@ -1,4 +1,4 @@
-"""What a worker does between hosts: it serves nobody, and follows nobody, until somebody of its job asks for it."""
+"""The services of a worker between hosts: a transfer server and a mirror. Both start when its job asks for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Serving:
-    """The transfer server of one worker, and its mirror, from when they are first needed. Any thread may call."""
+    """The transfer server and the mirror of one worker, each created on first use. Any thread may call."""
 
     def __init__(self, segment_store: SegmentStore) -> None:
         self._segment_store = segment_store
@@ -25,18 +25,18 @@ class Serving:
         self._own_key = self._loading_key = b""
 
     def serve(self, key: bytes, address: str, *, to_own_job: bool) -> Served:
-        """Serve those who know ``key``.
+        """Serve images and versions to processes that know ``key``.
 
         Args:
-            key: That of the ranks; they agree upon another for each load.
-            to_own_job: Whether they are those that the worker's trainer saves with. Else they load; who loaded before
-                is not let in any more.
-            address: A numeric one of this host, to be reached there alone; "": at all.
+            key: The key of the ranks. The ranks agree on a new key for each load.
+            to_own_job: True for the ranks that the worker's trainer saves with. False for ranks that load; the key of
+                earlier loads is no longer accepted then.
+            address: A numeric address of this host to listen at; "": all addresses.
 
         Returns:
-            The port, or why it cannot.
+            The port, or the reason why the worker cannot serve.
         """
-        # Loaded where it is needed: no other worker shall be slower to start.
+        # Imported only here, so that other workers start faster.
         from asyncckpt.transfer.server import TransferServer
 
         with self._lock:
@@ -52,7 +52,7 @@ class Serving:
             return Served(self._server.port)
 
     def follow(self, locator: str) -> Followed:
-        """Have on this host what is published where ``locator`` says, and pass it on."""
+        """Mirror on this host the publication of ``locator``, and serve it to others."""
         from asyncckpt.transfer.locator import Locator
         from asyncckpt.transfer.mirror import Mirror
 
@@ -72,23 +72,23 @@ class Serving:
 
     @property
     def follows(self) -> bool:
-        """Whether it does."""
+        """Whether this worker follows a publication."""
         return self._mirror is not None
 
     @property
     def trouble(self) -> str:
-        """The reason why nothing newer comes from the publisher; "": none is known, or this follows nobody."""
+        """The reason why nothing newer arrives from the publisher; "": unknown, or no publication is followed."""
         return "" if (mirror := self._mirror) is None else mirror.trouble
 
     def end_following(self) -> None:
-        """Fetch no more. What is here stays."""
+        """Stop mirroring. The versions that are here stay."""
         with self._lock:
             if self._mirror is not None:
                 self._mirror.close()
                 self._mirror = None
 
     def close(self) -> None:
-        """Serve nobody, and follow nobody."""
+        """Stop serving and mirroring."""
         with self._lock:
             self.end_following()
             if self._server is not None:
@@ -97,9 +97,9 @@ class Serving:
 
 
 def listens_at(address: str) -> str:
-    """The numeric address to listen at alone, for a host that is known as ``address``; "": at all of its own.
+    """Return the numeric address to listen at, for a host known as ``address``; "": all addresses.
 
-    What a name means to others is not known here.
+    A host name yields "", because it may resolve differently on other hosts.
     """
     try:
         return str(ipaddress.ip_address(address))

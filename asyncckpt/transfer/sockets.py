@@ -1,4 +1,4 @@
-"""Transport by sealed sockets: as many connections side by side as there are threads that read, up to a limit."""
+"""Transport by sealed sockets: one connection for each thread that reads, up to a limit."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from asyncckpt.transfer.requests import Opened, OpenedVersion, ReadBytes, Transf
 from asyncckpt.transfer.sealed_connection import SealedConnection
 from asyncckpt.transfer.transport import Offering, Reading, TransportKind
 
-# More bring no more from one host to another than these; each has a thread at the other end.
+# More connections between two hosts are no faster. Each has a thread at the other end.
 CONNECTIONS = 4
-# How long the other end may be silent in the middle of what it was asked for.
+# Timeout for silence of the other end in the middle of an answer.
 SILENCE_S = 20.0
-# How long a host may take to answer at all.
+# Timeout for connecting.
 _REACH_S = 5.0
-# How often to try it where the holder drops who has not proved anything yet, and how long to wait in between.
+# Number of attempts, and the pause between them, if the holder drops connections that have not proved the key yet.
 _TRIES, _PAUSE_S = 4, 0.3
 
 
 def connect(address: TransferAddress, key: bytes, silence: float = SILENCE_S) -> SealedConnection:
-    """A connection to the worker at ``address``. Raises ``OSError``."""
+    """Connect to the worker at ``address``. Raises ``OSError``."""
     reach_s = min(silence, _REACH_S)
     for left in reversed(range(_TRIES)):
         connection = socket.create_connection((address.host, address.port), timeout=reach_s)
         try:
             return SealedConnection(connection, (key,), asks=True, silence=silence)
-        except ConnectionResetError:  # many connect at the same moment, or strangers do
+        except ConnectionResetError:  # many processes connect at the same moment, also strangers
             if not left:
                 raise
             time.sleep(_PAUSE_S)
@@ -49,7 +49,7 @@ class _SocketReading(Reading):
         try:
             connection.send(ReadBytes(self._lease, offset, len(into)))
             connection.receive_into(into)
-        except BaseException:  # what comes next on it would not be what was asked for
+        except BaseException:  # the next bytes on this connection would belong to this request
             connection.close()
             self._give_back(connection, usable=False)
             raise
@@ -84,7 +84,7 @@ class _SocketReading(Reading):
                 if made is not None:
                     self._used.add(made)
                     if self._closed:
-                        made.close()  # whoever reads from it is told
+                        made.close()  # so that its reader gets an error
                 self._changed.notify_all()
 
     def _check_open(self) -> None:
@@ -100,14 +100,14 @@ class _SocketReading(Reading):
 
 
 class _SocketOffering(Offering):
-    """The worker answers ``ReadBytes`` itself."""
+    """Does nothing, because the worker itself answers ``ReadBytes``."""
 
     def close(self) -> None:
         pass
 
 
 class SocketTransport(TransportKind):
-    """The kind called ``sockets``."""
+    """The transport kind called ``sockets``."""
 
     def offer(self, segment: Segment) -> Offering:
         return _SocketOffering()

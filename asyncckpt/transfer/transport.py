@@ -1,8 +1,7 @@
-"""The kinds of transport: each moves bytes of a segment that one process holds under a lease to where another reads it.
+"""The contract of a transport kind: move bytes of a segment from the process that holds a lease to a reader.
 
-A kind moves bytes, and no more. It checks nothing, and knows no deadline: who reads compares checksums, sees by other
-means whether the holder lives, and closes what has taken too long. Every kind keeps ``tests/support/
-transport_contract.py``.
+A kind only moves bytes. It verifies no checksum and has no deadline. The reader compares checksums, watches whether
+the holder lives, and closes a reading that takes too long. Every kind passes ``tests/support/transport_contract.py``.
 """
 
 from __future__ import annotations
@@ -14,47 +13,47 @@ from asyncckpt.transfer.requests import Opened, OpenedVersion, TransferAddress
 
 
 class Reading(ABC):
-    """The side that reads what was opened. Any thread may call, several at once."""
+    """The reader's side of something that was opened. Several threads may call at once."""
 
     @abstractmethod
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of the segment from ``offset`` on. Raises ``OSError``: they cannot be had."""
+        """Fill ``into`` with the bytes of the segment from ``offset`` on. Raises ``OSError`` if they cannot be had."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it: whoever reads gets an ``OSError`` soon, and nothing is written to memory any more when this returns.
+        """End the reading. Threads that read soon get an ``OSError``. No memory is written after this returns.
 
-        Safe to call twice, by any thread.
+        Any thread may call. Safe to call twice.
         """
 
 
 class Offering(ABC):
-    """The side that holds, for one lease. ``description`` is what the other side has to know."""
+    """The holder's side, for one lease. ``description``: the data that the reader's side needs."""
 
     description: bytes = b""
 
     @abstractmethod
     def close(self) -> None:
-        """From now on nothing can be read."""
+        """End the offer. Nothing can be read from now on."""
 
 
 class TransportKind(ABC):
-    """A kind, as one server or one reader uses it: what is slow to begin is kept until this is closed.
+    """A kind, as used by one server or one reader. Slow setup is done once and kept until ``close``.
 
-    All that it offers or reads has to be closed before.
+    Close all its offerings and readings first.
     """
 
     offer_s: float = 0.0
-    """How long an offer may take."""
+    """Maximum time for an offer, in seconds."""
 
     @abstractmethod
     def offer(self, segment: Segment) -> Offering:
-        """Let the other side read a segment as long as the lease lasts. Raises ``OSError``."""
+        """Let the other side read a segment while the lease lasts. Raises ``OSError``."""
 
     @abstractmethod
     def read_from(self, address: TransferAddress, key: bytes, opened: Opened | OpenedVersion) -> Reading:
-        """Begin to read what was opened at ``address`` with the job's ``key``. Raises ``OSError``."""
+        """Start reading from ``address`` with the job's ``key``. Raises ``OSError``."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what it has kept."""
+        """Release all resources of this kind."""

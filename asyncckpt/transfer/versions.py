@@ -1,8 +1,8 @@
-"""Published versions of weights, as a worker lets other hosts read them: whole ones, and one that is still coming in.
+"""Published versions of weights that a worker serves to other hosts: complete ones, and one that is still arriving.
 
-The image of a version is one file, or those of several ranks, each from a multiple of ``SPAN_BYTES`` on. Every span has
-a *digest*: by that a reader checks what has arrived, and sees what has not changed since the version that it has. Who
-passes a version on gives it with the digests that it was given itself, so a bad byte goes no further.
+The image of a version is one file, or one file of each rank, each aligned to ``SPAN_BYTES``. Every span has a
+*digest*. Readers verify each span by its digest, and skip spans that are equal in the version they already have. A
+host that passes a version on sends the digests that it received, so a damaged byte goes no further.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from asyncckpt.shm.segment import Descriptor, Segment, round_up
 from asyncckpt.shm.slots import PublishedVersion, lease
 
 SPAN_BYTES = 256 << 10
-# Digests that are told at once, of some 64 MiB: those of whole images are made when they are first asked for.
+# Digests in one answer, for some 64 MiB. The digests of a complete image are made when somebody first asks.
 _AT_ONCE = 256
-# How often it is looked what the trainer has published: it tells its readers, and nobody else.
+# Polling interval for new publications, because the trainer tells only its readers, not the worker.
 _LOOK_S = 0.01
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[Region, ...]:
-    """Where files of these ``sizes``, in bytes, stand in an image."""
+    """Return the places in an image of files with these ``sizes``, in bytes."""
     files: list[Region] = []
     for nbytes in sizes:
         files.append(Region(round_up(files[-1].offset + files[-1].nbytes, SPAN_BYTES) if files else 0, nbytes))
@@ -35,19 +35,19 @@ def lay_out(sizes: Sequence[int]) -> tuple[Region, ...]:
 
 
 class VersionImage:
-    """The image of one version in a slot, as far as it is here: the first ``arrived`` of its ``spans``.
+    """The image of one version in a slot. The first ``arrived`` of its ``spans`` are here.
 
     Any thread may call.
     """
 
     def __init__(self, version: PublishedVersion, memory: HostedSegment, sizes: Sequence[int], *, whole: bool) -> None:
-        """Nothing is copied.
+        """Copy nothing.
 
         Args:
-            version: Which.
-            memory: The slot, in use as long as somebody has a lease on this.
-            sizes: Of its files, in bytes.
-            whole: Whether all of it is here. Else ``arrive`` says what has come.
+            version: The version.
+            memory: The slot, which is in use while somebody has a lease on this image.
+            sizes: The sizes of the files, in bytes.
+            whole: True if the whole image is here. Otherwise ``arrive`` adds spans.
         """
         self.version = version
         self.memory = memory
@@ -63,22 +63,22 @@ class VersionImage:
 
     @property
     def arrived(self) -> int:
-        """How many spans are here, and have their digests."""
+        """The number of spans that are here with their digests."""
         return len(self._digests) // DIGEST_BYTES
 
     def bounds(self, span: int) -> tuple[int, int]:
-        """Where a span begins and ends in the slot."""
+        """Return the begin and the end of a span in the slot."""
         begin = span * SPAN_BYTES
         return begin, min(begin + SPAN_BYTES, self._ends.get(span, begin + SPAN_BYTES))
 
     def digest(self, span: int) -> bytes:
-        """That of a span that has arrived."""
+        """Return the digest of a span that has arrived."""
         return bytes(self._digests[span * DIGEST_BYTES : (span + 1) * DIGEST_BYTES])
 
     def digests(self, first: int, seconds: float) -> bytes | None:
-        """Those of some spans from ``first`` on, of one at least, for which is waited; none after ``seconds``.
+        """Wait at most ``seconds`` for span ``first``, and return digests from there on; none after a timeout.
 
-        None where what is here is all that will ever be.
+        Return None if no more spans will arrive.
         """
         with self._changed:
             if self._whole:
@@ -91,36 +91,36 @@ class VersionImage:
             return None if self._is_given_up and not found else found
 
     def arrive(self, digests: bytes) -> None:
-        """The next spans are here, and have these ``digests``."""
+        """Note that the next spans are here, with these ``digests``."""
         with self._changed:
             self._digests += digests
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """No more will come."""
+        """Note that no more spans will arrive."""
         with self._changed:
             self._is_given_up = True
             self._changed.notify_all()
 
     def publish(self, control: Segment, slot: int) -> None:
-        """It is whole, and published in ``slot``: who reads it on another host keeps it there, as any reader does."""
+        """Take a lease on ``slot``, where this image is published now, if another host reads the image."""
         with self._changed:
             if self._readers:
                 self._lease = lease(control.fileno(), slot)
 
     @property
     def is_read(self) -> bool:
-        """Whether somebody on another host reads it who began before it was published."""
+        """Whether another host reads the image since before its publication."""
         return self._readers > 0
 
     def use(self) -> None:
-        """One more reads it, until it calls ``end_use``."""
+        """Add a reader, which calls ``end_use`` in the end."""
         with self._changed:
             self._readers += 1
         self.memory.use()
 
     def end_use(self) -> None:
-        """Whoever has called ``use`` reads it no more."""
+        """Remove a reader that called ``use``."""
         with self._changed:
             self._readers -= 1
             if not self._readers and self._lease is not None:
@@ -130,23 +130,23 @@ class VersionImage:
 
 
 class LeasedVersion:
-    """A version that somebody on another host reads: nobody writes in its slot until this is closed."""
+    """A version that another host reads. Nobody writes in its slot until this is closed."""
 
     def __init__(self, image: VersionImage, kept: contextlib.ExitStack) -> None:
-        """``image``: which; ``kept``: what ends with the lease."""
+        """``image``: the image. ``kept``: the resources to release at the end of the lease."""
         self.image = image
         self.segment = image.memory.segment
         self.used = image.memory.used
-        """Keeps the memory, whatever becomes of the lease."""
+        """A context manager that keeps the memory mapped even after the lease ends."""
         self._kept = kept
 
     def close(self) -> None:
-        """End the lease. To be called once."""
+        """End the lease. Call once."""
         self._kept.close()
 
 
 class ServedVersions:
-    """What the worker of ``segment_store`` has of published versions. Any thread may call."""
+    """The published versions of a worker, in its ``segment_store``. Any thread may call."""
 
     def __init__(self, segment_store: SegmentStore) -> None:
         self._store = segment_store
@@ -158,7 +158,7 @@ class ServedVersions:
         self._is_ending = False
 
     def wait_newer(self, after: PublishedVersion | None, seconds: float) -> PublishedVersion | None:
-        """The newest version, if it is not ``after``; wait for that ``seconds`` at most."""
+        """Wait at most ``seconds`` for a newest version other than ``after``, and return it; None after a timeout."""
         deadline = time.monotonic() + seconds
         while True:
             newest = self._look()
@@ -169,11 +169,11 @@ class ServedVersions:
             time.sleep(_LOOK_S)
 
     def end_waits(self) -> None:
-        """Nobody waits any more for what is published: this worker ends."""
+        """End all calls of ``wait_newer``, because this worker ends."""
         self._is_ending = True
 
     def lease(self, epoch: int, version: int) -> LeasedVersion | None:
-        """Let somebody read a version; None where it is not here."""
+        """Lease a version to a reader; None if the version is not here."""
         with contextlib.ExitStack() as kept:
             with self._lock:
                 coming = self._coming
@@ -199,12 +199,12 @@ class ServedVersions:
         return None
 
     def begin(self, image: VersionImage) -> None:
-        """A version is coming in; others may read what there is of it."""
+        """Let others read a version while it arrives."""
         with self._lock:
             self._coming = image
 
     def end(self, number: int, slot: int) -> None:
-        """What was coming in is whole, and published in ``slot`` of the segment of that ``number``."""
+        """Note that the arriving version is complete, and published in ``slot`` of segment ``number``."""
         with self._lock:
             image, self._coming = self._coming, None
             if image is not None:
@@ -212,7 +212,7 @@ class ServedVersions:
                 image.publish(self._store.hosted(number).segment, slot)
 
     def give_up(self) -> None:
-        """What was coming in will not be whole."""
+        """Note that the arriving version will never be complete."""
         with self._lock:
             image, self._coming = self._coming, None
         if image is not None:
@@ -220,7 +220,7 @@ class ServedVersions:
 
     def _look(self) -> PublishedVersion | None:
         with self._lock:
-            if time.monotonic() - self._looked > _LOOK_S / 2:  # for all who wait
+            if time.monotonic() - self._looked > _LOOK_S / 2:  # one look serves all that wait
                 self._newest = max((published for *_, published in self._published()), default=None)
                 self._looked = time.monotonic()
             return self._newest
@@ -228,13 +228,13 @@ class ServedVersions:
     def _published(self) -> Iterator[tuple[int, HostedSegment, WeightsLayout, int, PublishedVersion]]:
         for each in self._store.published():
             if isinstance(each.layout, WeightsLayout):
-                with contextlib.suppress(KeyError):  # it was released just now
+                with contextlib.suppress(KeyError):  # released meanwhile
                     control = self._store.hosted(each.segment)
                     for published, slot in control.slots.publications(len(each.layout.slots)).items():
                         yield each.segment, control, each.layout, slot, published
 
     def _image(self, number: int, slot: int, published: PublishedVersion, layout: WeightsLayout) -> VersionImage:
-        """The image of a version that is leased: it keeps its digests for as long as it is there."""
+        """Return the image of a leased version. The image keeps its digests while the version is published."""
         with self._lock:
             there = {(number, slot, published) for number, _, _, slot, published in self._published()}
             self._images = {place: image for place, image in self._images.items() if place in there}
@@ -246,5 +246,5 @@ class ServedVersions:
 
 
 def _key(version: PublishedVersion) -> tuple[int, int]:
-    """By which hosts know it: how many ranks it comes from differs."""
+    """Return the key of a version, the same on all hosts. The number of ranks differs from host to host."""
     return version.epoch, version.version

@@ -1,4 +1,4 @@
-"""Weights for readers: the newest of a training, in shared memory, for rollout workers of its host and of others."""
+"""Weights for readers: a training's newest weights in shared memory, for rollout workers on its host and others."""
 
 from __future__ import annotations
 

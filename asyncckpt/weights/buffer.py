@@ -1,4 +1,4 @@
-"""The weight buffer: a publisher's memory for weights of one structure, a segment a slot, each a file by itself."""
+"""The weight buffer: a publisher's memory for weights of one structure. Each slot is a segment and a complete file."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from asyncckpt.link.messages import Describe, Described, Release
 from asyncckpt.link.segment_store import take_memory
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import HEADER_BYTES, LASTING, PublishedSlots, PublishedVersion
-from asyncckpt.staging.copy_threads import CopyThreads
-from asyncckpt.staging.host_copy import SlotViews
+from asyncckpt.staging.host_copy import CopyThreads, SlotViews
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.weights.plan import WeightPlan
 
 logger = logging.getLogger(__name__)
 
-# After so many publications in which a slot beyond these was not needed, its memory is given back: not at once, for
-# readers that keep a version do so again and again, and fresh memory takes as long as to copy into it.
+# An extra slot's memory is given back after this many publications without use. Not at once, because readers that keep
+# a version tend to do so again, and fresh memory takes as long to get as to copy into.
 _UNUSED = 8
 
 
 class WeightBuffer:
-    """Slots for images of one layout. A worker holds the memory too, and shows it to readers.
+    """Slots for images of one layout. A worker holds the memory too, and offers it to readers.
 
-    A slot is claimed, copied into, and published. Whatever asks the worker raises ``WorkerDiedError`` or
-    ``SaveTimeoutError``, and ``OutOfMemoryError`` where there is no memory for even one slot.
+    The order for a slot is: claim, copy, publish. Methods that ask the worker raise ``WorkerDiedError`` or
+    ``SaveTimeoutError``, and ``OutOfMemoryError`` if there is no memory for even one slot.
     """
 
     def __init__(self, control: Segment, images: Sequence[Segment], client: WorkerClient, timeout: float) -> None:
-        """What ``client`` does not hold yet is to be handed over to it.
+        """Take over memory. Call ``hand_over`` for memory that ``client`` does not hold yet.
 
         Args:
             control: The segment with the header page.
             images: The slots.
             client: The worker.
-            timeout: Seconds that it may take.
+            timeout: Timeout in seconds for each request to the worker.
         """
         self._published = PublishedSlots(control, len(images))
         self._control = control
@@ -55,59 +54,60 @@ class WeightBuffer:
 
     @classmethod
     def allocate(cls, client: WorkerClient, timeout: float) -> WeightBuffer:
-        """An empty one."""
+        """Create an empty buffer."""
         number, control = client.allocate(HEADER_BYTES, timeout)
         buffer = cls(control, [], client, timeout)
         buffer._number = number
         return buffer
 
     def hand_over(self, client: WorkerClient) -> None:
-        """Have another worker hold the memory."""
+        """Let another worker hold the memory."""
         self._client = client
         self._number = client.adopt(self._control, (), self._timeout)
         for slot in self._slots:
             slot.number = client.adopt(slot.segment, (), self._timeout)
             if not slot.segment.is_taken:
-                slot.segment.give_back()  # also what a trainer had taken of it when it died
+                slot.segment.give_back()  # also memory that a dead trainer was still taking
         self._describe()
 
     def is_for(self, plan: WeightPlan) -> bool:
-        """Whether images of ``plan`` belong here."""
+        """Return whether this buffer fits images of ``plan``."""
         header = plan.header
         return not self._slots or self._slots[0].segment.view[: len(header)] == header
 
     def published(self) -> dict[PublishedVersion, int]:
-        """What is published, and in which slot, the oldest first."""
+        """Return the published versions, oldest first, with their slots."""
         return self._published.publications()
 
     def claim(self, plan: WeightPlan, most: int) -> int | None:
-        """Take a slot to copy images of ``plan`` into: nobody reads it, and nothing is published there any more.
+        """Claim a slot for an image of ``plan``. Nobody reads the slot, and its version is withdrawn.
 
-        While there are fewer than ``most``, and memory for it, a new one is made, from the third on only where readers
-        keep the others. None where all are being read; that of the newest version stays where it is.
+        A new slot is allocated while there are fewer than ``most``, if memory allows. From the third slot on, this
+        happens only if readers keep all others. Return None if all slots are being read. The slot of the newest version
+        is claimed only if no other slot is published.
         """
         published = list(self.published().values())
         slot = self._claim_first(slot for slot in self._taken() if slot not in published)
         if slot is None:
             slot = self._grow(plan, LASTING)
         if slot is None:
-            # The oldest of the first two: so the others have none but old versions once nobody needs them.
+            # Of the first two slots prefer the older, so that the extra slots keep old versions and fall out of use.
             slot = self._claim_first(sorted(published[:-1] or published, key=lambda slot: max(slot, LASTING - 1)))
         return self._grow(plan, most) if slot is None else slot
 
     def fill(self, plan: WeightPlan) -> None:
-        """Take the memory now that is taken in any case, see ``claim``."""
+        """Allocate in advance the memory that ``claim`` takes in any case."""
         while (slot := self._grow(plan, LASTING)) is not None:
             self._published.offer(slot)
 
     def copy(self, slot: int, plan: WeightPlan, tensors: Sequence[torch.Tensor], threads: CopyThreads) -> None:
-        """Copy into a claimed slot, and return when that is done.
+        """Copy tensors into a claimed slot, and wait for the end of the copies.
 
         Args:
             slot: A claimed slot.
-            plan: How they are laid out.
-            tensors: All of the plan, in its order. They must not change meanwhile.
-            threads: Those that take part.
+            plan: The layout of the slot.
+            tensors: All tensors of the plan, in its order. The tensors must not change meanwhile.
+            threads: The threads that copy.
         """
         check_not_capturing()
         ready = ready_events(tensors)
@@ -116,21 +116,19 @@ class WeightBuffer:
         self._slots[slot].stager_of(plan).copy(tensors, ready, threads, lambda _: None, lambda _: None)
 
     def views(self, slot: int, plan: WeightPlan, source: torch.device | None = None) -> Sequence[torch.Tensor]:
-        """The places of all tensors in a claimed slot, to be written to.
+        """Return views of all tensors in a claimed slot, to write to.
 
         Args:
             slot: A claimed slot.
-            plan: How they are laid out, and their order.
-            source: The device that will be copied from: its driver is told of the memory (pinned).
+            plan: The layout of the slot, and the order of the views.
+            source: The device to copy from. The memory is pinned for its driver.
         """
         if source is not None and kind_of(source) is not None:
             self._slots[slot].pin(source)
         return self._slots[slot].views_of(plan)
 
     def publish(self, slot: int, version: PublishedVersion) -> None:
-        """Let readers see what was copied into a claimed ``slot``, and give back the memory that nobody has needed for
-        some publications.
-        """
+        """Publish the image in a claimed ``slot`` to readers. Give back memory of extra slots that is out of use."""
         self._published.publish(slot, version)
         for number, each in enumerate(self._slots):
             each.unused = 0 if number == slot else each.unused + 1
@@ -140,22 +138,23 @@ class WeightBuffer:
                 self._published.offer(number)
 
     def give_back(self) -> None:
-        """Have readers find nothing here any more, and the worker forget it. A reader keeps what it has leased."""
+        """Withdraw all versions, and let the worker release the memory. Readers keep the versions they have leased."""
         self._published.withdraw_all()
         for number in (self._number, *(slot.number for slot in self._slots)):
             self._client.tell(Release(number))
         self.close()
 
     def close(self) -> None:
-        """Let go of the memory, which the worker and readers may keep."""
+        """Unmap the memory. The worker and readers may keep it."""
         self._published.close()
         for slot in self._slots:
             slot.close()
         self._control.close()
 
     def _grow(self, plan: WeightPlan, most: int) -> int | None:
-        """One slot more, claimed, if need be in memory that was given back; None where there are ``most``, or there is
-        no memory for it.
+        """Allocate and claim a new slot, or allocate memory again for a slot that gave it back.
+
+        Return None if there are ``most`` slots, or if there is no memory.
         """
         taken = self._taken()
         slot = next((slot for slot in range(len(self._slots)) if slot not in taken), len(self._slots))
@@ -175,11 +174,11 @@ class WeightBuffer:
         return self._claim_first([slot])
 
     def _taken(self) -> list[int]:
-        """The slots that have their memory."""
+        """Return the slots that have memory."""
         return [number for number, slot in enumerate(self._slots) if slot.segment.is_taken]
 
     def _claim_first(self, slots: Iterable[int]) -> int | None:
-        """The first of ``slots`` that nobody reads, claimed; None where all are being read."""
+        """Claim and return the first of ``slots`` that nobody reads; None if all are being read."""
         return next(filter(self._published.claim, slots), None)
 
     def _add(self, plan: WeightPlan) -> None:
@@ -201,13 +200,13 @@ class WeightBuffer:
 
 
 class _Slot:
-    """One image's memory, and the ways to copy there, which are found out by the first copy."""
+    """The memory of one image, with its views and its stager, which are made on first use."""
 
     def __init__(self, segment: Segment, number: int = 0) -> None:
         self.segment = segment
         self.number = number
         self.unused = 0
-        """In how many publications it was not needed."""
+        """The number of publications since this slot was last used."""
         self._plan: WeightPlan | None = None
         self._stager: SlotStager | None = None
         self._views: list[torch.Tensor] = []
@@ -229,7 +228,7 @@ class _Slot:
 
     def pin(self, device: torch.device) -> None:
         if self._pinned is None:
-            # In one piece: the tensors lie close together, and none may cross a cut.
+            # Pin in one piece, because no tensor may cross a boundary, and the tensors lie close together.
             self._pinned = PinnedMemory(self.segment, [], device)
 
     def unpin(self) -> None:
@@ -238,13 +237,13 @@ class _Slot:
             self._pinned = None
 
     def give_back(self) -> None:
-        """Give the memory back, of which the driver must know first. The segment stays: readers have it mapped."""
+        """Unpin the memory, and then give it back. The segment stays, because readers have it mapped."""
         self.unpin()
         self.segment.give_back()
 
     def take(self, plan: WeightPlan) -> None:
-        """Take the memory again. Raises ``OutOfMemoryError``."""
-        # First the header: so whatever is all there has one, also if this process dies now.
+        """Allocate the memory again. Raises ``OutOfMemoryError``."""
+        # Write the header first, so that a slot with memory always has a header, even if this process dies now.
         self.segment.view[: len(plan.header)] = plan.header
         try:
             take_memory(self.segment)
@@ -260,6 +259,6 @@ class _Slot:
         self.segment.close()
 
     def _use(self, plan: WeightPlan) -> None:
-        """Plans of one layout differ in what dtypes the tensors come in."""
+        """Discard the views and the stager of another plan. Plans of one layout may differ in the tensors' dtypes."""
         if plan is not self._plan:
             self._plan, self._stager, self._views = plan, None, []

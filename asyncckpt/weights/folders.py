@@ -1,8 +1,8 @@
-"""Folders of versions: what engines reload that take new weights from a folder of safetensors files.
+"""Folders of versions: for engines that load new weights from a folder of safetensors files.
 
-updates/weight_v000007/model.safetensors      in shared memory: a link, nothing is copied
+updates/weight_v000007/model.safetensors      a link to shared memory: nothing is copied
 updates/weight_v000007/config.json            links to the files of ``like``
-updates/latest -> weight_v000007              replaced in one step
+updates/latest -> weight_v000007              replaced atomically
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 class WeightFolders:
-    """The newest versions of a subscriber, each as a folder, for engines of its host and user.
+    """The newest versions of a subscriber, each as a folder, for engines of this host and user.
 
-    The links lead to the memory of this process, which has to live for as long as an engine reads there. ``close`` it,
-    or use it as a context manager: then all folders go.
+    The links lead to the memory of this process, which has to live while an engine reads the folders. ``close``
+    removes all folders. A context manager.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class WeightFolders:
         like: str | os.PathLike[str] | None = None,
         keep: int = 2,
     ) -> None:
-        """Make ``folder``, and take nothing yet.
+        """Create ``folder``. Acquire no version yet.
 
         Args:
-            subscriber: Where the versions come from; it stays the caller's.
-            folder: Where they are to be. What is left there of a process before this one goes.
-            like: A folder of the model: links to its files stand beside the weights, but for its own weights.
-            keep: How many versions there are, 1 or more. An older one is gone as soon as there are more: an engine must
-                be done with it by then.
+            subscriber: The source of the versions. The caller keeps and closes it.
+            folder: The parent folder of the versions. Versions left there by an earlier process are removed.
+            like: A folder of the model. Links to its files are added beside the weights, except for its own weights.
+            keep: Number of versions to keep, 1 or more. Older versions are removed at once, so an engine must have
+                finished with them.
         """
         if keep < 1:
             raise ValueError(f"keep is 1 or more, not {keep}")
@@ -52,23 +52,23 @@ class WeightFolders:
         self._folder = Path(folder).absolute()
         self._like = None if like is None else Path(like).absolute()
         self._keep = keep
-        self._versions: list[tuple[int, int, ExitStack]] = []  # the oldest first
+        self._versions: list[tuple[int, int, ExitStack]] = []  # oldest first
         self._closed = False
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob("*weight_v*"):
             shutil.rmtree(left, ignore_errors=True)
 
     def update(self, min_version: int | None = None, *, timeout: float = 60.0) -> str:
-        """Have the newest version here. Returns the path of its folder.
+        """Acquire the newest version, and return the path of its folder.
 
         Args:
-            min_version: Wait until there is this version or a later one.
-            timeout: Seconds to wait.
+            min_version: Wait for this version or a later one.
+            timeout: Timeout in seconds.
 
         Raises:
-            UnsavableStateError: The weights are no whole safetensors files: they are of a checkpoint, in parts, or of
-                which a subscriber sees those with a prefix alone.
-            ClosedError: This is closed. And as ``WeightSubscriber.acquire`` does.
+            UnsavableStateError: The weights are not complete safetensors files. They are of a checkpoint, sharded,
+                or limited by the subscriber's prefix.
+            ClosedError: This object is closed. Further errors are those of ``WeightSubscriber.acquire``.
         """
         if self._closed:
             raise ClosedError("these folders are closed; make new ones")
@@ -78,7 +78,7 @@ class WeightFolders:
             weights.release()
             return str(self._folder / name)
         for older in [each for each in self._versions if each[0] == weights.version]:
-            self._drop(older)  # of a trainer that has gone back
+            self._drop(older)  # from a trainer that has gone back
         with ExitStack() as kept:
             kept.enter_context(weights)
             partial = self._folder / f".{name}.partial"
@@ -111,7 +111,7 @@ class WeightFolders:
         self.close()
 
     def _fill(self, partial: Path, links: list[str]) -> None:
-        """Give the files the names that loaders know, with an index where there are several."""
+        """Give the files the names that loaders expect, with an index if there are several files."""
         if len(links) == 1:
             os.rename(links[0], partial / "model.safetensors")
         else:

@@ -1,6 +1,6 @@
 """The layout of weights: a slot is a safetensors file (see ``planning/safetensors_plan.py``).
 
-What the format has no dtype for stands there as bytes, with one dimension more, and its dtype in the metadata.
+A tensor with a dtype that the format lacks is stored as bytes, with one more dimension. The metadata has its dtype.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from asyncckpt.planning import safetensors_plan
 from asyncckpt.planning.safetensors_plan import DTYPES, METADATA, PREFIX_BYTES
 
 Ranges = tuple[range, ...]
-"""The elements of a tensor that are in these ranges, one a dimension."""
+"""A box of elements of a tensor: one range for each dimension."""
 
 
 def ranges(offsets: Sequence[int], shape: Sequence[int]) -> Ranges:
-    """The elements from ``offsets`` on, so many as ``shape`` says."""
+    """Return the box of size ``shape`` that begins at ``offsets``."""
     return tuple(range(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
 
 
 def missing(whole: Sequence[int], parts: Iterable[Ranges]) -> Ranges | None:
-    """A box of a tensor of the shape ``whole`` that is in none of its ``parts``; None: there is all of it."""
+    """Return a box of a tensor of shape ``whole`` that no part covers; None if the ``parts`` cover the tensor."""
     left = [] if 0 in whole else [tuple(map(range, whole))]
     for part in parts:
         left = [rest for each in left for rest in _without(each, part)]
@@ -36,13 +36,13 @@ def missing(whole: Sequence[int], parts: Iterable[Ranges]) -> Ranges | None:
 
 
 def common(parts: Iterable[Ranges]) -> Ranges | None:
-    """A box that is in two of the ``parts``; None: there is none."""
+    """Return a box that two of the ``parts`` share; None if no two parts overlap."""
     shared = (_shared(one, other) for one, other in combinations(parts, 2))
     return next((each for each in shared if all(map(len, each))), None)
 
 
 def shown(part: Ranges) -> str:
-    """For a message: as Python writes a slice."""
+    """Format a box for a message, like a slice in Python."""
     return f"[{', '.join(f'{each.start}:{each.stop}' for each in part)}]"
 
 
@@ -51,7 +51,7 @@ def _shared(one: Ranges, other: Ranges) -> Ranges:
 
 
 def _without(one: Ranges, part: Ranges) -> Iterator[Ranges]:
-    """What of ``one`` is not in ``part``, as boxes."""
+    """Yield the rest of ``one`` without ``part``, as boxes."""
     inner = _shared(one, part)
     if not all(map(len, inner)):
         yield one
@@ -62,19 +62,21 @@ def _without(one: Ranges, part: Ranges) -> Iterator[Ranges]:
                 yield (*inner[:at], outer, *one[at + 1 :])
 
 
-# The offsets and the whole shapes of parts of sharded tensors stand under this name in the format's metadata.
+# The metadata key for the offsets and whole shapes of parts of sharded tensors.
 _PARTS = "asyncckpt.parts"
-# Under this one the dtypes of torch that the format lacks.
+# The metadata key for the torch dtypes that the format lacks.
 _DTYPES = "asyncckpt.dtypes"
 _KNOWN = frozenset(DTYPES.values())
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# The data of a slot begins there: readers may map it, and pin it, as a whole.
+# Alignment of the data in a slot, because readers may map and pin the slot as a whole.
 _ALIGNMENT = 64
 
 
 class TensorEntry(NamedTuple):
-    """A tensor in a slot, or the part of a sharded one: ``shape`` elements from ``offsets`` on of a whole that has the
-    shape ``whole`` (None: the parts together have it). Its bytes are at ``begin`` of the slot.
+    """A tensor in a slot, or a part of a sharded tensor.
+
+    The part has ``shape`` elements from ``offsets`` on, of a tensor of shape ``whole``. If ``whole`` is None, the parts
+    together define the shape. The bytes are at ``begin`` of the slot.
     """
 
     name: str
@@ -90,24 +92,24 @@ class TensorEntry(NamedTuple):
 
     @property
     def ranges(self) -> Ranges:
-        """What of the whole it is."""
+        """The box of the whole tensor that this entry covers."""
         return ranges(self.offsets, self.shape)
 
     @property
     def is_known(self) -> bool:
-        """Whether the format has its dtype."""
+        """Whether the format has this dtype."""
         return self.dtype in _KNOWN
 
 
 def copied_as(dtype: torch.dtype) -> torch.dtype:
-    """What tensors of ``dtype`` are copied as, by ``Tensor.view``: torch has no copies of all that it can view."""
+    """Return the dtype to view tensors as before a copy, because torch cannot copy every dtype that it can view."""
     return dtype if dtype in _KNOWN or dtype.is_complex else _INTEGERS[dtype.itemsize]
 
 
 def lay_out(entries: Sequence[TensorEntry]) -> tuple[bytes, list[TensorEntry]]:
-    """Place tensors one after the other. Returns the header that says so, and the entries with their places.
+    """Place tensors one after the other. Return the header of the file, and the entries with their places.
 
-    Raises ``UnsavableStateError`` where the format has no such name.
+    Raises ``UnsavableStateError`` if the format does not allow a tensor's name.
     """
     parts = {entry.name: [entry.offsets, entry.whole] for entry in entries if entry.shape != entry.whole}
     dtypes = {entry.name: str(entry.dtype).removeprefix("torch.") for entry in entries if not entry.is_known}
@@ -123,12 +125,12 @@ def lay_out(entries: Sequence[TensorEntry]) -> tuple[bytes, list[TensorEntry]]:
 
 
 def header_of(image: memoryview) -> bytes:
-    """The header of a slot of weights, which says what tensors there are."""
+    """Return the header of a slot of weights, which lists the tensors."""
     return bytes(image[: PREFIX_BYTES + int.from_bytes(image[:PREFIX_BYTES], "little")])
 
 
 def read_entries(image: memoryview) -> dict[str, TensorEntry]:
-    """The tensors of a slot of weights by name, from its header."""
+    """Read the tensors of a slot of weights, by name, from its header."""
     data = PREFIX_BYTES + int.from_bytes(image[:PREFIX_BYTES], "little")
     fields = json.loads(bytes(image[PREFIX_BYTES:data]))
     metadata = fields.pop(METADATA, {})
@@ -145,10 +147,10 @@ def read_entries(image: memoryview) -> dict[str, TensorEntry]:
 
 
 def read_indexes(segment: memoryview, files: Iterable[DataFile]) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint's files by the names that DCP has for them, from the heads of the files' indexes."""
+    """Read the tensors of a checkpoint's files, by their DCP names, from the heads of the files' indexes."""
     entries: dict[str, TensorEntry] = {}
     for file in files:
-        above = f"{file.folder}/" if file.folder else ""  # indexes name tensors by their place in the whole set
+        above = f"{file.folder}/" if file.folder else ""  # indexes name tensors by their path in the whole set
         head = segment[file.index_head.offset :][: file.index_head.nbytes]
         for item in Index.items_in(bytes(head)):
             if item.kind == "tensor":

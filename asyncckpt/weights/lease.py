@@ -1,4 +1,4 @@
-"""Reading what one rank has published: its memory mapped here, and leases on its slots."""
+"""Reading the publications of one rank: its memory is mapped here, and its slots are leased."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from asyncckpt.devices.kinds import wait_for
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import SaveTimeoutError
-from asyncckpt.format.segment_layout import CheckpointLayout, Region, WeightsLayout
+from asyncckpt.format.segment_layout import Region, WeightsLayout
 from asyncckpt.link.endpoint_messages import PublishedSegment
 from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.planning.layout import contiguous_strides
@@ -24,41 +24,41 @@ from asyncckpt.shm.segment import PAGE, Descriptor, Segment, forget_written
 from asyncckpt.shm.slots import LASTING, PublishedVersion, ReadableSlots, reopen
 from asyncckpt.weights.layout import TensorEntry, header_of, read_entries, read_indexes
 
-# Of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst): the page is the file's, and not a copy
-# that a write has made; it is in memory, or swapped out.
+# Bits of an entry in /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst). First: the page belongs to the file
+# and is no private copy made by a write. Second: the page is in memory, or swapped out.
 _IS_OF_FILE, _IS_THERE = 1 << 61, 0b11 << 62
 _ENTRY_BYTES = 8
-# Looked at at once.
+# Number of pages that are examined at once.
 _MOST_PAGES = 1 << 20
 
 
 class PrivateViews:
-    """Those of one segment, which are used again: to map all its pages anew costs half as much as to copy them."""
+    """Private mappings of one segment, for reuse: mapping all its pages anew costs half as much as copying them."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._free: list[memoryview] | None = []
 
     def take(self) -> memoryview:
-        """One that nobody has, and in which nothing was written."""
+        """Take a mapping that nobody uses and nobody has written to."""
         try:
             return (self._free or []).pop()
         except IndexError:
             return self._segment.private_view()
 
     def give_back(self, view: memoryview) -> None:
-        """Nobody uses ``view`` any more: what was written there goes. On any thread."""
+        """Return ``view`` for reuse, and discard all writes to it. Any thread may call."""
         free = self._free
         if free is not None and _forget_written(view):
-            free.append(view)  # which may have been closed meanwhile
+            free.append(view)  # harmless if closed meanwhile
 
     def close(self) -> None:
-        """Unmap those that nobody has, and the others once they are given back."""
+        """Unmap the unused mappings now, and the others when they are given back."""
         self._free = None
 
 
 def _forget_written(view: memoryview) -> bool:
-    """Make ``view`` as the segment is. Returns whether that was possible."""
+    """Discard the private copies of written pages of ``view``. Return whether that was possible."""
     first, count = address_of(view) // PAGE, -(-len(view) // PAGE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pages:
@@ -75,7 +75,7 @@ def _forget_written(view: memoryview) -> bool:
 
 
 class Lease:
-    """One slot, as it was published: it stays so until the last tensor of it is gone, and this is given back."""
+    """A lease on one slot. The slot does not change until its last tensor is gone, and the lease is given back."""
 
     def __init__(
         self,
@@ -88,34 +88,34 @@ class Lease:
         """Take over a lease.
 
         Args:
-            fd: Its descriptor, which this owns from here on.
+            fd: The descriptor of the lease, which this object owns from now on.
             entries: The tensors of the slot, by name.
-            segment: The memory, mapped for reading.
-            span: The bytes of the slot in it.
-            views: Where to take a mapping for this lease alone from, which can be written to; None: ``segment`` itself,
-                and to write to a tensor is a segmentation fault.
+            segment: The memory, mapped read-only.
+            span: The bytes of the slot in the segment.
+            views: The source of a writable private mapping for this lease. If None, use ``segment`` itself;
+                writing to a tensor is then a segmentation fault.
         """
         self.entries = entries
         self.segment = segment
         self._begin = span.start
         self.is_file = len(span) == segment.nbytes
-        self._shared = segment.view[:]  # which so stays mapped, also where the subscriber lets go of it
+        self._shared = segment.view[:]  # keeps the mapping even if the subscriber closes it
         view = segment.view if views is None else views.take()
         memory = readable_memory(view, span)
         self._lease = weakref.finalize(memory, _end, fd, view, views)
-        # Torch takes no memory of no bytes: where there is nothing to read, there is nothing to keep.
+        # Torch accepts no empty memory. If there is nothing to read, there is nothing to keep.
         self._memory: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
         if span:
             self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         self._as: dict[torch.dtype, torch.Tensor] = {}
 
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor of ``entry``, in place."""
+        """Return the tensor of ``entry``, in place."""
         memory = self._memory
         if memory is None:
             raise ValueError("this lease was given back")
         if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # whatever the default is
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # despite another default device
         like = self._as.get(entry.dtype)
         if like is None:
             size = entry.dtype.itemsize
@@ -123,7 +123,7 @@ class Lease:
         return like.as_strided(entry.shape, contiguous_strides(entry.shape), entry.begin // entry.dtype.itemsize)
 
     def has_same(self, entry: TensorEntry, other: Lease, theirs: TensorEntry) -> bool:
-        """Whether ``entry`` was published with the bytes of ``theirs``, of another lease; whatever its reader did."""
+        """Return whether ``entry`` was published with the bytes of ``theirs`` in another lease. Ignores writes here."""
         if not entry.nbytes:
             return True
         return bool(memcmp(self._address(entry), other._address(theirs), entry.nbytes) == 0)
@@ -132,7 +132,7 @@ class Lease:
         return int(np.frombuffer(self._shared, np.uint8).ctypes.data) + self._begin + entry.begin
 
     def give_back(self) -> bool:
-        """Whether that ends the lease at once; if not, some tensor is still in use, and the last one ends it."""
+        """Return True if the lease ends at once. Otherwise the last tensor that is still in use ends the lease."""
         self._memory, self._shared = None, memoryview(b"")
         self._as.clear()
         return not self._lease.alive
@@ -145,9 +145,9 @@ def _end(fd: Descriptor, view: memoryview, views: PrivateViews | None) -> None:
 
 
 def readable_memory(view: memoryview, span: range) -> ctypes.Array[ctypes.c_uint8]:
-    """These bytes of a mapping, for torch to take as a tensor, also where they are mapped for reading alone.
+    """Return bytes of a mapping as a ctypes array, from which torch makes a tensor even if the mapping is read-only.
 
-    Torch wants numpy's arrays, and the mapping itself, to be writable. The result keeps the mapping.
+    Torch requires writable numpy arrays and mappings. The result keeps the mapping.
     """
     mapping = np.frombuffer(view, dtype=np.uint8)
     memory = (ctypes.c_uint8 * len(span)).from_address(mapping.ctypes.data + span.start)
@@ -156,11 +156,11 @@ def readable_memory(view: memoryview, span: range) -> ctypes.Array[ctypes.c_uint
 
 
 class _PinnedImage:
-    """The memory of a slot, in ``segment``, pinned for a device, which copies from there at the speed of its link."""
+    """The memory of a slot, in ``segment``, pinned for a device so that copies run at the speed of the link."""
 
     def __init__(self, image: Segment, device: torch.device) -> None:
-        """Raises ``OSError``; what the driver refuses is copied more slowly, which is logged."""
-        # Drivers want to be able to write where memory is pinned. Nobody here is: it is protected right after.
+        """Map and pin. Raises ``OSError``. If the driver refuses to pin, copies are slower, and a warning is logged."""
+        # Drivers require a writable mapping to pin. Writing is forbidden again right afterwards.
         self.segment = Segment.attach(Descriptor.of(reopen, image.fileno(), os.O_RDWR))
         self._device = device
         try:
@@ -171,7 +171,7 @@ class _PinnedImage:
             raise
 
     def close(self) -> None:
-        """Once the device has done what it was given, it knows nothing more of this memory."""
+        """Wait for the device's copies, and unpin the memory."""
         if hasattr(self, "_memory"):
             wait_for(self._device)
             self._memory.close()
@@ -179,14 +179,14 @@ class _PinnedImage:
 
 
 Access = Literal["private", "readonly"] | torch.device
-"""How a reader maps a slot: for itself, to be written to; as it is; or as it is and pinned for that device."""
+"""How a reader maps a slot: privately and writable, read-only, or read-only and pinned for that device."""
 
 _Files = list[tuple[Mapping[str, TensorEntry], range]]
-"""The files of a slot: the tensors of each, and its bytes."""
+"""The files of a slot: the tensors and the bytes of each file."""
 
 
 class _MappedSegment:
-    """A published segment, mapped here. Its worker may be gone: the trainer may go on to publish in it."""
+    """A published segment, mapped here. Its worker may be gone while the trainer goes on to publish there."""
 
     def __init__(self, published: PublishedSegment, client: ReaderClient) -> None:
         self.number = published.segment
@@ -198,23 +198,23 @@ class _MappedSegment:
         self._views: dict[Segment, PrivateViews] = {}
         self._pinned: dict[tuple[Segment, str], _PinnedImage] = {}
         self._files: dict[int, _Files] = {}
-        """Of each folder of checkpoints that was asked for; the same in all slots."""
+        """By checkpoint folder, for folders that were asked for. The same in all slots."""
         self._headers: dict[int, tuple[bytes, Mapping[str, TensorEntry]]] = {}
-        """Of each file of weights, by where it begins, as it was read last, and what that says."""
+        """By begin of a file of weights: the header that was read last, and the parsed header."""
 
     def update(self, published: PublishedSegment) -> None:
-        """It may have more slots than before."""
+        """Take over the current number of slots, which may have grown."""
         self._layout = published.layout
         self._slots.count = len(published.layout.slots)
 
     def published(self) -> dict[PublishedVersion, int]:
-        """What is published, and in which slot."""
+        """Return the published versions and their slots."""
         return self._slots.publications()
 
     def lease(self, version: PublishedVersion, how: Access) -> list[Lease] | None:
-        """One for each file in its slot; None where it is not there any more.
+        """Take a lease for each file of a version; None if the version is gone.
 
-        Raises ``EOFError`` or ``OSError`` where its slot was never mapped here, and the worker has left.
+        Raises ``EOFError`` or ``OSError`` if the slot was never mapped here and the worker has left.
         """
         slot = self.published().get(version)
         if slot is None:
@@ -224,7 +224,7 @@ class _MappedSegment:
             image, files = self._image(slot, version.folder)
             views = None
             if isinstance(how, torch.device):
-                # A driver would not notice that memory was given back, and taken again.
+                # A driver would not notice that memory was given back and allocated again.
                 if slot < LASTING or not isinstance(self._layout, WeightsLayout):
                     image = self._pinned_image(image, how)
             elif how == "private":
@@ -243,7 +243,7 @@ class _MappedSegment:
         return leases
 
     def close(self) -> None:
-        """Let go of the memory; where tensors are left it stays until they are gone."""
+        """Unmap the memory. Tensors that are left keep their mappings."""
         self._slots.close()
         for views in self._views.values():
             views.close()
@@ -253,16 +253,16 @@ class _MappedSegment:
             segment.close()
 
     def _pinned_image(self, image: Segment, device: torch.device) -> Segment:
-        """The memory of ``image``, mapped once more, and pinned for ``device``."""
+        """Return a second mapping of ``image``, pinned for ``device``."""
         if (image, device.type) not in self._pinned:
             self._pinned[image, device.type] = _PinnedImage(image, device)
         return self._pinned[image, device.type].segment
 
     def _entries(self, image: Segment, span: range) -> Mapping[str, TensorEntry]:
-        """The tensors of a file of weights, in a slot that is leased.
+        """Return the tensors of a file of weights, in a slot that is leased.
 
-        A publisher has memory of its own for each header. But a mirror has what has the same size in the same memory,
-        also where names, dtypes or shapes are others.
+        A publisher uses separate memory for each header. A mirror reuses memory for files of the same size, even if the
+        names, dtypes or shapes differ.
         """
         view = image.view[span.start : span.stop]
         header, entries = self._headers.get(span.start, (b"", {}))
@@ -272,7 +272,7 @@ class _MappedSegment:
         return entries
 
     def _image(self, slot: int, folder: int) -> tuple[Segment, _Files]:
-        """A slot: its segment, and what is where in it."""
+        """Return the segment of a slot, and its files."""
         layout, files = self._layout, self._files.get(folder)
         if isinstance(layout, WeightsLayout):
             if slot not in self._images:
@@ -281,43 +281,34 @@ class _MappedSegment:
             regions = layout.files or (Region(0, image.nbytes),)
             return image, [({}, range(each.offset, each.offset + each.nbytes)) for each in regions]
         if files is None:
-            its = layout.published_files(folder)
-            own = [file for file in its if not file.is_shared]
-            files = [(read_indexes(self._segment.view, own), range(layout.data_bytes))]
-            if shared := [file for file in its if file.is_shared]:
-                files.append((read_indexes(self._segment.view, shared), range(layout.data_bytes)))
-            self._files[folder] = files
-        begins = [layout.slots[slot]]
-        if isinstance(layout, CheckpointLayout):
-            begins.append(layout.shared_begin)
-        return self._segment, [
-            (entries, range(begin, min(begin + len(span), self._segment.nbytes)))
-            for (entries, span), begin in zip(files, begins, strict=False)
-        ]
+            entries = read_indexes(self._segment.view, layout.published_files(folder))
+            files = self._files[folder] = [(entries, range(layout.data_bytes))]
+        begin = layout.slots[slot]
+        return self._segment, [(entries, range(begin, begin + len(span))) for entries, span in files]
 
 
 class RankPublications:
-    """All that one rank has published, as far as it can be read here.
+    """All publications of one rank that can be read here.
 
-    When its worker leaves, what is mapped stays readable, until another worker has that endpoint and something
-    published. A fork talks to the worker by a connection of its own.
+    When the rank's worker leaves, the mapped memory stays readable, until another worker publishes at that endpoint. A
+    fork connects to the worker itself.
     """
 
     def __init__(self, connect: Callable[[], ReaderClient | None]) -> None:
-        """``connect``: to its worker; None where there is none."""
+        """``connect``: connects to the rank's worker, or returns None if there is no worker."""
         self._connect = connect
         self._client: ReaderClient | None = None
         self._owner = os.getpid()
         self._segments: list[_MappedSegment] = []
         self.trouble = ""
-        """The reason why nothing newer comes from another host; "": none is known."""
+        """The reason why nothing newer arrives from another host; "": unknown."""
 
     def refresh(self, timeout: float) -> None:
-        """Ask the worker what there is. Raises ``SaveTimeoutError`` if it has no answer in ``timeout`` seconds."""
+        """Ask the worker for its publications. Raises ``SaveTimeoutError`` if no answer comes within ``timeout`` s."""
         if self._owner != os.getpid():
-            self._leave()  # two processes that ask by one connection get each other's answers
+            self._leave()  # two processes on one connection would get each other's answers
             self._owner = os.getpid()
-        for _ in range(2):  # it may have left, and another one have come
+        for _ in range(2):  # one worker may have left, and another come
             if self._client is None:
                 self._client = self._connect()
             if self._client is None:
@@ -329,22 +320,22 @@ class RankPublications:
                 self._update(answer.published, self._client)
                 return
             except SaveTimeoutError:
-                self._leave()  # a late answer must not be taken for that to the next question
+                self._leave()  # a late answer must not be taken as the next answer
                 raise
             except (EOFError, OSError):
                 self._leave()
 
     @property
     def is_reached(self) -> bool:
-        """Whether a worker answers, or one has before it left what is mapped here."""
+        """Whether a worker answers, or memory of a worker that has left is still mapped."""
         return self._client is not None or bool(self._segments)
 
     def versions(self) -> set[PublishedVersion]:
-        """What is published now; new segments are those of the last ``refresh``."""
+        """Return the versions published now, in the segments known since the last ``refresh``."""
         return {version for segment in self._segments for version in segment.published()}
 
     def lease(self, version: PublishedVersion, how: Access) -> list[Lease] | None:
-        """Of each file of it; None where it is not there any more."""
+        """Take a lease for each file of a version; None if the version is gone."""
         try:
             found = (segment.lease(version, how) for segment in self._segments)
             return next((lease for lease in found if lease is not None), None)
@@ -353,15 +344,15 @@ class RankPublications:
             return None
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close the connection and unmap all segments."""
         self._leave()
         while self._segments:
             self._segments.pop().close()
 
     def _update(self, published: tuple[PublishedSegment, ...], client: ReaderClient) -> None:
-        """Map what is new, and let go of what is not there any more."""
+        """Map new segments, and unmap segments that are no longer published."""
         if not published and all(each.client is not client for each in self._segments):
-            return  # nothing yet: what is left of the worker before this one still serves
+            return  # until then the memory of the worker before serves on
         known = {each.number: each for each in self._segments if each.client is client}
         for each in published:
             if each.segment in known:

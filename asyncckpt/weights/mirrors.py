@@ -1,7 +1,7 @@
-"""Mirrors, for readers: the worker of this host that has here what a publisher on another host publishes.
+"""Mirrors, for readers: a worker of this host that copies the publication of another host.
 
-It is of no process: whoever reads first starts it, all others of the host find it at the endpoint of the publication,
-and it stays for as long as somebody reads, and ``Config.linger`` seconds more.
+The mirror belongs to no process. The first reader starts it, and all other readers of the host find it at the endpoint
+of the publication. The mirror stays while somebody reads, and ``Config.linger`` seconds more.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from asyncckpt.link.takeover import ReaderClient
 
 logger = logging.getLogger(__name__)
 
-# Who starts it is still to connect as a reader.
+# The reader that starts the mirror still needs time to connect.
 _LEAST_LINGER_S = 5.0
 
 
 @dataclass(frozen=True)
 class MirrorOptions:
-    """What the mirror of a host is to follow (see ``transfer/locator.py``), and how it is run, see ``Config``."""
+    """The publication that a host's mirror follows (see ``transfer/locator.py``), and the options of the worker."""
 
     job: str
     locator: str
     config: Config
 
     def connect(self) -> ReaderClient | None:
-        """A connection to the worker that has the publication on this host, started if there is none.
+        """Connect to the worker that has the publication on this host. Start a worker if there is none.
 
-        None where it has left just now. Raises ``CheckpointError`` where none can be started.
+        Return None if the worker has just left. Raises ``CheckpointError`` if no worker can be started.
         """
         endpoint = endpoint_name(self.job, 0)
         if (client := ReaderClient.connect(endpoint)) is None:
@@ -73,7 +73,7 @@ class MirrorOptions:
             worker.close(config.timeout)
             if isinstance(error, JobTakenError):  # another reader was faster, or a trainer publishes here
                 return
-            if isinstance(error, WorkerDiedError):  # it had come up, so the next question starts another
+            if isinstance(error, WorkerDiedError):  # it was up before, so the next question starts another
                 logger.warning("the mirror of this host was lost as it began: %s", error)
                 return
             raise

@@ -1,4 +1,4 @@
-"""The plan of weights: which tensors there are, and where in a slot each goes. Made once for a structure."""
+"""The plan of weights: the tensors, and their places in a slot. Made once for a structure."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from asyncckpt.weights.shards import Sharding, local
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """How weights of one structure are laid out: a ``header``, then the ``entries`` in the order of their places."""
+    """The layout of weights of one structure: a ``header``, then the ``entries`` in the order of their places."""
 
     dtype: torch.dtype | None
     header: bytes
     entries: Sequence[TensorEntry]
     converted: Sequence[bool]
-    """Which entries come in another dtype than they are published in."""
+    """Whether each entry is converted from another dtype."""
     elsewhere: Collection[TensorEntry]
-    """What this rank has as well, and another one publishes."""
+    """The parts that this rank has too, but another rank publishes."""
     names: Sequence[str]
     placements: Sequence[Any]
     fingerprint: Fingerprint
@@ -36,11 +36,11 @@ class WeightPlan:
     def make(cls, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None, sharding: Sharding) -> WeightPlan:
         """Plan weights of this structure, on all ranks together.
 
-        Raises ``UnsavableStateError`` where something cannot be published.
+        Raises ``UnsavableStateError`` if a tensor cannot be published.
 
         Args:
-            weights: What this rank has, by name.
-            dtype: What those of floating point are published as; None: what they are.
+            weights: The tensors of this rank, by name.
+            dtype: The dtype to publish floating-point tensors in; None: their own.
             sharding: The ranks that publish together.
         """
         forms = [sharding.form(name, tensor, dtype) for name, tensor in weights.items()]
@@ -63,15 +63,15 @@ class WeightPlan:
 
     @cached_property
     def places(self) -> DataLayout:
-        """The same as the entries, for those that copy tensors there."""
+        """The entries in the form that copying needs."""
         specs = [TensorSpec(copied_as(entry.dtype), entry.shape, name=entry.name) for entry in self.entries]
         places = [Place(entry.begin, entry.nbytes, entry.begin, entry.nbytes) for entry in self.entries]
         return DataLayout(specs, places, [], len(self.header) + sum(entry.nbytes for entry in self.entries))
 
     def capture(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Sequence[torch.Tensor]:
-        """The tensors of ``weights`` in the order of the entries, not copied, as those of ``places``.
+        """Return the tensors of ``weights`` in the order of the entries, viewed with the dtypes of ``places``.
 
-        Raises ``StructureChanged``, and ``UnsavableStateError`` where a part has no plain bytes.
+        Raises ``StructureChanged``, and ``UnsavableStateError`` if a part has no plain bytes.
         """
         if dtype != self.dtype or list(weights) != self.names:
             raise StructureChanged("other names, or another dtype to publish in")
@@ -89,7 +89,7 @@ class WeightPlan:
         return not all(entry.is_known for entry in self.entries)
 
     def find(self, form: TensorEntry) -> int | None:
-        """The number of the entry that ``form`` is without its place; None where it is not in the plan."""
+        """Return the number of the entry that equals ``form`` except for its place; None if there is none."""
         return self._numbers.get(form)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The publisher: the trainer's part, which puts its newest weights where readers of its host can take them."""
+"""The publisher: the trainer's side. Copies the newest weights to shared memory, for readers on its host."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _TAKES = "publish takes a state dict, or pairs of name and tensor"
 
 
 class WeightPublisher:
-    """Publishes weights, version after version, for every ``WeightSubscriber`` with its ``address`` on this host.
+    """Publishes weights, version after version, to every ``WeightSubscriber`` with its ``address`` on this host.
 
-    The memory is held by a worker process, so readers go on when the trainer dies, and one that is started in its place
-    goes on where it was. The methods are for one thread at a time. ``close`` it, or use it as a context manager.
+    A worker process holds the memory, so readers go on when the trainer dies. A restarted trainer continues where the
+    old one was. Only one thread at a time may call. ``close`` it, or use it as a context manager.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class WeightPublisher:
         process_group: ProcessGroup | PublishingRanks | None = None,
         config: Config | None = None,
     ) -> None:
-        """Takes no memory and starts no worker yet. Raises ``ValueError`` for an argument that is out of range.
+        """Allocate no memory and start no worker yet. Raises ``ValueError`` for an argument that is out of range.
 
         Args:
-            address: Any text, by which readers find this.
-            slots: How many images of the weights there may be in memory, 2 or more: one has the newest version, one is
-                to publish in. More are taken where readers keep older versions, and given back when they do not.
-            when_busy: What happens when all slots but that of the newest version are being read: the publication is
-                skipped, or waits for a reader to end, at most ``Config.timeout`` seconds.
-            process_group: Its ranks publish together, each its part of sharded weights (DTensors), by the same calls;
-                readers need all of them on their host. Or other ``PublishingRanks``. None: this process alone.
-            config: ``timeout``, ``linger`` and what is about the worker process are taken from it. None: what the
-                environment says.
+            address: Any text. Readers find this publisher by the address.
+            slots: Maximum number of images of the weights in memory, 2 or more. One has the newest version, and one is
+                for the next. More are allocated if readers keep older versions, and given back if they do not.
+            when_busy: The behavior if readers hold all slots but that of the newest version. "skip": skip the
+                publication. "wait": wait for a reader to end, at most ``Config.timeout`` seconds.
+            process_group: The ranks that publish together by the same calls, each its part of sharded weights
+                (DTensors), or other ``PublishingRanks``. Readers need all ranks on their host. If None, this process
+                publishes alone.
+            config: Supplies ``timeout``, ``linger`` and the options of the worker process. Default: the environment.
         """
         if not address:
             raise ValueError("an address is a text that readers are told, and not empty")
@@ -77,7 +77,7 @@ class WeightPublisher:
         self.address = address
         self._slots = slots
         self._when_busy = when_busy
-        self._config = replace(Config.given(config), metrics_folder=None)  # which is about what is written
+        self._config = replace(Config.given(config), metrics_folder=None)  # metrics are about saves
         self._sharding = Sharding(ranks_of(process_group))
         self._supervisor = Supervisor(
             self._config,
@@ -87,7 +87,7 @@ class WeightPublisher:
             close=lambda linger: self._close(linger=linger),
         )
         self._plan: WeightPlan | None = None
-        # The last one is published in; those before it, of other structures, are left until that has a version.
+        # Versions go to the last buffer. Buffers of other structures are kept until the last one has a version.
         self._buffers: list[WeightBuffer] = []
         self._versions = Versions()
         self._threads, self._streamed = copy_threads(), StreamedCopies()
@@ -99,7 +99,7 @@ class WeightPublisher:
 
     @property
     def worker(self) -> WorkerClient | None:
-        """The worker, once there is one."""
+        """The worker, or None before its start."""
         return self._supervisor.client
 
     def publish(
@@ -110,34 +110,34 @@ class WeightPublisher:
         dtype: torch.dtype | None = None,
         roll_back: bool = False,
     ) -> Publication:
-        """Copy ``weights`` and let readers see them, all at once. The caller may change them when this returns.
+        """Copy ``weights`` and publish them atomically. The caller may change the weights when this returns.
 
-        After any error nothing is published; the newest version stays, and what is being read.
+        After any error nothing is published. The newest version and all leased versions stay.
 
         Args:
-            weights: A state dict, as ``Checkpointer.save`` takes it (what in it is no tensor is left out), or pairs of
-                name and tensor, taken one by one, each copied before the next is asked for.
-            version: 0 or more, and greater than the last one published, also by a trainer before this one.
-            dtype: What tensors of floating point are converted to on the way (not those of 8 bits).
-            roll_back: Allow a version that is not newer than the last one; readers take it.
+            weights: A state dict, as ``Checkpointer.save`` takes it (non-tensors are ignored). Or pairs of name and
+                tensor: each tensor is copied before the next pair is taken.
+            version: 0 or more, and greater than the last version published, also by an earlier trainer.
+            dtype: The dtype to convert floating-point tensors to, except tensors of 8 bits.
+            roll_back: Allow a version that is not newer than the last. Readers take it.
 
         Returns:
-            What was published; ``skipped`` where readers have all slots.
+            The publication; ``skipped`` is True if readers hold all slots.
 
         Raises:
-            VersionError, UnsavableStateError, OutOfMemoryError, ClosedError: As they say.
+            VersionError, UnsavableStateError, OutOfMemoryError, ClosedError: See their docstrings.
             JobTakenError: Another process publishes under this address.
-            WorkerDiedError: The next call starts another worker.
-            RankFailedError: Another rank raises, or does not answer within the timeout of the process group.
-            WeightsTimeoutError: ``when_busy`` is "wait", and readers do not end.
+            WorkerDiedError: The worker died. The next call starts another worker.
+            RankFailedError: Another rank raised, or did not answer within the timeout of the process group.
+            WeightsTimeoutError: ``when_busy`` is "wait", and readers held all slots until the timeout.
         """
         with self._lock, self._sharding.together():
             _check(weights, dtype)
-            self._running_client()  # which may go on after a publisher before this one
+            self._running_client()  # may take over an earlier publisher's worker
             published = self._versions.admit(version, self._sharding.ranks, self._sharding.gather, roll_back=roll_back)
             self._timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
             slot = self._copy_all(weights, dtype) if isinstance(weights, Mapping) else self._copy_each(weights, dtype)
-            # All have copied, or none publishes.
+            # Publish only if all ranks have copied.
             told = self._sharding.gather((published, self._served.at(self.worker)))
             if len({each for each, _ in told}) > 1:
                 versions = ", ".join(str(each.version) for each, _ in told)
@@ -152,18 +152,19 @@ class WeightPublisher:
             return done
 
     def prepare(self, weights: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> None:
-        """Start the worker, plan for ``weights`` in ``dtype``, and take the memory of two slots, so that no publication
-        has to; on all ranks together. Raises as ``publish`` does.
+        """Start the worker, plan for ``weights`` in ``dtype``, and allocate two slots, to make publications faster.
+
+        All ranks call together. Raises as ``publish`` does.
         """
         with self._lock, self._sharding.together():
-            self._running_client()  # which may go on after a publisher before this one
+            self._running_client()  # may take over an earlier publisher's worker
             plan, _ = self._planned(weights, dtype)
             self._buffer_for(plan).fill(plan)
             self._sharding.gather(None)
 
     @property
     def locator(self) -> str | None:
-        """What ``serve`` has returned, or another one, where a worker has died since then; None: nothing is served."""
+        """The current locator; None if nothing is served. The locator changes after a worker's death."""
         return None if self._served.locator is None else str(self._served.locator)
 
     def serve(
@@ -173,25 +174,25 @@ class WeightPublisher:
         file: str | os.PathLike[str] | None = None,
         key: bytes | None = None,
     ) -> str:
-        """Let readers of other hosts have what is published, see ``WeightSubscriber``; on all ranks together.
+        """Serve the publications to readers of other hosts, see ``WeightSubscriber``. All ranks call together.
 
         Args:
-            address: Name or address of this host, for the others. None: what ``Config.address`` says.
-            file: Where the first rank writes the locator, too, for this user alone; and again where it changes, as a
-                worker has died, or a trainer is started anew (which then keeps the key).
-            key: 32 bytes that nobody can guess, of all who may read. None: new ones, or those in the file.
+            address: Name or address of this host for other hosts. None: ``Config.address``.
+            file: A path where the first rank also writes the locator, readable for this user only. Written again when
+                the locator changes after the death of a worker. A restarted trainer keeps the key in the file.
+            key: 32 unguessable bytes, shared by all readers. Default: the key in the file, or a new key.
 
         Returns:
-            The locator. Whoever knows it can read the weights.
+            The locator. Anybody who knows it can read the weights.
 
         Raises:
-            StorageError: Nobody can connect, or the file cannot be written. And as ``publish`` does.
+            StorageError: Nobody can connect, or the file cannot be written. Further errors as in ``publish``.
         """
         with self._lock, self._sharding.together():
             return str(self._served.begin(self._running_client(), address, file, key))
 
     def close(self) -> None:
-        """End the worker, and give the memory back; readers keep what they have leased. Safe to call twice."""
+        """End the worker and release the memory. Readers keep the versions they have leased. Safe to call twice."""
         self._close(linger=False)
 
     def _close(self, *, linger: bool) -> None:
@@ -207,7 +208,7 @@ class WeightPublisher:
                 self._buffers.pop()
             self._threads.close()
             self._supervisor.close()
-            self._has_left = True  # not before: what an exception interrupts, the next call does
+            self._has_left = True  # only now, so that a call after an interruption does the rest
             if failure is not None:
                 raise failure
 
@@ -215,10 +216,10 @@ class WeightPublisher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A training that ends by an error is likely to be started again.
+        # A training that ends with an error is likely to be restarted.
         self._close(linger=kind is not None and issubclass(kind, Exception))
 
-    # What a publication goes through.
+    # The steps of a publication.
 
     def _running_client(self) -> WorkerClient:
         if self._closed:
@@ -232,12 +233,12 @@ class WeightPublisher:
             ) from error
 
     def _hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
-        if predecessor is not None and not self._buffers:  # what a publisher before this one has left
+        if predecessor is not None and not self._buffers:  # left by an earlier publisher
             for each in predecessor.published:
                 control = predecessor.segments[each.segment]
                 images = [predecessor.segments[number] for number in each.layout.slots]
                 self._buffers.append(WeightBuffer(control, images, client, self._config.timeout))
-            # It has no folder that somebody could remove: all of it counts until its worker has left.
+            # There is no folder that a user could remove, so all versions count until the worker has left.
             self._versions.inherit({version: True for buffer in self._buffers for version in buffer.published()})
         for buffer in self._buffers:
             buffer.hand_over(client)
@@ -254,7 +255,7 @@ class WeightPublisher:
     def _planned(
         self, weights: Mapping[str, Any], dtype: torch.dtype | None
     ) -> tuple[WeightPlan, Sequence[torch.Tensor]]:
-        """The plan, and what of ``weights`` this rank publishes; on all ranks together."""
+        """Return the plan, and the tensors that this rank publishes. All ranks call together."""
         held = self._sharding.held(weights)
         plan, tensors = self._plan, None
         if plan is not None:
@@ -263,13 +264,13 @@ class WeightPublisher:
             except StructureChanged as error:
                 logger.info("the weights at %r are planned anew: %s", self.address, error)
         if not all(self._sharding.gather(tensors is not None)) or plan is None or tensors is None:
-            self._plan = None  # should this fail, on some rank, all plan again
+            self._plan = None  # if this fails on a rank, all ranks plan again
             plan = self._plan = WeightPlan.make(held, dtype, self._sharding)
             tensors = plan.capture(held, dtype)
         return plan, tensors
 
     def _buffer_for(self, plan: WeightPlan) -> WeightBuffer:
-        """Where images of ``plan`` go; from now on it is the last buffer."""
+        """Return the buffer for images of ``plan``, and make it the last buffer."""
         buffer = next((buffer for buffer in self._buffers if buffer.is_for(plan)), None)
         if buffer is None:
             buffer = WeightBuffer.allocate(self._running_client(), self._config.timeout)
@@ -279,7 +280,7 @@ class WeightPublisher:
         return buffer
 
     def _claim(self, plan: WeightPlan) -> int | None:
-        """A slot for ``plan``, on all ranks or on none."""
+        """Claim a slot for ``plan`` on all ranks, or return None on all ranks."""
         deadline = time.monotonic() + self._config.timeout
         buffer = self._buffer_for(plan)
         while True:
@@ -296,7 +297,7 @@ class WeightPublisher:
             time.sleep(_PAUSE_S)
 
     def _copy_all(self, weights: Mapping[str, Any], dtype: torch.dtype | None) -> int | None:
-        """Into a slot, which is returned; None where all ranks skip it."""
+        """Copy into a slot, and return the slot; None if all ranks skip the publication."""
         with _timed(self._timings, "plan_s"):
             plan, tensors = self._planned(weights, dtype)
         with _timed(self._timings, "wait_s"):
@@ -307,13 +308,13 @@ class WeightPublisher:
         return slot
 
     def _copy_each(self, stream: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> int | None:
-        """As ``_copy_all``, for tensors that come one by one, and may be gone when the next one comes."""
+        """As ``_copy_all``, for a stream of tensors. A tensor may be gone when the next one comes."""
         plan = self._plan
         known = all(self._sharding.gather(plan is not None and plan.dtype == dtype))
         with _timed(self._timings, "wait_s"):
             slot = self._claim(plan) if known and plan is not None else None
         if known and slot is None:
-            self._sharding.walk(stream, lambda *_: None)  # other ranks may wait for this one along it
+            self._sharding.walk(stream, lambda *_: None)  # walk on, because other ranks may wait for this one
             return None
         planned = None
         if plan is not None and slot is not None:
@@ -325,7 +326,7 @@ class WeightPublisher:
             done = self._sharding.have_walked(copy.is_as_planned)
             kept = {} if done else copy.tensors()
         if not done:
-            self._plan = None  # what is refused now is all kept the next time
+            self._plan = None  # so that after an error now, the next publication keeps all tensors
             self._sharding.check_kept(copy.left_to_others, kept)
         return slot if done else self._copy_all(kept, dtype)
 
@@ -342,7 +343,7 @@ def _check(weights: object, dtype: object) -> None:
         raise TypeError("publish takes a state dict: give it module.state_dict()")
     if isinstance(weights, (str, bytes, type, torch.Tensor)) or not isinstance(weights, Iterable):
         raise TypeError(f"{_TAKES}, and this is a {type(weights).__name__}")
-    # To no other can torch convert.
+    # Torch can convert to no other dtypes.
     converts = isinstance(dtype, torch.dtype) and dtype.is_floating_point and copied_as(dtype) is dtype
     if dtype is not None and not converts:
         raise ValueError(f"dtype is one of torch's of floating point, not {dtype!r}")

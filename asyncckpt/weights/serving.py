@@ -1,4 +1,4 @@
-"""Serving: what a publisher does so that readers of other hosts find what it publishes."""
+"""Serving: a publisher's ranks let readers of other hosts find the publication."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _KEY_BYTES = 32
 
 
 class ServedPublication:
-    """What the ranks of one publisher serve: nothing, until ``begin``. Each method is for all ranks together."""
+    """The serving of one publisher's ranks, which begins with ``begin``. All ranks call each method together."""
 
     def __init__(self, sharding: Sharding, config: Config) -> None:
-        """``config``: its ``transport``, ``timeout``, and ``address``, which holds where no other is given."""
+        """``config``: supplies ``transport``, ``timeout``, and the default ``address``."""
         self._sharding, self._config = sharding, config
         self._host = self._file = ""
         self._key = b""
@@ -33,7 +33,7 @@ class ServedPublication:
 
     @property
     def locator(self) -> Locator | None:
-        """Where they serve now; None: nowhere."""
+        """The locator of the serving ranks; None if they do not serve."""
         return self._locator
 
     def begin(
@@ -48,10 +48,10 @@ class ServedPublication:
         return self.update([each for each in own if each is not None])
 
     def at(self, client: WorkerClient | None) -> TransferAddress | None:
-        """Where this rank's worker serves what it has; None: nowhere. Raises ``StorageError``: it cannot."""
+        """Return the address where this rank's worker serves; None if it does not. Raises ``StorageError``."""
         if self._key and client is not None and client is not self._client:
             doing = "serving weights to other hosts"
-            # At all of its addresses: what the name means to others is not known here.
+            # Listen at all addresses, because this host cannot know how others resolve its name.
             served = client.ask(Serve(self._key, ""), Served, self._config.timeout, doing)
             if served.trouble is not None:
                 raise StorageError(f"the weights cannot be served to other hosts: {served.trouble}")
@@ -59,20 +59,20 @@ class ServedPublication:
         return self._own
 
     def update(self, addresses: Sequence[TransferAddress]) -> Locator:
-        """The ranks serve at these ``addresses`` now, in their order, as ``at`` says; where it says something."""
+        """Return the locator for ``addresses``, by rank, as ``at`` returned them. Write a new locator to the file."""
         locator = Locator(self._key, tuple(addresses), self._config.transport)
-        if addresses and locator != self._locator:  # on all ranks or on none
+        if addresses and locator != self._locator:  # the same on all ranks
             if self._file:
                 try:
                     locator.write(self._file)
                 except OSError as error:
                     raise StorageError(f"where the weights are served cannot be written: {error}") from error
-            self._sharding.gather(None)  # or none goes on
+            self._sharding.gather(None)  # no rank goes on if one has failed
             self._locator = locator
         return locator
 
     def _first_key(self) -> bytes:
-        """That of the publisher before this one, if its file is there: then its readers go on with this one."""
+        """Return the key in the file of an earlier publisher, so that its readers can go on; otherwise a new key."""
         if self._file:
             with suppress(OSError, ValueError):
                 return Locator.read_own(self._file).key

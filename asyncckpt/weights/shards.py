@@ -1,4 +1,4 @@
-"""Sharding: a process publishes alone, or several ranks together, each what the others have not."""
+"""Sharding: a process publishes alone, or several ranks publish together, each its own parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PublishingRanks(Protocol):
     def ranks(self) -> int: ...
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The ``value`` of each rank, in their order. Raises ``RankFailedError``: one is gone, or does not answer."""
+        """Return the ``value`` of each rank, by rank. Raises ``RankFailedError`` if a rank is gone or silent."""
 
 
 class OneRank:
@@ -41,10 +41,10 @@ class OneRank:
 
 
 class ProcessGroupRanks:
-    """Those of a process group of ``torch.distributed``."""
+    """The ranks of a process group of ``torch.distributed``."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        """Raises ``ValueError`` where this process is not in it."""
+        """Raises ``ValueError`` if this process is not in the group."""
         self._process_group = process_group
         self.rank, self.ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         if self.rank < 0:
@@ -60,7 +60,7 @@ class ProcessGroupRanks:
 
 
 def ranks_of(process_group: dist.ProcessGroup | PublishingRanks | None) -> PublishingRanks:
-    """Those of ``process_group``; None: this process alone."""
+    """Return the ranks of ``process_group``; None: this process alone."""
     if process_group is None:
         return OneRank()
     return ProcessGroupRanks(process_group) if isinstance(process_group, dist.ProcessGroup) else process_group
@@ -70,20 +70,20 @@ T = TypeVar("T")
 
 
 class Sharding:
-    """What of the weights this process publishes. ``rank`` of ``ranks``."""
+    """Decides which parts of the weights this process publishes, as ``rank`` of ``ranks``."""
 
     def __init__(self, together: PublishingRanks) -> None:
         """``together``: the ranks that publish together."""
         self._together = together
         self._in_step = True
         self.rank, self.ranks = together.rank, together.ranks
-        # Of the stream that is walked along: the tensors that all ranks have, and how many bytes are each one's share.
+        # For the current stream: the names of tensors that all ranks have, and the bytes assigned to each rank.
         self._common: list[str] = []
         self._shares = [0] * self.ranks
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """All ranks do the same in here, a ``gather`` last. Where one raises, all do, at their next ``gather``."""
+        """Run a block on all ranks alike, with a ``gather`` last. If a rank raises, all do at their next ``gather``."""
         self._in_step = True
         try:
             yield
@@ -94,17 +94,17 @@ class Sharding:
             raise
 
     def part(self) -> None:
-        """All have said their last: what fails from now on, on one rank, is no other's, which would not hear of it."""
+        """End the cooperation. After the last gather, a failure stays on its own rank."""
         self._in_step = False
 
     def gather(self, value: T) -> list[T]:
-        """What each rank has, in their order. Raises ``RankFailedError`` where one has failed, or does not answer."""
+        """Return the value of each rank, by rank. Raises ``RankFailedError`` if a rank has failed or is silent."""
         if self.ranks == 1:
             return [value]
         told = self._exchange(value, None)
         for rank, (_, failure) in enumerate(told):
             if failure is not None:
-                self._in_step = False  # they know
+                self._in_step = False  # the other ranks know the failure
                 theirs = decode(failure)
                 raise RankFailedError(f"rank {rank} cannot publish: {theirs.message}", rank=rank) from theirs
         return [each for each, _ in told]
@@ -118,7 +118,7 @@ class Sharding:
     def walk(self, stream: Iterable[tuple[str, torch.Tensor]], take: Callable[[str, torch.Tensor], None]) -> None:
         """Call ``take`` with each name and tensor of ``stream``.
 
-        Other ranks may walk along it, and wait for each other: so to its end, also where ``take`` raises.
+        Walks to the end even if ``take`` raises, because other ranks may walk along the stream and wait for each other.
         """
         self._common, self._shares = [], [0] * self.ranks
         failure: Exception | None = None
@@ -134,8 +134,9 @@ class Sharding:
             raise failure
 
     def held(self, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of a state dict that this rank has, or has parts of, by name; nested ones by their path, with
-        dots.
+        """Return the tensors of a state dict that this rank has, or has parts of, by name.
+
+        Nested tensors are named by their path, joined with dots.
         """
         weights = stateful_to_dict(weights)
         if any(isinstance(value, (Mapping, list)) for value in weights.values()):
@@ -144,10 +145,9 @@ class Sharding:
         return {name: tensor for name, tensor in tensors.items() if is_here(tensor)}
 
     def own(self, forms: Sequence[TensorEntry]) -> list[TensorEntry]:
-        """Those that this rank publishes, of what it has, on all ranks together: of a part that several have, the first
-        of them publishes it.
+        """Choose the parts that this rank publishes, on all ranks together. The first rank with a part publishes it.
 
-        Raises ``UnsavableStateError``, on all ranks, where parts are missing or do not fit together.
+        Raises ``UnsavableStateError``, on all ranks, if parts are missing or do not fit together.
         """
         if self.ranks == 1 and forms:
             return list(forms)
@@ -169,12 +169,12 @@ class Sharding:
         return [form for form in forms if owners.get(form.name, {}).get(form.ranges) == self.rank]
 
     def form(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorEntry:
-        """What is published of a tensor. Raises ``UnsavableStateError`` where that is not to be.
+        """Describe the published form of a tensor. Raises ``UnsavableStateError`` if it cannot be published.
 
         Args:
-            name: Its name.
-            tensor: This rank's own.
-            dtype: What it is published as, if it is of floating point; None: what it is.
+            name: The tensor's name.
+            tensor: The tensor of this rank.
+            dtype: The dtype to publish in, if the tensor is of floating point; None: its own.
         """
         if not isinstance(tensor, torch.Tensor):
             raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__}, and no tensor")
@@ -190,16 +190,16 @@ class Sharding:
         elif type(tensor) not in PLAIN or has_no_bytes(tensor):
             raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__} that has no plain bytes to publish")
         local(name, tensor)
-        # A tensor of eight bits has scales beside it, and means nothing without them.
+        # A tensor of eight bits has separate scales, and is meaningless without them.
         converts = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
         published = dtype if converts and dtype is not None else tensor.dtype
         return TensorEntry(name, published, tuple(shape), tuple(offsets), tuple(tensor.shape))
 
     def takes(self, form: TensorEntry, tensor: torch.Tensor) -> bool:
-        """Whether this rank may publish ``tensor``, the next of a stream that it has.
+        """Return whether this rank publishes ``tensor``, the next of its stream.
 
-        All ranks have what is no DTensor. The one that has the fewest bytes by then takes it, as all of them can tell,
-        and the others do not keep it.
+        All ranks have every plain tensor. The rank with the fewest bytes so far takes it, and the others do not keep
+        it. All ranks compute the same assignment.
         """
         if isinstance(tensor, DTensor):
             return True
@@ -209,9 +209,9 @@ class Sharding:
         return taker == self.rank
 
     def have_walked(self, as_planned: bool) -> bool:
-        """Whether what came along the stream was as planned, on all ranks.
+        """Return whether the stream was as planned, on all ranks.
 
-        Raises ``UnsavableStateError``, on all of them, where they had not the same: nobody knows who took what.
+        Raises ``UnsavableStateError`` on all ranks if their streams differed, because the assignment is unknown then.
         """
         what = xxh3_64_hexdigest(repr(self._common).encode()), tuple(self._shares)
         told = self.gather((as_planned, what))
@@ -223,7 +223,7 @@ class Sharding:
         return all(theirs for theirs, _ in told)
 
     def check_kept(self, left: Collection[str], kept: Collection[str]) -> None:
-        """Raise ``UnsavableStateError``, on all ranks, unless some has ``kept`` what any has ``left`` to another."""
+        """Raise ``UnsavableStateError``, on all ranks, unless each name in any ``left`` is in some rank's ``kept``."""
         told = self.gather((list(left), list(kept) if self.ranks > 1 else []))
         there = {name for _, theirs in told for name in theirs}
         if lost := [name for theirs, _ in told for name in theirs if name not in there]:
@@ -234,12 +234,12 @@ class Sharding:
 
 
 def local(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of the tensor ``name`` that this process has. Raises ``UnsavableStateError``: it has no plain bytes."""
+    """Return the part of the tensor that this process has. Raises ``UnsavableStateError`` if it has no plain bytes."""
     return plain_part(tensor.to_local(), name).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def is_here(tensor: torch.Tensor) -> bool:
-    """Whether this process has a part of ``tensor``, or all of it."""
+    """Return whether this process has ``tensor``, or a part."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
 
 
@@ -255,9 +255,9 @@ def _check_whole(entry: TensorEntry, parts: Collection[Ranges]) -> None:
 
 
 def _pair(entry: Any) -> tuple[str, torch.Tensor]:
-    """``entry``, of a stream. Raises ``TypeError`` where it is no pair of name and tensor."""
+    """Return ``entry`` of a stream. Raises ``TypeError`` if ``entry`` is no pair of name and tensor."""
     is_pair = isinstance(entry, (tuple, list)) and len(entry) == 2
     if is_pair and isinstance(entry[1], torch.Tensor):
-        return entry[0], entry[1]  # a name that is none is refused as those of a state dict are
+        return entry[0], entry[1]  # an invalid name is refused later, as in state dicts
     found = f"({', '.join(type(each).__name__ for each in entry)})" if is_pair else type(entry).__name__
     raise TypeError(f"publish takes a state dict, or pairs of name and tensor, and here is {found} in the place of one")

@@ -1,8 +1,8 @@
-"""Copies of tensors that come one by one, and may be gone, or have become others, when the next one is asked for.
+"""Copies of tensors that come one by one. A tensor may be freed or overwritten when the next is asked for.
 
-What is on a device is copied there first, which takes a small part of the time that its link takes. From that copy it
-goes to the host on a side stream, while the next tensor is made: where ranks gather each together and take turns in
-copying (see ``shards.py``), a rank that is still copying must not keep the others waiting.
+A tensor on a device is copied there first, which takes a small part of the time that its link takes. A side stream then
+copies that copy to the host while the next tensor is made. Ranks that gather each tensor together take turns in copying
+(see ``shards.py``), so a rank that is still copying must not delay the others.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from asyncckpt.weights.layout import copied_as
 from asyncckpt.weights.plan import WeightPlan
 from asyncckpt.weights.shards import Sharding, is_here, local
 
-# The most memory of a device that copies take, but for a tensor that is larger.
+# Maximum bytes of device memory for copies, unless a single tensor is larger.
 _MOST_BYTES = 256 << 20
 
 
 class StreamedCopies:
-    """Copies that are under way within a ``with`` block; at its end all are done, also where something is raised."""
+    """Copies that are under way within a ``with`` block. At the end of the block, even by an error, all are done."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, DeviceStream] = {}
         self._under_way: deque[tuple[DeviceKind, DeviceEvent, torch.Tensor]] = deque()
 
     def copy(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy ``tensor``, which may be changed when this returns, to the host's memory, converted if need be."""
+        """Copy ``tensor`` to host memory, with conversion. The caller may change ``tensor`` when this returns."""
         device = tensor.device
         kind = kind_of(device)
         staged = None if kind is None else self._staged(tensor, into.dtype)
@@ -40,7 +40,7 @@ class StreamedCopies:
             into.copy_(on_device(tensor, into.dtype))
             return
         with kind.use(device):
-            # Whoever changes the tensor then may do so on any stream.
+            # The caller may change the tensor on any stream from now on.
             kind.record(kind.current_stream(device)).synchronize()
         if device not in self._streams:
             self._streams[device] = kind.new_stream(device)
@@ -54,7 +54,7 @@ class StreamedCopies:
     def __exit__(self, *_: object) -> None:
         try:
             self._wait(0)
-        finally:  # an exception out of a signal handler may have cut that short, or come before a copy was noted
+        finally:  # a signal handler's exception may have cut the wait short, or come before a copy was noted
             for device, stream in self._streams.items():
                 kind = kind_of(device)
                 if kind is not None:
@@ -62,10 +62,10 @@ class StreamedCopies:
                         kind.record(stream).synchronize()
 
     def _staged(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """A copy of ``tensor`` on its device, in ``dtype``; None where that has no room for it."""
+        """Return a copy of ``tensor`` on its device, in ``dtype``; None if the device has no memory for the copy."""
         self._wait(_MOST_BYTES - tensor.numel() * dtype.itemsize)
         try:
-            # A conjugate that is only a flag would be carried out on the host, on bytes that are still to come.
+            # Resolve lazy conjugates now. Otherwise the host would resolve them before the bytes have arrived.
             plain = tensor.resolve_conj().resolve_neg()
             return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)
         except torch.OutOfMemoryError:
@@ -73,19 +73,19 @@ class StreamedCopies:
             return None
 
     def _wait(self, nbytes: int) -> None:
-        """Wait until no more than so many bytes are under way, or nothing is."""
+        """Wait until at most ``nbytes`` are under way, or nothing is."""
         left = sum(staged.nbytes for *_, staged in self._under_way)
         while self._under_way and left > nbytes:
             kind, event, staged = self._under_way[0]
             with kind.use(staged.device):
                 event.synchronize()
-            # Not before: the memory goes to whoever asks next, and is still read until then.
+            # Not before: the allocator gives freed memory to the next caller, while the copy still reads it.
             self._under_way.popleft()
             left -= staged.nbytes
 
 
 def on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor`` in ``dtype``, if it is on a device that has room: a copy that converts does that on the host."""
+    """Return ``tensor`` in ``dtype``, converted on its device if it has memory, because host conversion is slow."""
     try:
         return tensor if tensor.is_cpu else tensor.to(dtype)
     except torch.OutOfMemoryError:
@@ -93,11 +93,11 @@ def on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 Views = Callable[[torch.device | None], Sequence[torch.Tensor]]
-"""The places of all tensors of a plan in a slot, for copies from a device (None: from nowhere)."""
+"""Returns the places of all tensors of a plan in a slot. The argument is the device to copy from, or None."""
 
 
 class StreamCopy:
-    """The first tensor that is not as planned, and all after it, are kept, until it is known what there is."""
+    """The copying of one stream. The first tensor that is not as planned, and all after it, are kept for replanning."""
 
     def __init__(
         self,
@@ -106,23 +106,23 @@ class StreamCopy:
         copies: StreamedCopies,
         planned: tuple[WeightPlan, Views] | None,
     ) -> None:
-        """Nothing has come yet.
+        """Copy nothing yet.
 
         Args:
-            sharding: The ranks that take part.
-            dtype: What those of floating point are published as; None: what they are.
-            copies: By which they are copied.
-            planned: The plan, and where its tensors go; None: all are kept.
+            sharding: The ranks that publish together.
+            dtype: The dtype to publish floating-point tensors in; None: their own.
+            copies: Performs the copies.
+            planned: The plan, and the places of its tensors; None: keep all tensors.
         """
         self._sharding, self._dtype, self._copies, self._planned = sharding, dtype, copies, planned
         self._copied: dict[str, int] = {}
         self._kept: dict[str, torch.Tensor] = {}
         self._seen: set[str] = set()
         self.left_to_others: list[str] = []
-        """Of which another rank was planned to publish the same part."""
+        """Names of tensors whose parts another rank was planned to publish."""
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
-        """The next one. Raises ``UnsavableStateError`` where it cannot be published."""
+        """Copy or keep the next tensor. Raises ``UnsavableStateError`` if the tensor cannot be published."""
         if not is_here(tensor):
             return
         form = self._sharding.form(name, tensor, self._dtype)
@@ -134,7 +134,7 @@ class StreamCopy:
         if form.shape != form.whole:
             raise UnsavableStateError(f"{name!r} is a part of a tensor: publish such as a state dict, not one by one")
         plan, views = self._planned if self._planned is not None and not self._kept else (None, None)
-        # What is no DTensor is shared anew along each stream: a plan of state dicts may have it elsewhere.
+        # Plain tensors are assigned to ranks anew in each stream, but a plan of state dicts may assign them otherwise.
         if isinstance(tensor, DTensor) and plan is not None and form in plan.elsewhere:
             self.left_to_others.append(name)
             return
@@ -150,11 +150,11 @@ class StreamCopy:
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether all that was planned has come, and nothing else."""
+        """Whether the stream had exactly the planned tensors."""
         return self._planned is not None and not self._kept and len(self._copied) == len(self._planned[0].entries)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that has come, when the copies are done."""
+        """Return all tensors of the stream. Call after the copies are done."""
         if self._planned is None:
             return self._kept
         plan, views = self._planned

@@ -1,4 +1,4 @@
-"""The subscriber: a reader's part, which takes the newest weights out of the trainer's shared memory on its host."""
+"""The subscriber: the reader's side. Leases the newest weights in the trainer's shared memory on this host."""
 
 from __future__ import annotations
 
@@ -24,34 +24,33 @@ from asyncckpt.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-# How long a worker, which is there, may take to answer: so long that a loaded machine is no reason to give up.
+# Timeout for the answer of a worker, long enough for a loaded machine.
 _ANSWER_S, _LEAST_ANSWER_S = 10.0, 1.0
-# While nothing is new: how often to look at what is mapped, and how often to ask for what is not.
+# While nothing is new: the pauses between looks at mapped memory, and the interval between questions to the worker.
 _LEAST_PAUSE_S = 0.0005
 _MOST_PAUSE_S = 0.01
 _ASK_AGAIN_S = 0.05
 
 
 class WeightSubscriber:
-    """Reads what the trainer with an address publishes, see ``WeightPublisher``; of the same user, on the same host.
+    """Reads the publications of a trainer's ``WeightPublisher``, which has the same user, host and ``address``.
 
-    It may be there before the trainer, outlive it, and find the one that is started in its place. Any thread may call,
-    also of a fork; what was acquired may be used and released by any. ``close`` it, or use it as a context manager, or
-    just let go of it: what is still leased then stays leased.
+    A subscriber may be created before the trainer starts. It outlives the trainer, and finds a restarted trainer. Any
+    thread may call, also in a fork. Acquired weights may be used and released by any thread. ``close`` it, use it as a
+    context manager, or drop it: leased weights stay leased.
     """
 
     def __init__(
         self, address: str, *, prefix: str = "", locator: str | None = None, config: Config | None = None
     ) -> None:
-        """Nothing is asked for yet.
+        """Ask for nothing yet.
 
         Args:
-            address: That of the publisher.
-            prefix: Only tensors whose names begin with that, and without it.
-            locator: Of a publisher on another host: what its ``serve`` has returned, or the path of the file that it
-                writes. A worker of this host has the newest version here then, for all its readers.
-            config: ``timeout``, ``linger`` and what is about the worker process are taken from it, for that worker.
-                None: what the environment says.
+            address: The publisher's address.
+            prefix: Only tensors with this prefix are read. Their names lose the prefix.
+            locator: For a publisher on another host: the text that its ``serve`` returned, or the path of the file that
+                it writes. A worker of this host then mirrors the newest version for all readers here.
+            config: Supplies ``timeout``, ``linger`` and the options of that worker. Default: the environment.
         """
         self._address = address
         self._job = job_of_weights(address)
@@ -67,20 +66,20 @@ class WeightSubscriber:
     def of_checkpoints(
         cls, root: str | os.PathLike[str], *, job_id: str | None = None, prefix: str = ""
     ) -> WeightSubscriber:
-        """For what a ``Checkpointer`` publishes of its saves.
+        """Create a subscriber for the saves that a ``Checkpointer`` publishes.
 
         Args:
-            root: Its folder.
-            job_id: Its ``Config.job_id``.
-            prefix: Only tensors whose names begin with that, and without it. The names are those in the checkpoint:
-                ``"model."``, with its dot, for a state dict with the weights under "model".
+            root: The checkpointer's folder.
+            job_id: The checkpointer's ``Config.job_id``.
+            prefix: Only tensors with this prefix are read. Their names lose the prefix. The names are those of the
+                checkpoint: ``"model."``, with its dot, for a state dict with the weights under "model".
         """
         subscriber = cls(os.fspath(root), prefix=prefix)
         subscriber._job = job_of_checkpoints(root, job_id)
         return subscriber
 
     def versions(self) -> list[int]:
-        """The versions that can be acquired now, the newest last."""
+        """Return the versions that can be acquired now, oldest first."""
         with self._lock:
             self._refresh()
             return [published.version for published in sorted(self._complete())]
@@ -95,22 +94,22 @@ class WeightSubscriber:
         pin: torch.device | str | None = None,
         timeout: float = 60.0,
     ) -> Weights:
-        """Lease the newest weights, which are complete, and of all publishing ranks. Nothing is copied.
+        """Lease the newest weights that are complete on all publishing ranks. Nothing is copied.
 
         Args:
-            min_version: Wait until there is this version or a later one.
-            version: Take this version, and not the newest.
-            roll_back: Take also older versions than this reader has had, of a trainer that does not say it goes back.
-            readonly: Map them for reading alone: to write to one is a segmentation fault. By default whoever has them
-                may change them in place, which nobody else sees, and which takes memory of its own for each page.
-            pin: A device that they are to be copied to: its driver is told of the memory (pinned), once for each slot,
-                so that ``tensor.to(device, non_blocking=True)`` runs at the link's speed. As ``readonly``.
-            timeout: Seconds to wait.
+            min_version: Wait for this version or a later one.
+            version: Wait for this version, instead of the newest.
+            roll_back: Also take an older version than this reader has had, from a trainer that did not announce it.
+            readonly: Map the weights read-only: writing to a tensor is a segmentation fault. By default the reader may
+                change tensors in place. Nobody else sees the changes, and each changed page takes extra memory.
+            pin: A device to copy to. The memory is pinned for its driver, once for each slot, so that
+                ``tensor.to(device, non_blocking=True)`` runs at the link's speed. Implies ``readonly``.
+            timeout: Timeout in seconds.
 
         Raises:
-            WeightsTimeoutError: There are none such within ``timeout``.
+            WeightsTimeoutError: There are no such weights within ``timeout``.
             MismatchError: No name begins with the prefix.
-            VersionError: They are older than what this reader has had, see ``roll_back``.
+            VersionError: The newest version is older than one that this reader has had, see ``roll_back``.
             ClosedError: This subscriber is closed.
         """
         if version is not None and min_version is not None:
@@ -137,7 +136,7 @@ class WeightSubscriber:
             pause = min(2 * pause, _MOST_PAUSE_S)
 
     def close(self) -> None:
-        """Let go of all that is not leased. Safe to call twice."""
+        """Unmap all memory that is not leased. Safe to call twice."""
         with self._lock:
             self._closed = True
             for rank in self._ranks:
@@ -157,7 +156,7 @@ class WeightSubscriber:
         if self._closed:
             raise ClosedError("this subscriber is closed; make a new one")
         self._rank(0).refresh(timeout)
-        # The first rank says how many there are.
+        # The first rank's versions tell the number of ranks.
         for rank in range(1, max((published.ranks for published in self._rank(0).versions()), default=1)):
             self._rank(rank).refresh(timeout)
 
@@ -169,7 +168,7 @@ class WeightSubscriber:
         return self._ranks[rank]
 
     def _complete(self) -> set[PublishedVersion]:
-        """What all ranks have published."""
+        """Return the versions that all ranks have published."""
         by_rank = [rank.versions() for rank in self._ranks]
         return {
             published
@@ -197,7 +196,7 @@ class WeightSubscriber:
         return weights
 
     def _older(self, version: int) -> Weights | None:
-        """A version that is mapped here already, or can be; None where it is not there."""
+        """Lease a version by its number; None if it is not in memory."""
         with self._lock:
             if not self._closed:
                 self._refresh()
@@ -208,14 +207,14 @@ class WeightSubscriber:
         return None if found is None else self._lease(found, how)
 
     def _newest_from(self, min_version: int, roll_back: bool, how: Access) -> Weights | None:
-        """Raises ``VersionError`` where it is older than what this reader has had, and neither side allows that."""
+        """Lease the newest version, or return None. Raises ``VersionError`` for a forbidden roll-back."""
         found, last = max(self._complete(), default=None), self._newest
         if found is None or found.version < min_version:
             return None
-        # A slot may be taken back, and not be published again yet: what is older is no news.
+        # A slot may be withdrawn and not yet published again. An older version of the same epoch is not news.
         if last is not None and found < last and found.epoch == last.epoch:
             return None
-        # Only under the lease it is sure that what was seen of it belongs together.
+        # Only a lease guarantees that the version, its epoch and its data belong together.
         weights = self._lease(found, how)
         if weights is None:
             return None
@@ -255,7 +254,7 @@ _all_subscribers: weakref.WeakSet[WeightSubscriber] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for subscriber in list(_all_subscribers):
-        subscriber._lock = threading.RLock()  # another thread may have held it
+        subscriber._lock = threading.RLock()  # another thread may have held the lock
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

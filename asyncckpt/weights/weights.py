@@ -1,4 +1,4 @@
-"""Weights: one published version, as a mapping of names to tensors, for as long as it is leased."""
+"""Weights: one published version under a lease, as a mapping of names to tensors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 class Weights(Mapping[str, torch.Tensor]):
     """The tensors of one version by name, in the trainer's shared memory: nothing is copied.
 
-    Whoever has them may change them in place, as loaders of some models do: nobody else sees it. Only a tensor that
-    several ranks have parts of is put together, into memory of its own, each time it is asked for.
+    The reader may change the tensors in place, as loaders of some models do; nobody else sees the changes. Only a
+    tensor with parts on several ranks is copied: each access assembles the tensor in new memory.
 
-    While this is leased nobody writes there. The lease ends with ``release``, with the block where this is used as a
-    context manager, or with this process. Tensors may be used for longer: then it ends with the last of them.
+    Nobody writes to the memory during the lease. The lease ends with ``release``, at the end of a ``with`` block, or
+    with this process. If tensors are still in use then, the lease ends with the last of them.
     """
 
     def __init__(
@@ -43,14 +43,15 @@ class Weights(Mapping[str, torch.Tensor]):
 
         Args:
             published: The version.
-            parts: A lease on the slot of each rank, in their order.
-            prefix: Only names that begin with it are used, without it.
-            other: Gives another version, with the same prefix, while it is in memory. Kept until the lease ends.
-            device: What they are pinned for, which may still copy from them when the lease is to end; None: nothing.
+            parts: The leases on the slots of the ranks, by rank.
+            prefix: Only tensors with this prefix are used. Their names lose the prefix.
+            other: Returns another version with the same prefix if it is in memory. Kept until the lease ends.
+            device: The device that the memory is pinned for, which may still be copying at the end of the lease; or
+                None.
         """
         self.version = published.version
         self.epoch = published.epoch
-        """The publisher's: a restarted one has a greater number."""
+        """The publisher's epoch. A restarted publisher has a greater epoch."""
         self._parts: Sequence[Lease] = parts
         self._device = device
         self._other: Callable[[int], Weights | None] = other
@@ -62,7 +63,7 @@ class Weights(Mapping[str, torch.Tensor]):
         self._released = False
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Raises ``KeyError``, ``ClosedError`` after ``release``, ``MismatchError`` where a part of it is missing."""
+        """Raises ``KeyError``, ``ClosedError`` after ``release``, ``MismatchError`` if a part is missing."""
         chunks = self._chunks[name]
         if self._released:
             raise ClosedError(f"the lease on version {self.version} has ended; acquire it again")
@@ -89,13 +90,13 @@ class Weights(Mapping[str, torch.Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
+        """The size of all tensors, in bytes."""
         return sum(entry.nbytes for chunks in self._chunks.values() for _, entry in chunks.values())
 
     def changed_since(self, version: int) -> set[str]:
-        """The names of tensors that are not, to the bit, as they were published in another ``version``.
+        """Return the names of tensors with other bytes than in another ``version``, as both were published.
 
-        All of them, where that is not in memory any more: it is not known then. It takes as long as to read both.
+        Return all names if the other version is not in memory any more. Takes as long as reading both versions.
         """
         other = self._other(version)
         if other is None or self._released:
@@ -104,7 +105,7 @@ class Weights(Mapping[str, torch.Tensor]):
             return {name for name, chunks in self._chunks.items() if not _same(chunks, other._chunks.get(name, {}))}
 
     def buckets(self, nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """All tensors, in groups of at most ``nbytes`` bytes; a larger tensor alone. Nothing is copied for it."""
+        """Yield all tensors in groups of at most ``nbytes`` bytes; a larger tensor alone. Nothing is copied."""
         if nbytes <= 0:
             raise ValueError(f"a bucket has some bytes, not {nbytes}")
         bucket: list[tuple[str, torch.Tensor]] = []
@@ -121,12 +122,13 @@ class Weights(Mapping[str, torch.Tensor]):
 
     @contextlib.contextmanager
     def safetensors(self, folder: str | os.PathLike[str] | None = None) -> Iterator[list[str]]:
-        """The same memory as safetensors files, for readers that want a path. They map it, and nothing is copied.
+        """Offer the memory as safetensors files, for readers that need a path. Readers map it, and nothing is copied.
 
-        Yields the paths of links in ``folder`` (None: one made for this), one for each publishing rank, which are
-        removed at the end of the block. Readers must be done with the memory when the lease ends. Raises ``ValueError``
-        for weights of a checkpoint, which has another form, for sharded ones, where each file would have but a part of
-        a tensor, under the name of the whole, and for dtypes that the format lacks.
+        Yields the paths of links in ``folder`` (None: a temporary folder), one for each publishing rank. The links are
+        removed at the end of the block. Readers must be done with the memory when the lease ends.
+
+        Raises ``ValueError`` for weights of a checkpoint, which has another format, and for dtypes that the format
+        lacks. Also for sharded weights, because each file would have a part of a tensor under the name of the whole.
         """
         if not all(part.is_file for part in self._parts):
             raise ValueError("these are of a checkpoint; only a WeightPublisher's are laid out as safetensors files")
@@ -142,18 +144,18 @@ class Weights(Mapping[str, torch.Tensor]):
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncckpt-"))
             paths = []
             for rank, part in enumerate(self._parts):
-                # Its own: the subscriber closes that of the segment when there is another, and the number is reused.
+                # An own descriptor: the subscriber may close that of the segment, and the number would be reused.
                 file = stack.enter_context(Descriptor.of(reopen, part.segment.fileno(), os.O_RDONLY))
                 path = Path(folder, f"weights-{os.getpid()}-{file.fileno()}-{self.version}-{rank}.safetensors")
                 path.symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
-                stack.callback(path.unlink, missing_ok=True)  # some readers do that themselves
+                stack.callback(path.unlink, missing_ok=True)  # some readers remove the link themselves
                 paths.append(os.fspath(path))
             yield paths
 
     def release(self) -> None:
         """End the lease, or leave it to the last tensor that is still in use. Safe to call twice.
 
-        First a device that it is pinned for is waited for, which may still copy.
+        If the memory is pinned for a device, first wait for the device's copies.
         """
         self._released = True
         if self._device is not None and self._parts:
@@ -174,7 +176,7 @@ _Chunks = Mapping[Ranges, tuple[Lease, TensorEntry]]
 
 
 def _same(chunks: _Chunks, others: _Chunks) -> bool:
-    """Whether these are the same parts, of the same bytes."""
+    """Return whether both have the same parts with the same bytes."""
     return chunks.keys() == others.keys() and all(
         (entry.dtype, entry.shape) == (others[at][1].dtype, others[at][1].shape) and part.has_same(entry, *others[at])
         for at, (part, entry) in chunks.items()
@@ -182,7 +184,7 @@ def _same(chunks: _Chunks, others: _Chunks) -> bool:
 
 
 def _whole(chunks: _Chunks) -> tuple[int, ...]:
-    """The shape of the tensor that these are all parts of."""
+    """Return the shape of the whole tensor of these parts."""
     _, first = next(iter(chunks.values()))
     if first.whole is not None:
         return first.whole

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncckpt.config import Config
-from asyncckpt.engine import save_input
+from asyncckpt.engine import plan_selection
 from asyncckpt.engine.engine import Engine
 from asyncckpt.format.index import Index
 from asyncckpt.link.messages import Rendezvous
@@ -136,7 +136,7 @@ def _first_rank(pipe: Connection, world_size: int, items: int, path: str) -> Non
         pipe.send(rendezvous)
         return rendezvous, scope
 
-    setattr(save_input, "make_plans", noting)  # noqa: B010
+    setattr(plan_selection, "make_plans", noting)  # noqa: B010
     setattr(group, "from_first", telling)  # noqa: B010
     state = _state(world_size, items)
     for stored in (False, True):

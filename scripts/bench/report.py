@@ -39,11 +39,10 @@ EXPLANATIONS = {
         "shown too."
     ),
     "unchanged": (
-        "A base that is frozen, and what changes beside it, each byte of it before each save. By default asyncckpt "
-        "learns what does not change, links its file, and has it in memory once; *all is written* is "
-        "`Config(link_unchanged=False)`, *what is frozen is promised* `Config(assume_unchanged=...)` with patterns of "
-        "its names. Medians of the saves after the fifth; the first five are in a table of their own, as the third "
-        "lays the files out anew. *Written* are the files of a checkpoint that no other has, *on disk* what they take "
+        "A base that is frozen, and what changes beside it, each byte of it before each save. asyncckpt copies all of "
+        "it in each call, and links the file of what is frozen, which is named by `Config(assume_unchanged=...)`; *all "
+        "is written* is the same with `link_unchanged=False`. Medians of the saves after the second; the first two are "
+        "in a table of their own. *Written* are the files of a checkpoint that no other has, *on disk* what they take "
         "there. *Memory* is shared memory that the workers hold, *images* how often the state would fit in. *CPU* is "
         "what was computed from the call until all was durable, by all threads. With several ranks, the call and "
         "durable are of the slowest, the rest is of all together."

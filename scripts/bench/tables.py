@@ -24,7 +24,7 @@ from bench.figures import (
 )
 from bench.hosts import LINK
 from bench.results import Result
-from bench.unchanged import ALL_DEFAULT, ALL_FULL, COPY_CHANGING, DEFAULT, DIGESTS, FULL, PROMISED, WRITE_CHANGING
+from bench.unchanged import ALL_FULL, ALL_LINKED, COPY_CHANGING, DIGESTS, FULL, LINKED, WRITE_CHANGING
 
 
 def seconds(value: float | None) -> str:
@@ -105,7 +105,7 @@ def unchanged(found: Result) -> str:
 
 
 def _all_changes(name: str) -> bool:
-    return name in (ALL_DEFAULT, ALL_FULL)
+    return name in (ALL_LINKED, ALL_FULL)
 
 
 def _first(row: dict[str, float]) -> str:
@@ -115,22 +115,15 @@ def _first(row: dict[str, float]) -> str:
 def unchanged_remark(found: Result) -> str:
     each = {name: UnchangedFigures.of(result) for name, result in found["results"].items()}
     copy, said = copy_limit(found), []
-    if DEFAULT in each and FULL in each:
-        ours, full = each[DEFAULT], each[FULL]
+    if LINKED in each and FULL in each:
+        ours, full = each[LINKED], each[FULL]
         said.append(
-            f"By default {ours.written / found['changing']:.2f} times the bytes that change are written, durable after "
-            f"{ours.durable / full.durable:.3f} of the time of a full save; the call takes {ours.call / copy:.2f} of a "
-            f"full copy, and memory holds {ours.memory / found['nbytes']:.2f} images, where a full save has "
-            f"{full.memory / found['nbytes']:.2f}."
+            f"{ours.written / found['changing']:.2f} times the bytes that change are written, durable after "
+            f"{ours.durable / full.durable:.3f} of the time of a full save. The call takes {ours.call / copy:.2f} "
+            f"times a full copy, as a full save does ({full.call / copy:.2f})."
         )
-    if PROMISED in each:
-        call = each[PROMISED].call
-        changing = call / median(found["limits"][COPY_CHANGING])
-        said.append(
-            f"With the promise the call takes {call / copy:.3f} of a full copy, {changing:.2f} of its own part."
-        )
-    if ALL_DEFAULT in each and ALL_FULL in each:
-        ours, full = each[ALL_DEFAULT], each[ALL_FULL]
+    if ALL_LINKED in each and ALL_FULL in each:
+        ours, full = each[ALL_LINKED], each[ALL_FULL]
         said.append(
             f"Where all changes, the call takes {ours.call / full.call:.2f} of the time that it takes where nothing is "
             f"linked, and it is durable after {ours.durable / full.durable:.2f}."

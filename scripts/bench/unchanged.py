@@ -1,8 +1,8 @@
 """What a save costs of a state most of which does not change: a base that is frozen, and what is trained beside it.
 
-All contestants are asyncckpt, each with a checkpointer of its own, which keeps two checkpoints. A turn changes every
-byte of what changes, saves, and ends when the checkpoint is durable. The first saves are apart: the third one lays the
-files out anew, and what follows from that is there after the fifth.
+Both contestants are asyncckpt, each with a checkpointer of its own, which keeps two checkpoints. A turn changes every
+byte of what changes, saves, and ends when the checkpoint is durable. The first saves are apart: the very first one
+writes everything.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,10 +30,10 @@ from bench.turns import Pace, Turns, take
 MIB = 1 << 20
 FROZEN, CHANGING = 256, 64
 """So many tensors."""
-FIRST = 5
+FIRST = 2
 """So many saves are apart."""
-DEFAULT, FULL, PROMISED = contestants.OURS, "all is written", "what is frozen is promised"
-ALL_DEFAULT, ALL_FULL = "asyncckpt, all changes", "all is written, all changes"
+LINKED, FULL = contestants.OURS, "all is written"
+ALL_LINKED, ALL_FULL = "asyncckpt, all changes", "all is written, all changes"
 COPY_CHANGING, WRITE_CHANGING, DIGESTS = "copy of what changes", "direct write of what changes", "XXH3 of all"
 LIMIT_S = 600.0
 # What a worker does after a save is durable, such as to remove an older one, counts as its work.
@@ -117,14 +118,11 @@ def _held(pids: set[int]) -> int:
     return sum(found.values())
 
 
-def configs(promised: list[str]) -> dict[str, Config]:
-    """Those who take part; ``promised``: patterns of what does not change."""
+def configs(frozen: list[str]) -> dict[str, Config]:
+    """Return the configuration of each contestant; ``frozen``: patterns of the names of what does not change."""
     # With two checkpoints, what the newest one has by link has more than one link.
-    return {
-        DEFAULT: Config(linger=0, keep_last=2),
-        FULL: Config(linger=0, keep_last=2, link_unchanged=False),
-        PROMISED: Config(linger=0, keep_last=2, assume_unchanged=promised),
-    }
+    linked = Config(linger=0, keep_last=2, assume_unchanged=frozen)
+    return {LINKED: linked, FULL: replace(linked, link_unchanged=False)}
 
 
 def take_turns(savers: Mapping[str, Saver], limits: Mapping[str, Callable[[], float]], pace: Pace) -> Turns[Row]:
@@ -172,8 +170,9 @@ def measure(gib: float, changing_mib: float, pace: Pace, folder: str) -> dict[st
         whole, part = (opened.enter_context(Limits(each, folder)) for each in (nbytes, changing))
         limits = whole.of_copies() | {DIGESTS: whole.digests_all_cores}
         limits |= {COPY_CHANGING: part.memcpy, WRITE_CHANGING: part.direct_write}
-        some = _turns(configs(["frozen.*"]), state, ["changing"], limits, pace, folder)
-    both = {ALL_DEFAULT: configs([])[DEFAULT], ALL_FULL: configs([])[FULL]}
+        both = configs(["frozen.*"])
+        some = _turns(both, state, ["changing"], limits, pace, folder)
+    both = {ALL_LINKED: both[LINKED], ALL_FULL: both[FULL]}
     every = _turns(both, state, ["changing", "frozen"], {}, pace, folder)
     return {
         "title": f"{changing_mib:g} MiB of {gib:g} GiB change, one rank",

@@ -146,7 +146,7 @@ class Training:
         self._optimizer = torch.optim.AdamW(trained, lr=1e-3)
         found = model(batch)
         (found.logits if peft else found).square().mean().backward()
-        self.promised = [f"model.{name}" for name, each in model.named_parameters() if not each.requires_grad]
+        self.frozen = [f"model.{name}" for name, each in model.named_parameters() if not each.requires_grad]
         """What is frozen, by its names in the state."""
         frozen = _nbytes(parameter for parameter in model.parameters() if not parameter.requires_grad)
         self.nbytes = _nbytes(tensors_of(self.train()))
@@ -180,7 +180,7 @@ def _rank(
         limits[COPY_CHANGING] = part.memcpy
         limits[WRITE_CHANGING] = lambda: writer.direct_write() if writer is not None else 0.0
         savers = {}
-        for name, config in configs(training.promised).items():
+        for name, config in configs(training.frozen).items():
             savers[name] = Saver(os.path.join(folder, name), config, training.train, dist.barrier)
             opened.callback(savers[name].close)
         taken = take_turns(savers, {name: _together(call) for name, call in limits.items()}, pace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _DEVICE_COPY = "asyncckpt/staging/device_copy.py"
-_COALESCE = "asyncckpt/staging/coalesce.py"
+_COALESCE = "asyncckpt/staging/device_copy.py"
 _DEVICES = "asyncckpt/devices/kinds.py"
 _PINNED = "asyncckpt/devices/pinned.py"
 _PINNERS = "asyncckpt/devices/pinners.py"
@@ -139,7 +139,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the memory of parameters is held on to",
-        "asyncckpt/engine/save_operation.py",
+        "asyncckpt/engine/saves.py",
         "tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors",
         "tensors = captured.tensors",
         f"{_OVERLAP}::test_a_parameter_gets_other_memory",

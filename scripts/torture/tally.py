@@ -24,7 +24,15 @@ PATIENCE_S = 10.0
 SIZES = (1_000_000, 200_000, 50_000, 3_000, 70, 1)
 # What does not change from save to save has that many elements, and changes all the same in one of so many.
 FROZEN, FROZEN_STEPS = 600_000, 40
-CONFIG = Config(keep_last=3, timeout=25.0, commit_timeout=25.0, linger=60.0, worker_restarts=10**9, restart_pause=0.0)
+CONFIG = Config(
+    keep_last=3,
+    timeout=25.0,
+    commit_timeout=25.0,
+    linger=60.0,
+    worker_restarts=10**9,
+    restart_pause=0.0,
+    assume_unchanged=["frozen.*"],
+)
 
 
 LOCAL_VARIABLE = "TORTURE_LOCAL_ROOT"

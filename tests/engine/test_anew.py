@@ -25,7 +25,7 @@ from asyncckpt.errors import ClosedError, MismatchError, WorkerDiedError
 from asyncckpt.integrations.nvrx import AbortAsyncckpt
 from asyncckpt.link.process import detached_workers
 from asyncckpt.save_handle import Save
-from asyncckpt.staging.slot_memory import SlotMemory
+from asyncckpt.staging.buffer import SlotMemory
 from asyncckpt.supervisor import Supervisor, known_supervisors
 
 # Every so many instructions of a save there is an interrupt: 1 tries them all, and takes hours.
@@ -118,7 +118,7 @@ def _check_one_of_all(trainings: Trainings) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("overlap", [False, True], ids=["copied", "overlapping"])
-@pytest.mark.parametrize("part", ["asyncckpt/engine/", "asyncckpt/staging/", "asyncckpt/worker/"])
+@pytest.mark.parametrize("part", ["asyncckpt/engine/", "asyncckpt/staging/", "asyncckpt/link/"])
 def test_after_an_interrupt_at_any_instruction(root: Path, part: str, overlap: bool) -> None:
     trainings = Trainings(root, Config(overlap=overlap, keep_last=3))
     trainings.begin_anew()
@@ -135,7 +135,7 @@ def test_after_an_interrupt_while_memory_is_taken_and_given_back(root: Path, mon
     taken: list[None] = []
     given_back: list[None] = []
     on_taken, give_back = SlotMemory._on_taken, SlotMemory.give_back_last
-    monkeypatch.setattr("asyncckpt.staging.slot_memory._LONG", 1)
+    monkeypatch.setattr("asyncckpt.staging.buffer._LONG", 1)
     monkeypatch.setattr(SlotMemory, "_on_taken", lambda *of: taken.append(on_taken(*of)))
     monkeypatch.setattr(SlotMemory, "give_back_last", lambda of: given_back.append(give_back(of)))
     # It takes some time to be written.
@@ -148,7 +148,7 @@ def test_after_an_interrupt_while_memory_is_taken_and_given_back(root: Path, mon
             for save in [trainings.save() for _ in range(saves)]:
                 save.result(60)
 
-    for _ in interrupted_everywhere(overlap, "asyncckpt/staging/slot_memory.py", every=5, error=Restarted):
+    for _ in interrupted_everywhere(overlap, "asyncckpt/staging/buffer.py", every=5, error=Restarted):
         trainings.begin_anew()
         _check_one_of_all(trainings)
     overlap()

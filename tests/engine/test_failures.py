@@ -18,6 +18,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from support.ranks import told
+from support.segments import mapped_segments
 from support.states import same, small_state, zeros_like
 from support.workers import FAULTY, Faulty, overdue, wait_reached
 
@@ -151,7 +152,7 @@ def test_a_commit_is_a_new_start(root: Path) -> None:
         assert checkpointer.steps() == [1, 2, 3, 4]
 
 
-def test_the_memory_of_a_dead_worker_is_used_again(root: Path) -> None:
+def test_a_worker_that_dies_takes_its_memory_along(root: Path) -> None:
     with Checkpointer(root) as checkpointer:
         state = small_state()
         inodes = set()
@@ -163,7 +164,8 @@ def test_the_memory_of_a_dead_worker_is_used_again(root: Path) -> None:
             inodes.add(os.fstat(known.buffer.segment.fileno()).st_ino)
             os.kill(worker.pid, signal.SIGKILL)
             worker._listener.join(10)
-        assert len(inodes) == 1
+            assert set(mapped_segments()) == {os.fstat(known.buffer.segment.fileno()).st_ino}
+        assert len(inodes) == 2
         checkpointer.load(into := zeros_like(state), 2)
         assert same(into, state)
 

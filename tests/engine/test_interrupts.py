@@ -21,8 +21,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
 from asyncckpt.link import messages
-from asyncckpt.staging.slot_copy import SlotStager
-from asyncckpt.staging.under_way import wait_for_copies
+from asyncckpt.staging.slot_copy import SlotStager, wait_for_copies
 from asyncckpt.storage import complete_steps
 
 HERE = str(Path(__file__).parents[2])

@@ -187,7 +187,7 @@ def two_in_turns(training: Any, folder: Path) -> None:
         for number in range(3):
             for name, its in zip("ab", both, strict=True):
                 its.engine.save_checkpoint(folder / name, str(number))
-            patch.setattr("asyncckpt.engine.save_input.make_file_set_plan", None)  # now nothing may be planned
+            patch.setattr("asyncckpt.engine.plan_selection.make_file_set_plan", None)  # now nothing may be planned
     engines.shared.get().wait()
     assert (folder / "a" / "latest").read_text() == (folder / "b" / "latest").read_text() == "2"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncckpt import Checkpointer
-from asyncckpt.engine.recent_saves import RecentSaves
+from asyncckpt.engine.saves import RecentSaves
 from asyncckpt.errors import CheckpointError, NothingMeasuredError
 from asyncckpt.interval import Advice, parse_duration
 from asyncckpt.save_handle import Save, SaveState
@@ -107,3 +107,9 @@ def test_a_checkpointer_is_asked(root: Path) -> None:
         with pytest.raises(ValueError):
             checkpointer.suggested_interval(0)
     assert checkpointer.suggested_interval(3600.0).saves == 2
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("inf"), float("nan")])
+def test_an_interval_that_is_none_is_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="no interval"):
+        Advice(2.0, 30.0, 10_000.0, 3).loss(wrong)

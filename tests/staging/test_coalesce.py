@@ -9,16 +9,15 @@ import torch
 from support.images import Slot, tensors_of_all_kinds
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncckpt.staging import coalesce, device_copy
-from asyncckpt.staging.coalesce import Slab, allocate_slab_buffers, group_by_slab
-from asyncckpt.staging.device_copy import ChunkCopy, device_units
+from asyncckpt.staging import device_copy
+from asyncckpt.staging.device_copy import ChunkCopy, Slab, allocate_slab_buffers, device_units, group_by_slab
 from asyncckpt.staging.host_copy import BatchCopy
 
 
 @pytest.mark.parametrize("with_slabs", [True, False])
 def test_units_bring_every_bit(monkeypatch: pytest.MonkeyPatch, with_slabs: bool) -> None:
-    monkeypatch.setattr(coalesce, "_SMALL_BYTES", 100_000)
-    monkeypatch.setattr(coalesce, "SLAB_BYTES", 400_000)
+    monkeypatch.setattr(device_copy, "_SMALL_BYTES", 100_000)
+    monkeypatch.setattr(device_copy, "SLAB_BYTES", 400_000)
     monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 250_000)
     tensors = tensors_of_all_kinds()
     slot = Slot(tensors)
@@ -53,7 +52,7 @@ def test_no_slab_is_of_two_files() -> None:
 
 def test_a_slab_has_only_what_is_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is all small, without a gap, at least so many, and no longer than a slab buffer."""
-    monkeypatch.setattr(coalesce, "SLAB_BYTES", 60_000)
+    monkeypatch.setattr(device_copy, "SLAB_BYTES", 60_000)
     tensors = [torch.zeros(100) for _ in range(100)]
     tensors[30] = torch.zeros(1 << 17)
     slot = Slot(tensors)

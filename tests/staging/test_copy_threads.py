@@ -18,8 +18,7 @@ from support.ranks import alone
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.staging import host_copy
-from asyncckpt.staging.copy_threads import CopyThreads
-from asyncckpt.staging.host_copy import copy_units
+from asyncckpt.staging.host_copy import CopyThreads, copy_units
 
 
 @pytest.fixture

@@ -14,11 +14,9 @@ from support.devices import CPU, TYPE, MadeUpDevices, MadeUpStream
 from support.images import Slot, refill, tensors_of_all_kinds
 
 from asyncckpt.shm.segment import PAGE
-from asyncckpt.staging import coalesce, device_copy
-from asyncckpt.staging.coalesce import Slab
-from asyncckpt.staging.copy_threads import CopyThreads
-from asyncckpt.staging.device_copy import DeviceCopy
-from asyncckpt.staging.host_copy import BatchCopy
+from asyncckpt.staging import device_copy
+from asyncckpt.staging.device_copy import DeviceCopy, Slab
+from asyncckpt.staging.host_copy import BatchCopy, CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
 
 DEVICE = torch.device(TYPE, 0)
@@ -39,8 +37,8 @@ def test_any_order_the_streams_allow_is_right(
     kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch, most_calls: int
 ) -> None:
     """Tensors of two made-up devices and of the host, saved over and over with new values, that come late."""
-    monkeypatch.setattr(coalesce, "_SMALL_BYTES", 100_000)
-    monkeypatch.setattr(coalesce, "SLAB_BYTES", 100_000)
+    monkeypatch.setattr(device_copy, "_SMALL_BYTES", 100_000)
+    monkeypatch.setattr(device_copy, "SLAB_BYTES", 100_000)
     monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 250_000)
     monkeypatch.setattr(device_copy, "_MOST_CALLS", most_calls)
     tensors = tensors_of_all_kinds()
@@ -104,7 +102,7 @@ def test_a_copy_that_cannot_be_queued_is_settled(kind: MadeUpDevices, monkeypatc
     tensors = [torch.full((100,), float(number)) for number in range(2000)]
     slot = Slot(tensors)
     numbers, views = slot.own()
-    monkeypatch.setattr(coalesce, "SLAB_BYTES", 100_000)
+    monkeypatch.setattr(device_copy, "SLAB_BYTES", 100_000)
     copy = DeviceCopy(DEVICE, kind, range(len(numbers)), views)
     try:
         copy_out, calls = Slab.copy_out, iter(range(100))

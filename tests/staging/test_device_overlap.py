@@ -19,9 +19,8 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.devices import kinds
 from asyncckpt.errors import CheckpointError
-from asyncckpt.staging import coalesce, device_copy
-from asyncckpt.staging.coalesce import Slab
-from asyncckpt.staging.device_copy import DeviceCopy
+from asyncckpt.staging import device_copy
+from asyncckpt.staging.device_copy import DeviceCopy, Slab
 from asyncckpt.staging.host_copy import BatchCopy
 
 pytestmark = pytest.mark.device
@@ -97,7 +96,7 @@ def test_a_side_stream_that_is_behind(
     device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, behind: str
 ) -> None:
     """A slab buffer is filled before it is copied out, and copied out before it is filled again."""
-    monkeypatch.setattr(coalesce, "SLAB_BYTES", 100_000)
+    monkeypatch.setattr(device_copy, "SLAB_BYTES", 100_000)
     state = {f"{number}": torch.zeros(500, device=device_type) for number in range(200)}
     checkpointer.prepare(state)
     device = next(iter(state.values())).device
@@ -242,7 +241,7 @@ def test_two_checkpointers_share_the_side_streams(device_type: str, tmp_path: Pa
 
 def test_a_copy_that_cannot_be_queued(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was queued before is awaited: the tensors may go when the error is there."""
-    monkeypatch.setattr(coalesce, "SLAB_BYTES", 100_000)
+    monkeypatch.setattr(device_copy, "SLAB_BYTES", 100_000)
     state = _full(device_type, 1, [500] * 200)
     copy_out, calls = Slab.copy_out, iter(range(100))
 
@@ -308,7 +307,7 @@ def test_a_guarded_step_that_is_captured(
 
 def test_copies_leave_room_for_others_to_launch(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream takes a thousand calls. Who gives it more waits in the driver, where no other thread launches then."""
-    monkeypatch.setattr(coalesce, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(device_copy, "_SMALL_BYTES", 100)
     monkeypatch.setattr(device_copy, "_UNIT_COPIES", 1)  # the simulated device makes one call of many copies
     state = _full(device_type, 1, [500] * 3000)
     others = torch.zeros(100, device=device_type)

@@ -16,7 +16,7 @@ from asyncckpt.devices import pinners
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.staging import coalesce, device_copy, slot_memory
+from asyncckpt.staging import device_copy
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 
 pytestmark = pytest.mark.device
@@ -197,7 +197,7 @@ def test_the_same_bytes_as_from_the_host(
 ) -> None:
     if cut:
         monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 300_000)
-        monkeypatch.setattr(coalesce, "SLAB_BYTES", 500_000)
+        monkeypatch.setattr(device_copy, "SLAB_BYTES", 500_000)
     if short:  # of memory on the device
         monkeypatch.setattr(device_copy, "allocate_slab_buffers", lambda _: [])
     host = _of_all_kinds()
@@ -268,7 +268,7 @@ def test_what_is_pinned_follows_the_slots(
     device_type: str, root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver knows the memory of the second slot before a copy goes there, and no more when that is given back."""
-    monkeypatch.setattr(slot_memory, "_LONG", 2)
+    monkeypatch.setattr("asyncckpt.staging.buffer._LONG", 2)
     state = _state(device_type)
     with Checkpointer(root) as checkpointer:
         checkpointer.prepare(state)

@@ -11,7 +11,7 @@ from support.images import Slot, refill, tensors_of_all_kinds
 from asyncckpt.planning import forms
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.staging import host_copy
-from asyncckpt.staging.copy_threads import CopyThreads
+from asyncckpt.staging.host_copy import CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
 
 

@@ -14,8 +14,7 @@ import torch
 from asyncckpt.devices import kinds
 from asyncckpt.devices.pinners import Pinner
 from asyncckpt.staging import device_copy
-from asyncckpt.staging.coalesce import Slab, allocate_slab_buffers
-from asyncckpt.staging.device_copy import ChunkCopy
+from asyncckpt.staging.device_copy import ChunkCopy, Slab, allocate_slab_buffers
 from asyncckpt.staging.host_copy import BatchCopy
 
 TYPE = torch.device("privateuseone").type

@@ -65,16 +65,18 @@ class MirrorHere:
         found = {}
         for each in self.store.published():
             assert isinstance(each.layout, WeightsLayout)
-            slots = ReadableSlots(self.store.hosted(each.segment).segment, len(each.layout.slots))
-            for version, slot in slots.publications().items():
-                with ExitStack() as leased:
-                    if (fd := slots.lease(slot, version)) is not None:
-                        leased.callback(fd.close)
-                        image = self.store.hosted(each.layout.slots[slot]).segment.view
-                        files = each.layout.files
-                        parts = [image[at.offset : at.offset + at.nbytes] for at in files] or [image]
-                        found[version] = b"".join(parts)
-            slots.close()
+            hosted = self.store.hosted(each.segment)
+            with hosted.used():  # the mirror gives it back when another structure is published
+                slots = ReadableSlots(hosted.segment, len(each.layout.slots))
+                for version, slot in slots.publications().items():
+                    with ExitStack() as leased:
+                        if (fd := slots.lease(slot, version)) is not None:
+                            leased.callback(fd.close)
+                            image = self.store.hosted(each.layout.slots[slot]).segment.view
+                            files = each.layout.files
+                            parts = [image[at.offset : at.offset + at.nbytes] for at in files] or [image]
+                            found[version] = b"".join(parts)
+                slots.close()
         return found
 
     def wait(self, version: int, epoch: int = 1) -> bytes:

@@ -18,12 +18,12 @@ from support.workers import Faulty
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ReadyEvents
-from asyncckpt.engine.save_operation import SaveOperation
+from asyncckpt.engine.saves import SaveOperation
 from asyncckpt.errors import CheckpointError, SaveDroppedError, StorageError
 from asyncckpt.shm.slots import State
 from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.staging.copy_threads import CopyThreads
 from asyncckpt.staging.device_copy import Fence
+from asyncckpt.staging.host_copy import CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.storage.local_file import LocalFile
 
