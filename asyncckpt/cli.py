@@ -19,8 +19,7 @@ from asyncckpt.report.advice import advise
 from asyncckpt.report.answers import UNUSABLE, Answers
 from asyncckpt.report.diff import show_diff
 from asyncckpt.report.exports import add_export
-from asyncckpt.report.inspection import inspect_checkpoint
-from asyncckpt.report.listing import DiskUse, list_checkpoints
+from asyncckpt.report.listing import DiskUse, inspect_checkpoint, list_checkpoints
 from asyncckpt.report.timeline import show_timeline
 from asyncckpt.report.verification import verify_checkpoints
 from asyncckpt.report.workers import show_workers

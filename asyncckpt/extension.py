@@ -26,8 +26,7 @@ from asyncckpt.link.root_lock import check_job
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.loading.dcp_reader import CheckpointReader, load_by_dcp
 from asyncckpt.loading.load import Filled, load
-from asyncckpt.loading.memory_search import HeldAttempt, find_images
-from asyncckpt.loading.memory_source import chosen_source, load_image
+from asyncckpt.loading.memory_source import HeldAttempt, chosen_source, find_images, load_image
 from asyncckpt.loading.source import StorageSource, is_stock, wait_for_attempts
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.publication import job_of_checkpoints

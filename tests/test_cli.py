@@ -26,7 +26,8 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.loading.contents import Shard, Value, checkpoints_at, contents
-from asyncckpt.report import inspection, listing, verification
+from asyncckpt.report import listing, verification
+from asyncckpt.report import listing as inspection
 from asyncckpt.storage import storage_for
 
 

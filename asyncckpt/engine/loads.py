@@ -15,10 +15,15 @@ from asyncckpt.errors import CheckpointError, ClosedError, interrupts_as_they_ar
 from asyncckpt.events import Event
 from asyncckpt.link.root_lock import check_job
 from asyncckpt.loading.image_files import HeldImages
-from asyncckpt.loading.load import Filled
-from asyncckpt.loading.memory_search import FoundImages, find_images
-from asyncckpt.loading.memory_source import MemorySource, choose_in_memory, chosen_source, load_image
-from asyncckpt.loading.plan_reading import read_plan
+from asyncckpt.loading.load import Filled, read_plan
+from asyncckpt.loading.memory_source import (
+    FoundImages,
+    MemorySource,
+    choose_in_memory,
+    chosen_source,
+    find_images,
+    load_image,
+)
 from asyncckpt.loading.source import Source
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.publication import whole_number

@@ -32,18 +32,16 @@ from asyncckpt.format.write_request import ANY_PLAN, Existing
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.loading.direct_load import some
 from asyncckpt.loading.unpickle import load_object
-from asyncckpt.planning.dcp_planner import flat_names
-from asyncckpt.planning.draft import Draft, DraftInput, make_plans
+from asyncckpt.planning.draft import Draft, DraftInput, StoredPlan, make_plans, restored_plan
 from asyncckpt.planning.file_set import DcpFolder, FileSet
 from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
 from asyncckpt.planning.frozen import frozen_parameters
+from asyncckpt.planning.metadata import flat_names
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
 from asyncckpt.planning.replicas import NOTHING, Sample
-from asyncckpt.planning.stored_plan import StoredPlan, restored_plan
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
-from asyncckpt.ranks.address import own_domain
-from asyncckpt.ranks.group import Group, RankPlace, copied_ranks
+from asyncckpt.ranks.group import Group, RankPlace, copied_ranks, own_domain
 from asyncckpt.ranks.rounds import Call, check_same_call
 from asyncckpt.staging.buffer import StagingBuffer, copy_bytes
 from asyncckpt.staging.buffer_pool import BufferPool

@@ -1,6 +1,6 @@
 """Read the state in a checkpoint of stock DCP. Each tensor is stored as ``torch.save`` writes it.
 
-The format is an archive, or the older form that this library uses, too (see ``asyncckpt/planning/tensor_header.py``).
+The format is an archive, or the older form that this library uses, too (see ``asyncckpt/planning/layout.py``).
 The place and order of a tensor's bytes are found without running any code of the pickle. Only the names that rebuild a
 plain tensor are known. They return a note of their arguments.
 """

@@ -37,12 +37,18 @@ from torch.futures import Future
 from asyncckpt.errors import DamagedCheckpointError, MismatchError, StorageError, unless_interrupt
 from asyncckpt.format.index import Item
 from asyncckpt.format.manifest import METADATA_NAME
-from asyncckpt.loading.conversion import copy_converted, is_lossy, warn_out_of_range
 from asyncckpt.loading.data_file import ChecksummedFile, read_pool
 from asyncckpt.loading.device_buffers import DeviceBuffers
 from asyncckpt.loading.direct_load import left_out, some, unexpected, warn_left_out
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room
+from asyncckpt.loading.read_requests import (
+    ReadRequests,
+    copy_converted,
+    dtype_named,
+    has_room,
+    is_lossy,
+    warn_out_of_range,
+)
 from asyncckpt.loading.source import Source, StorageSource
 from asyncckpt.loading.unpickle import load_metadata, load_object
 from asyncckpt.planning.forms import has_shards, is_partial

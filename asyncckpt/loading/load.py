@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,15 +17,20 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import CheckpointError, interrupts_as_they_are, is_interrupt, located, unless_interrupt
+from asyncckpt.format.manifest import data_of_rank
+from asyncckpt.format.storage_meta import without_storage_meta
 from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import DirectLoad, draft
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import Source, StorageSource, is_stock
+from asyncckpt.planning.draft import StoredPlan
 from asyncckpt.planning.per_rank import PerRank, per_rank_values
 from asyncckpt.planning.structure import give_states, stateful_to_dict, stateful_types
 from asyncckpt.ranks.collectives import gather, many, on_all
 from asyncckpt.storage import absolute, storage_for
 from asyncckpt.threads import without_gc
+
+logger = logging.getLogger(__name__)
 
 # A load that takes longer, in seconds, shows a progress bar.
 _LONG_S = 3.0
@@ -198,3 +204,29 @@ def _as_ours(path: str, ranks: Any) -> Iterator[None]:
         raise located(cause, path=path, rank=rank if many(ranks) else None) from error
     except unless_interrupt(Exception) as error:
         raise located(error, path=path) from error
+
+
+def read_plan(source: Source | None, rank: int) -> StoredPlan | None:
+    """Return the part of the plan that the rank of that number needs, or None.
+
+    The plan may not be stored, as in a checkpoint of stock DCP (``source`` is None then), or may be unreadable. A load
+    does not fail because of that.
+    """
+    if source is None:
+        return None
+    try:
+        return _read(source, rank)
+    # No error may stop this rank, because the other ranks have loaded and go on.
+    except unless_interrupt(Exception) as error:
+        logger.info("the next save is planned anew, as the plan of attempt %s is not known: %s", source.attempt, error)
+        return None
+
+
+def _read(source: Source, rank: int) -> StoredPlan | None:
+    indexes = []
+    for name in data_of_rank(source.data_files(), rank):
+        with contextlib.closing(source.open(name)) as file:
+            indexes.append(file.index)
+    if not indexes or not all(index.asked for index in indexes):
+        return None
+    return StoredPlan(source.attempt, indexes, without_storage_meta(source.metadata()) if rank == 0 else b"")

@@ -7,6 +7,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -21,10 +22,19 @@ from torch.distributed.tensor import DTensor
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.format.index import Index, Item, spans
 from asyncckpt.format.manifest import data_name
-from asyncckpt.planning.dcp_planner import PLANNED_BY, check_shards, fresh, is_sharded, kept_items, options, planning
 from asyncckpt.planning.frozen import matcher
 from asyncckpt.planning.layout import DataLayout, PlannedFile, TensorSpec
-from asyncckpt.planning.metadata import StoredPlaces, pickle_metadata
+from asyncckpt.planning.metadata import (
+    PLANNED_BY,
+    StoredPlaces,
+    check_shards,
+    fresh,
+    is_sharded,
+    kept_items,
+    options,
+    pickle_metadata,
+    planning,
+)
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.plan import (
     CheckpointPlan,
@@ -39,6 +49,61 @@ from asyncckpt.planning.replicas import Replicas
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key
 from asyncckpt.ranks.group import Group
 from asyncckpt.threads import without_gc
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """The plan of one rank, as the checkpoint of an ``attempt`` has it.
+
+    ``indexes``: those of the rank's data files, in their order. ``metadata``: DCP's, on the first rank, without the
+    bytes of a single save.
+    """
+
+    attempt: str
+    indexes: Sequence[Index]
+    metadata: bytes = b""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the values in the rank's data files."""
+        return frozenset(item.name for index in self.indexes for item in index.items)
+
+
+def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPlan | None:
+    """Return the plan of a checkpoint for a new state, or None if the plan does not fit.
+
+    Use the plan only if all ranks have one of the same attempt.
+
+    Args:
+        draft: The draft for the state.
+        stored: The plan as the checkpoint has it.
+        number: The number of the new plan.
+
+    Raises:
+        UnsavableStateError: The state cannot be saved.
+    """
+    if not draft.is_plain:
+        return None
+    draft.plan_alone()
+    if any(index.asked != draft.asked for index in stored.indexes):
+        return None
+    items = [item for index in stored.indexes for item in index.items]
+    local = {(item.index.fqn, tuple(item.index.offset or ())): item for item in draft.local.items}
+    final = [local.get((item.name, tuple(item.offsets))) for item in items]
+    if None in final:
+        return None
+    draft.reserved = [item.nbytes for item in items if item.kind == "object"]
+    try:
+        draft.lay_out(SavePlan([item for item in final if item is not None]), number)
+    except StructureChanged:  # an object has grown
+        return None
+    plan: CheckpointPlan = draft.plan
+    # To the byte: a tensor may be on another device, or be one with another, and then stand elsewhere.
+    heads = [Index.head(index.data, index.items, asked=index.asked) for index in stored.indexes]
+    if heads != [file.index_head for file in plan.files]:
+        return None
+    draft.finish(stored.metadata)
+    return plan
 
 
 class DraftInput(NamedTuple):

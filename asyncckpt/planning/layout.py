@@ -7,17 +7,80 @@ the same structure only payloads and objects differ; all else, the headers and a
 
 from __future__ import annotations
 
+import functools
+import io
 import math
+import pickle
+import pickletools
+import struct
+import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
-from asyncckpt.planning.tensor_header import tensor_header
+from asyncckpt.errors import UnsavableStateError
 from asyncckpt.shm.segment import PAGE, round_up
+
+_NAME = "0"  # of the one storage
+_COUNT = struct.Struct("<q")
+
+
+@functools.lru_cache(maxsize=65536)
+def tensor_header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """What stands before the bytes of a contiguous CPU tensor, whatever its values.
+
+    Raises ``UnsavableStateError`` on a machine with another order of bytes than this form has.
+    """
+    if sys.byteorder != "little":
+        raise UnsavableStateError("tensors are stored with the lowest byte first, and this machine has it last")
+    elements = math.prod(shape)
+    about = 0, shape, torch.empty(shape, device="meta").stride(), False, None  # no gradient, no hooks
+    name = torch.storage._dtype_to_storage_type_map().get(dtype)
+    if name is None:  # a storage of bytes, as only some dtypes have a kind of their own
+        elements *= dtype.itemsize
+        storage = _Storage(torch.ByteStorage, elements)
+        tensor = _Call(torch._utils._rebuild_tensor_v3, (storage, *about, dtype))
+    else:
+        tensor = _Call(torch._utils._rebuild_tensor_v2, (_Storage(getattr(torch, name), elements), *about))
+    pickles = map(_pickled, (MAGIC_NUMBER, PROTOCOL_VERSION, None, tensor, [_NAME]))
+    return b"".join(pickles) + _COUNT.pack(elements)
+
+
+class _Storage(NamedTuple):
+    """Stands for a storage, of a class of torch's."""
+
+    kind: type
+    elements: int
+
+
+class _Call(NamedTuple):
+    """Stands for what ``function`` returns."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, self.args
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _Storage):
+            return "storage", value.kind, _NAME, "cpu", value.elements, None  # no view of another
+        return None
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, 2).dump(value)
+    # Without the protocol, which is told anyhow, and what would be remembered: torch reads a pickle byte by byte.
+    return pickletools.optimize(buffer.getvalue())[2:]
+
 
 # What an item is aligned to, and a payload; enough for every dtype.
 _ALIGNMENT = 64

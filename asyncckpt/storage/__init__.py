@@ -19,11 +19,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.format.manifest import MANIFEST_NAME
 from asyncckpt.format.write_request import Existing, WriteRequest
-from asyncckpt.storage.listing import PROBE
 from asyncckpt.storage.local import LocalStorage
 from asyncckpt.storage.object_store import ObjectStorage
 from asyncckpt.storage.objects import SCHEMES, objects_at
-from asyncckpt.storage.record import PARTS
+from asyncckpt.storage.record import PARTS, PROBE
 from asyncckpt.storage.storage import Storage
 
 logger = logging.getLogger(__name__)

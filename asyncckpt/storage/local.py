@@ -51,9 +51,10 @@ from asyncckpt.storage.partial import (
     PartialFile,
     PartialFolder,
     attempt_path,
+    rename,
+    set_aside,
     undo_join,
 )
-from asyncckpt.storage.renames import rename, set_aside
 from asyncckpt.storage.storage import FileIdentity, FileStamp, Resolution, Storage
 
 logger = logging.getLogger(__name__)

@@ -12,13 +12,14 @@ from functools import partial
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
 from asyncckpt.format.write_request import Existing
-from asyncckpt.storage.listing import Listing, list_below
 from asyncckpt.storage.objects import PART_BYTES, Objects, part_bytes_of
 from asyncckpt.storage.record import (
     PARTS,
+    Listing,
     PlaceRecord,
     change_record,
     digest,
+    list_below,
     part_key,
     read_record,
     record_key,

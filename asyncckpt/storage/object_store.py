@@ -21,7 +21,6 @@ from asyncckpt.errors import CheckpointNotFoundError, StorageError
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
 from asyncckpt.format.write_request import Existing
 from asyncckpt.storage import object_sweep, record
-from asyncckpt.storage.listing import list_below
 from asyncckpt.storage.object_attempt import (
     ObjectAttempt,
     keep_aside,
@@ -36,6 +35,7 @@ from asyncckpt.storage.record import (
     PlaceRecord,
     change_record,
     digest,
+    list_below,
     part_key,
     read_record,
     record_key,

@@ -16,10 +16,9 @@ from datetime import datetime, timedelta
 
 from asyncckpt.errors import StorageError
 from asyncckpt.format.manifest import METADATA_NAME
-from asyncckpt.storage.listing import PROBE, Listing, list_below
 from asyncckpt.storage.object_attempt import is_named, remove_attempt, revoke_attempt
 from asyncckpt.storage.objects import Found, Objects
-from asyncckpt.storage.record import PARTS, is_finalized, read_record, record_key
+from asyncckpt.storage.record import PARTS, PROBE, Listing, is_finalized, list_below, read_record, record_key
 from asyncckpt.storage.stock_names import behind, hide, is_under_way, show, shown
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,8 @@ from functools import partial
 
 from asyncckpt.errors import StorageError
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, is_data, is_index
-from asyncckpt.storage.listing import list_below
 from asyncckpt.storage.objects import Found, Objects
-from asyncckpt.storage.record import PARTS, parts_name, read_record
+from asyncckpt.storage.record import PARTS, list_below, parts_name, read_record
 
 _COPIES_AT_ONCE = 8
 _under_way: set[str] = set()

@@ -25,8 +25,7 @@ from asyncckpt.format.segment_layout import WeightsLayout
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import HEADER_BYTES, LASTING, PublishedSlots, PublishedVersion
 from asyncckpt.transfer.holder import Holder, RemoteVersion
-from asyncckpt.transfer.locator import Locator
-from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.requests import Locator, TransferAddress
 from asyncckpt.transfer.sealed_connection import KeyRefusedError
 from asyncckpt.transfer.server import TransferServer
 from asyncckpt.transfer.sockets import CONNECTIONS
@@ -168,7 +167,7 @@ class Mirror:
         Args:
             segment_store: The memory for the versions.
             server: Serves the versions to other hosts that have the same locator.
-            locator: The locator of the publication, see ``locator.py``.
+            locator: The locator of the publication, see ``requests.py``.
         """
         self.locator = locator
         """May be replaced by another locator, which takes effect when the current publisher's worker is gone."""

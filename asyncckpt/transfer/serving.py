@@ -53,8 +53,8 @@ class Serving:
 
     def follow(self, locator: str) -> Followed:
         """Mirror on this host the publication of ``locator``, and serve it to others."""
-        from asyncckpt.transfer.locator import Locator
         from asyncckpt.transfer.mirror import Mirror
+        from asyncckpt.transfer.requests import Locator
 
         with self._lock:
             if self._mirror is not None:

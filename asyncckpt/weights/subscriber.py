@@ -8,21 +8,93 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from asyncckpt.config import Config
-from asyncckpt.errors import ClosedError, MismatchError, VersionError, WeightsTimeoutError
+from asyncckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    JobTakenError,
+    MismatchError,
+    VersionError,
+    WeightsTimeoutError,
+    WorkerDiedError,
+)
+from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.endpoint import endpoint_name, runtime_folder
+from asyncckpt.link.endpoint_messages import Follow, Followed
+from asyncckpt.link.process import WorkerOptions
 from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.publication import job_of_checkpoints, job_of_weights
 from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.weights.lease import Access, Lease, RankPublications
-from asyncckpt.weights.mirrors import MirrorOptions
 from asyncckpt.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
+
+# The reader that starts the mirror still needs time to connect.
+_LEAST_LINGER_S = 5.0
+
+
+@dataclass(frozen=True)
+class MirrorOptions:
+    """The publication that a host's mirror follows (see ``transfer/locator.py``), and the options of the worker."""
+
+    job: str
+    locator: str
+    config: Config
+
+    def connect(self) -> ReaderClient | None:
+        """Connect to the worker that has the publication on this host. Start a worker if there is none.
+
+        Return None if the worker has just left. Raises ``CheckpointError`` if no worker can be started.
+        """
+        endpoint = endpoint_name(self.job, 0)
+        if (client := ReaderClient.connect(endpoint)) is None:
+            self._start(endpoint)
+            client = ReaderClient.connect(endpoint)
+        if client is None:
+            return None
+        client.timeout = self.config.timeout
+        try:
+            if (trouble := client.follow(self.locator).trouble) is not None:
+                logger.info("the worker of this host follows nobody: %s", trouble)
+        except BaseException as error:
+            client.close()
+            if isinstance(error, (EOFError, OSError)):
+                return None
+            raise
+        return client
+
+    def _start(self, endpoint: str) -> None:
+        config = self.config
+        options = WorkerOptions(
+            nice=config.nice,
+            io_class=config.io_class,
+            start_timeout=config.start_timeout,
+            linger=max(config.linger, _LEAST_LINGER_S),
+            endpoint=endpoint,
+            job=self.job,
+        )
+        worker = WorkerClient(options)
+        try:
+            trouble = worker.ask(Follow(self.locator), Followed, config.timeout, "following a publisher").trouble
+            if trouble is not None:
+                raise CheckpointError(f"what is published elsewhere cannot be had: {trouble}")
+            worker.listen(config.timeout)
+        except BaseException as error:
+            worker.close(config.timeout)
+            if isinstance(error, JobTakenError):  # another reader was faster, or a trainer publishes here
+                return
+            if isinstance(error, WorkerDiedError):  # it was up before, so the next question starts another
+                logger.warning("the mirror of this host was lost as it began: %s", error)
+                return
+            raise
+        worker.detach()
+
 
 # Timeout for the answer of a worker, long enough for a loaded machine.
 _ANSWER_S, _LEAST_ANSWER_S = 10.0, 1.0

@@ -32,10 +32,9 @@ from asyncckpt.engine import plan_selection
 from asyncckpt.engine.engine import Engine
 from asyncckpt.format.index import Index
 from asyncckpt.link.messages import Rendezvous
-from asyncckpt.planning.draft import make_plans
+from asyncckpt.planning.draft import StoredPlan, make_plans
 from asyncckpt.planning.metadata import StoredPlaces
 from asyncckpt.planning.plan import CheckpointPlan
-from asyncckpt.planning.stored_plan import StoredPlan
 from asyncckpt.ranks import group
 from asyncckpt.ranks.rounds import Call, Rounds, pack, round_name
 

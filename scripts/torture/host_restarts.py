@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from asyncckpt import Checkpointer
 from asyncckpt.link.endpoint import FOLDER_VARIABLE
-from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
+from asyncckpt.ranks.group import ADDRESS_VARIABLE, DOMAIN_VARIABLE
 from torture.hosts import lose_host
 from torture.jobs import Job
 from torture.leftovers import send_away

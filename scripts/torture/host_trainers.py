@@ -19,7 +19,7 @@ from asyncckpt.config import Transport
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from asyncckpt.link import process as worker_process
 from asyncckpt.link.endpoint import FOLDER_VARIABLE
-from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
+from asyncckpt.ranks.group import ADDRESS_VARIABLE, DOMAIN_VARIABLE
 from torture.tally import CONFIG, LIMIT_S, is_of, state_of
 
 _FAULTY = Path(__file__).parent.parent.parent / "tests" / "support" / "faulty_worker.py"

@@ -21,8 +21,7 @@ from tqdm import tqdm
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
 from asyncckpt.storage import complete_steps, object_sweep, objects
-from asyncckpt.storage.listing import list_below
-from asyncckpt.storage.record import is_finalized
+from asyncckpt.storage.record import is_finalized, list_below
 from asyncckpt.storage.stock_names import shown
 from torture import kills
 from torture.jobs import Job

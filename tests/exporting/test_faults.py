@@ -23,7 +23,8 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.exporting import batches, copying, output
 from asyncckpt.exporting.export import export
-from asyncckpt.storage import renames, step_folder, storage_for
+from asyncckpt.storage import partial as renames
+from asyncckpt.storage import step_folder, storage_for
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from asyncckpt.errors import DamagedCheckpointError, MismatchError, UnsavableSta
 from asyncckpt.exporting.export import export
 from asyncckpt.format.manifest import METADATA_NAME
 from asyncckpt.planning.file_set import FileSet
-from asyncckpt.planning.tensor_header import tensor_header
+from asyncckpt.planning.layout import tensor_header
 
 
 def _whole() -> dict[str, torch.Tensor]:

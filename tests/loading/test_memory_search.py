@@ -8,7 +8,7 @@ import pytest
 
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.link.takeover import ReaderClient
-from asyncckpt.loading import memory_search
+from asyncckpt.loading import memory_source as memory_search
 
 
 def test_workers_are_asked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

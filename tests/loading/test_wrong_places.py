@@ -25,8 +25,7 @@ from asyncckpt.format.index import Index
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, data_name, index_name
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.loading import source
-from asyncckpt.loading.memory_search import FoundImages, HeldAttempt
-from asyncckpt.loading.memory_source import MemorySource
+from asyncckpt.loading.memory_source import FoundImages, HeldAttempt, MemorySource
 from asyncckpt.loading.source import StorageSource, verify
 from asyncckpt.storage import storage_for
 from asyncckpt.storage.local import LocalStorage

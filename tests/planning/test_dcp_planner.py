@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from asyncckpt.planning.dcp_planner import kept_items
+from asyncckpt.planning.metadata import kept_items
 
 
 def _local_plan(rank: int, shared: int) -> SavePlan:

@@ -15,8 +15,7 @@ from support.states import same, small_state, stock_load, zeros_like
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError
-from asyncckpt.loading.load import load
-from asyncckpt.loading.plan_reading import read_plan
+from asyncckpt.loading.load import load, read_plan
 from asyncckpt.loading.source import StorageSource, verify
 
 

@@ -12,7 +12,7 @@ from support.states import same
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.planning.tensor_header import tensor_header
+from asyncckpt.planning.layout import tensor_header
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (5, 7), (3, 0, 2), (300, 400), (1, 1, 70_000)]
 

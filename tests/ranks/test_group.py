@@ -23,7 +23,7 @@ from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveDroppedError, SaveTimeoutError
 from asyncckpt.loading.source import verify
 from asyncckpt.ranks import group
-from asyncckpt.ranks.address import address_to_listen_at, loopback_scope
+from asyncckpt.ranks.group import address_to_listen_at, loopback_scope
 from asyncckpt.ranks.rounds import Rounds
 from asyncckpt.ranks.store_connection import StoreConnection
 

@@ -32,10 +32,10 @@ from asyncckpt.storage import (
     named_steps,
     partial,
     remove_old_checkpoint,
-    renames,
     step_folder,
     storage_for,
 )
+from asyncckpt.storage import partial as renames
 from asyncckpt.storage.file_system import remove_folder
 from asyncckpt.storage.history import prune
 from asyncckpt.storage.local import LocalStorage

@@ -20,10 +20,9 @@ from asyncckpt.errors import CheckpointExistsError, SaveTimeoutError, StorageErr
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
 from asyncckpt.format.write_request import Existing
 from asyncckpt.storage import object_attempt, object_sweep, storage_for
-from asyncckpt.storage.listing import Listing, list_below
 from asyncckpt.storage.object_store import ObjectStorage
 from asyncckpt.storage.objects import Objects, objects_at, split_address
-from asyncckpt.storage.record import PlaceRecord, read_record
+from asyncckpt.storage.record import Listing, PlaceRecord, list_below, read_record
 from asyncckpt.storage.stock_names import show
 from asyncckpt.storage.storage import OpenAttempt, Storage
 

@@ -15,9 +15,9 @@ from asyncckpt.errors import StorageError
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
 from asyncckpt.format.write_request import Existing
 from asyncckpt.storage import object_attempt, object_store, object_sweep, objects
-from asyncckpt.storage.listing import list_below
 from asyncckpt.storage.object_store import ObjectStorage
 from asyncckpt.storage.objects import Objects, objects_at, split_address
+from asyncckpt.storage.record import list_below
 from asyncckpt.storage.storage import OpenAttempt
 
 __all__ = ["s3_root", "s3_server"]

@@ -10,7 +10,7 @@ import pytest
 
 from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from asyncckpt.link.takeover import Takeover
-from asyncckpt.ranks.address import ADDRESS_VARIABLE, DOMAIN_VARIABLE
+from asyncckpt.ranks.group import ADDRESS_VARIABLE, DOMAIN_VARIABLE
 from support.workers import send_away
 
 HOSTS = 4

@@ -10,9 +10,8 @@ from contextlib import ExitStack
 from asyncckpt.format.segment_layout import WeightsLayout
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedSlots, PublishedVersion, ReadableSlots
-from asyncckpt.transfer.locator import Locator
 from asyncckpt.transfer.mirror import Mirror
-from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.requests import Locator, TransferAddress
 from asyncckpt.transfer.server import TransferServer
 
 KEY = b"the key of the job" * 2
