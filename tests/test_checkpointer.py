@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import complete_steps
 from support.states import same, small_state, zeros_like
 from support.workers import Faulty
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import asyncckpt
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -35,7 +35,7 @@ from asyncckpt.errors import (
     StorageError,
     UntrustedValueError,
 )
-from asyncckpt.storage import complete_steps, storage_for
+from asyncckpt.extension import Engine, storage_for
 
 
 @pytest.fixture

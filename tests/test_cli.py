@@ -15,20 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import Manifest
 from support.states import small_state
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import asyncckpt
-from asyncckpt import cli
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, cli
 from asyncckpt.config import _OPTIONS, Config, add_arguments, is_switched_on
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
-from asyncckpt.format.manifest import Manifest
+from asyncckpt.extension import Engine, storage_for
 from asyncckpt.loading.contents import Shard, Value, checkpoints_at, contents
 from asyncckpt.report import listing, verification
 from asyncckpt.report import listing as inspection
-from asyncckpt.storage import storage_for
 
 
 @pytest.fixture

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import complete_steps
 from support.ranks import alone, say
 from support.workers import stop
 
-from asyncckpt import async_save, cli
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, async_save, cli
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.link import running_workers
 from asyncckpt.link.takeover import is_running
-from asyncckpt.storage import complete_steps
 from asyncckpt.weights import WeightPublisher
 
 pytestmark = pytest.mark.usefixtures("forkserver")

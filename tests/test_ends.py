@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoints import complete_steps
 from support.ranks import script
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import WeightsTimeoutError
 from asyncckpt.link.endpoint import endpoint_names
-from asyncckpt.storage import complete_steps
 from asyncckpt.weights import WeightSubscriber
 
 pytestmark = pytest.mark.usefixtures("forkserver")

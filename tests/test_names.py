@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError
 from asyncckpt.link.process import run_module, same_modules

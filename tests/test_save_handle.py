@@ -7,8 +7,9 @@ from queue import SimpleQueue
 
 import pytest
 
+from asyncckpt import Save
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
-from asyncckpt.save_handle import Save, SaveState, wait_for_actions
+from asyncckpt.save_handle import SaveState, wait_for_actions
 
 
 def test_the_step_waits_and_not_the_host() -> None:

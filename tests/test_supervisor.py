@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support.checkpoints import complete_steps
 from support.ranks import Job, script
 from support.workers import FAULTY, Faulty
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.errors import CheckpointError, ClosedError
-from asyncckpt.storage import complete_steps
 from asyncckpt.weights import WeightPublisher
 
 _SAVE = """

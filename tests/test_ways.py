@@ -14,7 +14,7 @@ import torch
 from support.call_counts import CallCounts, ask
 from support.call_counts import __file__ as counted_worker
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.link import process as worker_process
 
 

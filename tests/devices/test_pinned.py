@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import PAGE
 from support.devices import TYPE, MadeUpDevices
 
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.devices.pinners import AscendPinner, CudaPinner
 from asyncckpt.errors import CheckpointError
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import Segment
 
 
 class _Driver:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from support import accelerators, simulated_device
 from support.accelerators import busy, module
+from support.checkpoints import PAGE
 from support.ranks import alone
 
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import Segment
 
 pytestmark = [
     pytest.mark.device,

@@ -18,13 +18,12 @@ from support.interrupts import Restarted, interrupted_everywhere, interrupted_on
 from support.segments import mapped_segments
 from support.states import same
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, Save
 from asyncckpt.config import Config
 from asyncckpt.engine.saves import Saves
 from asyncckpt.errors import ClosedError, MismatchError, WorkerDiedError
 from asyncckpt.integrations.nvrx import AbortAsyncckpt
 from asyncckpt.link.process import detached_workers
-from asyncckpt.save_handle import Save
 from asyncckpt.staging.buffer import SlotMemory
 from asyncckpt.supervisor import Supervisor, known_supervisors
 

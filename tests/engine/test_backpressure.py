@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import complete_steps
 from support.states import small_state, zeros_like
 from support.workers import Faulty
 
 import asyncckpt
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import (
     SaveDroppedError,
 )
 from asyncckpt.ranks.group import Group
 from asyncckpt.staging.slot_copy import SlotStager
-from asyncckpt.storage import complete_steps
 
 
 def _wait_for(path: Path) -> None:

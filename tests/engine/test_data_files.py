@@ -12,19 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import step_folder, verify
 from support.ranks import Job, alone, run
 from support.states import same, small_state, stock_load, zeros_like
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.extension import Engine, load
 from asyncckpt.loading.contents import contents
-from asyncckpt.loading.load import load
-from asyncckpt.loading.source import verify
-from asyncckpt.storage import step_folder
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

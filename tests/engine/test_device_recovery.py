@@ -16,7 +16,7 @@ from support.accelerators import busy, module
 from support.ranks import alone
 from support.states import same, stock_load, zeros_like
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations import torch_file

@@ -22,7 +22,7 @@ from support.segments import mapped_segments
 from support.states import same, small_state, zeros_like
 from support.workers import FAULTY, Faulty, overdue, wait_reached
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import (
     CheckpointError,
@@ -32,12 +32,12 @@ from asyncckpt.errors import (
     UnsavableStateError,
     WorkerDiedError,
 )
+from asyncckpt.extension import storage_for
 from asyncckpt.link.root_lock import LOCK_NAME
 from asyncckpt.link.takeover import is_running
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.staging.buffer import StagingBuffer
-from asyncckpt.storage import storage_for
 from asyncckpt.storage.partial import attempt_path
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.checkpoints import verify
 from support.file_sets import LARGE, make, optimizer, weights
 from support.ranks import script
 from support.segments import mapped_segments
@@ -26,7 +27,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from asyncckpt import Checkpointer, FileSet
 from asyncckpt.cli import main
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import (
     CheckpointExistsError,
     MismatchError,
@@ -34,9 +34,8 @@ from asyncckpt.errors import (
     UnsavableStateError,
     WorkerDiedError,
 )
-from asyncckpt.loading.source import verify
+from asyncckpt.extension import Engine, storage_for
 from asyncckpt.planning.file_set import SafetensorsFile
-from asyncckpt.storage import storage_for
 
 
 def check(path: Path, seed: float, beside: Path) -> None:

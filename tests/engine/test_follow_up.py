@@ -11,11 +11,10 @@ import torch
 from support.ranks import alone
 from support.workers import FAULTY, Faulty, wait_for, wait_reached
 
-from asyncckpt.engine.engine import Engine
+from asyncckpt import Save
 from asyncckpt.errors import StorageError
-from asyncckpt.format.write_request import Pointer, Rotation
+from asyncckpt.extension import Engine, Pointer, Rotation
 from asyncckpt.link import process as worker_process
-from asyncckpt.save_handle import Save
 
 
 def save(engine: Engine, folder: Path, step: int, spares: int = 0, needs: tuple[str, ...] = ()) -> Save:

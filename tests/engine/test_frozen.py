@@ -14,18 +14,16 @@ from typing import Any
 import pytest
 import torch
 from support.accelerators import busy, module
+from support.checkpoints import step_folder, verify
 from support.plans import counting_plans
 from support.ranks import alone
 from support.states import same
 from support.unchanged import ELEMENTS, check, state_of, train, written
 from torch import nn
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, FileSet
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
-from asyncckpt.loading.source import verify
-from asyncckpt.planning.file_set import FileSet
-from asyncckpt.storage import step_folder
+from asyncckpt.extension import Engine
 from asyncckpt.weights.subscriber import WeightSubscriber
 
 pytestmark = pytest.mark.usefixtures("forkserver")

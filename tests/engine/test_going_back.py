@@ -15,7 +15,7 @@ import torch
 from support.ranks import alone, faulty
 from support.workers import Faulty
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointExistsError, DamagedCheckpointError, StorageError
 
@@ -120,7 +120,7 @@ def test_order_of_creation_goes_by_no_clock(saved: Path) -> None:
 
 
 def rewrite(root: Path, step: int, created: Any) -> None:
-    from asyncckpt.format.manifest import Manifest
+    from support.checkpoints import Manifest
 
     path = root / f"step-{step:08d}" / "asyncckpt.json"
     fields = vars(Manifest.parse(path.read_bytes(), str(path)))

@@ -16,7 +16,7 @@ import torch
 from support.ranks import alone
 from support.recovery import source, train
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.shm.memcpy import Destinations
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import complete_steps
 from support.segments import mapped_segments
 from support.states import same, zeros_like
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
 from asyncckpt.link import messages
 from asyncckpt.staging.slot_copy import SlotStager, wait_for_copies
-from asyncckpt.storage import complete_steps
 
 HERE = str(Path(__file__).parents[2])
 # Python's own that stand on a lock which a save uses. Not its logging: a lock of that is not left then, by anybody.

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.checkpoints import verify
 from support.recovery import empty, has_left, source, train
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.link.endpoint import connect, endpoint_name
-from asyncckpt.loading.source import verify
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

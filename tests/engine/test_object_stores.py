@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from s3.proxy import Asked, StoreProxy
 from support import ranks
+from support.checkpoints import complete_steps, verify
 from support.object_stores import keys_below, s3_root, s3_server, set_environment
 from support.states import same, small_state, zeros_like
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.cli import main
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -33,8 +33,7 @@ from asyncckpt.errors import (
     StorageError,
     WorkerDiedError,
 )
-from asyncckpt.loading.source import verify
-from asyncckpt.storage import complete_steps
+from asyncckpt.extension import Engine
 from asyncckpt.storage.objects import objects_at
 
 __all__ = ["s3_root", "s3_server"]

@@ -17,11 +17,10 @@ import pytest
 import torch
 from support.workers import Faulty, stop, wait_for
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, Save
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, StorageError
 from asyncckpt.integrations.nvrx import AbortAsyncckpt
-from asyncckpt.save_handle import Save
 from asyncckpt.staging import host_copy
 from asyncckpt.weights import WeightSubscriber
 

@@ -13,19 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import complete_steps, step_folder, verify
 from support.ranks import alone, say
 from support.recovery import NUMBERS, empty, has_left, is_of, source, train
 from support.workers import Faulty
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, endpoint_name
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.loading import memory_source
-from asyncckpt.loading.source import verify
-from asyncckpt.storage import complete_steps, step_folder
 from asyncckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.usefixtures("forkserver")

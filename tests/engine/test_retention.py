@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.retention import retention_of
 from asyncckpt.errors import CheckpointError
-from asyncckpt.storage import storage_for
+from asyncckpt.extension import storage_for
 from asyncckpt.storage.history import Origin
 
 

@@ -17,13 +17,13 @@ import torch
 from support.ranks import alone, faulty
 from support.workers import send_away
 
-from asyncckpt import cli, supervisor
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, cli, supervisor
 from asyncckpt.config import Config
 from asyncckpt.errors import JobTakenError, StorageError
+from asyncckpt.extension import Claim
 from asyncckpt.link import endpoint, root_lock
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.messages import Claim, Claimed
+from asyncckpt.link.messages import Claimed
 from asyncckpt.link.root_lock import LOCK_NAME, RootLock
 from asyncckpt.loading.source import find_step
 from asyncckpt.storage.file_system import lock_alone

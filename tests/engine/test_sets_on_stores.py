@@ -19,6 +19,7 @@ import torch.distributed as dist
 from s3.proxy import Asked, StoreProxy
 from safetensors.torch import load_file
 from support import ranks
+from support.checkpoints import complete_steps, verify
 from support.file_sets import LARGE, make, optimizer, weights
 from support.object_stores import keys_below, s3_root, s3_server, set_environment
 from support.states import same, stock_load, zeros_like
@@ -26,10 +27,8 @@ from support.states import same, stock_load, zeros_like
 from asyncckpt import Checkpointer, FileSet
 from asyncckpt.cli import main
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, MismatchError, UnsavableStateError
-from asyncckpt.loading.source import verify
-from asyncckpt.storage import complete_steps
+from asyncckpt.extension import Engine
 from asyncckpt.storage.objects import objects_at, split_address
 
 __all__ = ["s3_root", "s3_server"]

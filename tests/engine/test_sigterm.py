@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import verify
 from support.ranks import Job, say
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.integrations.nvrx import AbortAsyncckpt
-from asyncckpt.loading.source import verify
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 
 MIB = 1 << 20

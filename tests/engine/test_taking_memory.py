@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.ranks import alone, faulty
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.link import process as worker_process
 from asyncckpt.link.client import WorkerClient

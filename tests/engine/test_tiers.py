@@ -13,16 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
+from support.checkpoints import complete_steps, read_manifest, verify
 from support.states import same, small_state, zeros_like
 from support.workers import FAULTY, Faulty, wait_for, wait_reached
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, FileSet
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, WorkerDiedError
 from asyncckpt.link import endpoint
-from asyncckpt.loading.source import read_manifest, verify
-from asyncckpt.planning.file_set import FileSet
-from asyncckpt.storage import complete_steps
 
 
 @pytest.fixture

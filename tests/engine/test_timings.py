@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import Manifest, read_manifest
 from support.ranks import QUICK, run
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.format.manifest import Manifest, of_all_ranks
-from asyncckpt.loading.source import read_manifest
+from asyncckpt.format.manifest import of_all_ranks
 
 # In the order in which these begin: none begins before one that stands before it.
 BEGINS = ("copy_from_s", "checksum_from_s", "sync_from_s", "commit_from_s")

@@ -15,18 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import step_folder, verify
 from support.states import same, stock_load, zeros_like
 from support.unchanged import ELEMENTS, check, state_of, train, written
 from support.workers import Faulty, wait_reached
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, FileSet
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import StorageError, WorkerDiedError
-from asyncckpt.loading.source import verify
-from asyncckpt.planning.file_set import FileSet
+from asyncckpt.extension import Engine
 from asyncckpt.storage import partial as links
-from asyncckpt.storage import step_folder
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

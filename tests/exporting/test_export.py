@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoints import step_folder, verify
 from support.shards import kinds_of_values, save_shards
 from support.states import same, stock_load, zeros_like
 
 import asyncckpt
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, export
 from asyncckpt.cli import main
 from asyncckpt.errors import CheckpointNotFoundError, MismatchError, UnsavableStateError, UntrustedValueError
-from asyncckpt.exporting.export import export
-from asyncckpt.loading.source import verify
-from asyncckpt.storage import step_folder
 
 CUTS: Any = {
     "model.weight": ((7, 20), ()),  # rows, uneven

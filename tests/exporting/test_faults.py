@@ -14,17 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import ranks
+from support.checkpoints import step_folder
 from support.shards import save_shards
 from support.states import same
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from asyncckpt import async_save
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, async_save, export
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.exporting import batches, copying, output
-from asyncckpt.exporting.export import export
+from asyncckpt.extension import storage_for
 from asyncckpt.storage import partial as renames
-from asyncckpt.storage import step_folder, storage_for
 
 
 @pytest.fixture

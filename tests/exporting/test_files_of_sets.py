@@ -9,12 +9,10 @@ import pytest
 import torch
 from support.states import same
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, FileSet, export
 from asyncckpt.errors import DamagedCheckpointError, MismatchError
 from asyncckpt.exporting import copying
-from asyncckpt.exporting.export import export
-from asyncckpt.planning.file_set import FileSet
-from asyncckpt.storage import storage_for
+from asyncckpt.extension import storage_for
 
 
 @pytest.fixture(scope="module")

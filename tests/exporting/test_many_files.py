@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import ranks
+from support.checkpoints import PAGE
 from support.shards import save_shards
 from support.states import same
 
+from asyncckpt import export
 from asyncckpt.errors import StorageError
 from asyncckpt.exporting import source_files
-from asyncckpt.exporting.export import export
 from asyncckpt.shm.huge import huge_buffer
-from asyncckpt.shm.segment import PAGE
 
 FILES, MOST = 150, 100
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from support.states import same
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, export
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.exporting.export import export
 
 
 def exported(state: Any, folder: Path, **options: Any) -> Any:

@@ -12,13 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from support.checkpoints import verify
 from support.shards import save_shards
 from support.states import same, stock_load, zeros_like
 
+from asyncckpt import export
 from asyncckpt.exporting import batches, copying
-from asyncckpt.exporting.export import export
 from asyncckpt.format import index
-from asyncckpt.loading.source import verify
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.uint8, torch.bool),

@@ -22,11 +22,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, FileSet, export
 from asyncckpt.errors import DamagedCheckpointError, MismatchError, UnsavableStateError
-from asyncckpt.exporting.export import export
-from asyncckpt.format.manifest import METADATA_NAME
-from asyncckpt.planning.file_set import FileSet
+from asyncckpt.extension import METADATA_NAME
 from asyncckpt.planning.layout import tensor_header
 
 

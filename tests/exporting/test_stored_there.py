@@ -10,9 +10,8 @@ from support.object_stores import keys_below, s3_root, s3_server
 from support.shards import kinds_of_values, save_shards
 from support.states import same
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, export
 from asyncckpt.errors import CheckpointNotFoundError, StorageError
-from asyncckpt.exporting.export import export
 from asyncckpt.storage.objects import objects_at, split_address
 
 __all__ = ["s3_root", "s3_server"]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 
+from asyncckpt import export
 from asyncckpt.errors import OutOfMemoryError, StorageError, UnsavableStateError
 from asyncckpt.exporting import copying, stock_source
-from asyncckpt.exporting.export import export
 
 
 def stock_save(state: dict[str, torch.Tensor], folder: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.states import same
 
-from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.exporting.export import export
+from asyncckpt import Checkpointer, export
 
 transformers = pytest.importorskip("transformers")
 

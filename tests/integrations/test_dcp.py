@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 import asyncckpt
 from asyncckpt.engine import shared as engines
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointExistsError
-from asyncckpt.format.manifest import MANIFEST_NAME
+from asyncckpt.extension import MANIFEST_NAME, Engine
 from asyncckpt.integrations import dcp, nvrx
 from asyncckpt.staging import host_copy
 

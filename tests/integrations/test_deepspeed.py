@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import read_manifest, verify
 from support.forked_ranks import on_ranks
 from support.peers import DEEPSPEED, python
 from support.ranks import faulty
@@ -20,7 +21,6 @@ from support.workers import wait_for, wait_reached
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointError, StorageError, UnsavableStateError
 from asyncckpt.link import process
-from asyncckpt.loading.source import read_manifest, verify
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

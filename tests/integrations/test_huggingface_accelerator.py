@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("accelerate")
 
+from support.checkpoints import verify
 from support.workers import Faulty, wait_for
 
 from asyncckpt.errors import StorageError
 from asyncckpt.integrations import huggingface
-from asyncckpt.loading.source import verify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

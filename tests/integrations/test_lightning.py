@@ -23,10 +23,10 @@ from support.states import same
 from support.workers import Faulty, wait_for, wait_reached
 from torch.distributed.checkpoint import state_dict_loader
 
+from asyncckpt import FileSet
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
 from asyncckpt.integrations.lightning import AsyncckptFSDPStrategy, AsyncckptIO
-from asyncckpt.planning.file_set import FileSet
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
 

@@ -21,12 +21,12 @@ from support.states import same
 
 from asyncckpt.config import Config
 from asyncckpt.engine import shared as engines
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import (
     OutOfMemoryError,
     StorageError,
     UnsavableStateError,
 )
+from asyncckpt.extension import Engine
 from asyncckpt.integrations import dcp
 from asyncckpt.integrations.torch_file import torch_save
 from asyncckpt.link.client import WorkerClient

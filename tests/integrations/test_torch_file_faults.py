@@ -18,15 +18,14 @@ from support.states import same
 from support.workers import FAULTY, Faulty, overdue
 
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import (
     SaveDroppedError,
     SaveTimeoutError,
     StorageError,
     WorkerDiedError,
 )
+from asyncckpt.extension import Engine, storage_for
 from asyncckpt.integrations.torch_file import torch_save
-from asyncckpt.storage import storage_for
 
 
 @pytest.fixture

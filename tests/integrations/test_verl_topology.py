@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from asyncckpt.extension import Rendezvous
 from asyncckpt.integrations.verl.topology import Member, Peer, roles
-from asyncckpt.link.messages import Rendezvous
 
 
 def peer(name: str, host: str) -> Peer:

@@ -18,25 +18,24 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support.checkpoints import complete_steps
 from support.ranks import script
 from support.segments import mapped_segments
 from support.states import small_state
 from support.workers import Faulty
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.saves import Saves
 from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.extension import Engine, SocketConnection
 from asyncckpt.link import client as client_module
 from asyncckpt.link import messages
 from asyncckpt.link import process as worker_process
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.endpoint import endpoint_name
 from asyncckpt.link.process import WorkerOptions, WorkerProcess
-from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.link.takeover import is_running
-from asyncckpt.storage import complete_steps
 
 MIB = 1 << 20
 

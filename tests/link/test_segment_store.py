@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from support.attempts import checkpoint_attempt
+from support.checkpoints import PAGE, checksum
 
-from asyncckpt.format.manifest import checksum
 from asyncckpt.link import segment_store
 from asyncckpt.link.endpoint import announced_bytes, host_lock
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm import budget
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import State
 
 

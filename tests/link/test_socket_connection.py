@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.interrupts import Interrupted, interrupted_everywhere
 
-from asyncckpt.link.socket_connection import SocketConnection
+from asyncckpt.extension import SocketConnection
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from multiprocess.connection import Connection
 from support.attempts import checkpoint_attempt
+from support.checkpoints import PAGE
 
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.format.write_request import ImageKey
@@ -31,7 +32,7 @@ from asyncckpt.link.endpoint_messages import (
 )
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.link.takeover import ReaderClient, Takeover, retire_idle_workers
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import Segment
 from asyncckpt.transfer.serving import Serving
 from asyncckpt.worker.endpoint_service import EndpointService
 

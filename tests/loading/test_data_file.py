@@ -16,19 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import PAGE, checksum
 
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.extension import Engine, StorageSource, load, storage_for
 from asyncckpt.format.index import Index, Item, spans
-from asyncckpt.format.manifest import checksum
 from asyncckpt.loading.data_file import RUN_BYTES, StoredFile, read_pool
 from asyncckpt.loading.device_buffers import DeviceBuffers
 from asyncckpt.loading.direct_load import draft
-from asyncckpt.loading.load import load
 from asyncckpt.loading.read_requests import ReadRequests
-from asyncckpt.loading.source import StorageSource
-from asyncckpt.shm.segment import PAGE
-from asyncckpt.storage import local_file, storage_for
+from asyncckpt.storage import local_file
 
 LARGE = 5 << 20  # elements
 

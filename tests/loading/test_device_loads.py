@@ -12,7 +12,7 @@ from support.accelerators import busy, module
 from support.ranks import alone
 from support.states import same, zeros_like
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.devices.pinners import CudaPinner
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.loading import device_buffers, load, read_requests

@@ -17,14 +17,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.engine.engine import Engine
+from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
+from asyncckpt.extension import Engine, StorageSource
 from asyncckpt.format.index import Index
 from asyncckpt.loading import dcp_reader
 from asyncckpt.loading import direct_load as direct
 from asyncckpt.loading import load as reader
-from asyncckpt.loading.source import StorageSource
 
 Make = Callable[[], dict[str, Any]]
 

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import Manifest, checksum
 from torch.distributed.checkpoint import state_dict_saver
 
-from asyncckpt import cli
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, cli
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.format.index import Index
-from asyncckpt.format.manifest import Manifest, checksum
 from asyncckpt.loading import load as reader
 
 DATA, INDEX, MANIFEST = "__0_0.distcp", "__0_0.index.json", "asyncckpt.json"
@@ -42,7 +41,7 @@ def limit() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from asyncckpt.engine.engine import Engine
+    from asyncckpt.extension import Engine
 
     with Engine() as engine:
         engine.save(folder := tmp_path_factory.mktemp("good") / "it", {"w": torch.arange(5000.0)}, step=1).result(60)

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import asyncckpt
 from asyncckpt import Checkpointer, PerRank
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, MismatchError
+from asyncckpt.extension import Engine
 from asyncckpt.integrations.dcp import load as load_as_dcp
 from asyncckpt.loading import load as reader
 

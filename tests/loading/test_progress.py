@@ -14,8 +14,7 @@ import torch
 from support.states import same, small_state, zeros_like
 
 import asyncckpt
-from asyncckpt import cli
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, cli
 from asyncckpt.config import Config
 from asyncckpt.loading import bar, progress, read_requests
 from asyncckpt.loading import load as reader

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from support.states import same, zeros_like
 
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import UntrustedValueError
-from asyncckpt.loading.load import load
+from asyncckpt.extension import Engine, load
 
 pytestmark = pytest.mark.timeout(600)  # some load a great many
 

@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import verify
 from support.file_sets import make
 from support.shared_files import flip, share
 from support.states import zeros_like
 
-from asyncckpt import cli
-from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.engine.engine import Engine
+from asyncckpt import Checkpointer, cli
 from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.extension import Engine, StorageSource
 from asyncckpt.format.index import Item
 from asyncckpt.loading import load as reader
 from asyncckpt.loading.data_file import CheckedFiles, ChecksummedFile, StoredFile, sharing
-from asyncckpt.loading.source import StorageSource, verify
 from asyncckpt.storage.local import LocalStorage
 
 DATA = "__0_0.distcp"

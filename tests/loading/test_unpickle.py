@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support.checkpoints import Manifest, checksum, verify
 from support.states import pickle_enums_as_early_3_11, same, small_state, zeros_like
 from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import state_dict_saver
@@ -26,14 +27,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 import asyncckpt
-from asyncckpt import cli
-from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.engine.engine import Engine
+from asyncckpt import Checkpointer, cli
 from asyncckpt.errors import UntrustedValueError
-from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum
+from asyncckpt.extension import MANIFEST_NAME, METADATA_NAME, Engine, load
 from asyncckpt.loading import load as reader
-from asyncckpt.loading.load import load
-from asyncckpt.loading.source import verify
 
 METADATA = "torch.distributed.checkpoint.metadata"
 

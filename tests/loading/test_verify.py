@@ -12,15 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.checkpoints import Manifest, read_manifest, verify
 from support.states import zeros_like
 
-from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.engine.engine import Engine
+from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, MismatchError
+from asyncckpt.extension import MANIFEST_NAME, Engine, StorageSource
 from asyncckpt.format.index import SPAN_BYTES, Index, Item, spans
-from asyncckpt.format.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.loading import load as reader
-from asyncckpt.loading.source import StorageSource, read_manifest, verify
 
 
 def _state() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import Manifest, verify
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -21,13 +22,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import asyncckpt
 from asyncckpt import Checkpointer, cli
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from asyncckpt.extension import MANIFEST_NAME, METADATA_NAME, StorageSource, storage_for
 from asyncckpt.format.index import Index
-from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, data_name, index_name
+from asyncckpt.format.manifest import data_name, index_name
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.loading import source
 from asyncckpt.loading.memory_source import FoundImages, HeldAttempt, MemorySource
-from asyncckpt.loading.source import StorageSource, verify
-from asyncckpt.storage import storage_for
 from asyncckpt.storage.local import LocalStorage
 
 

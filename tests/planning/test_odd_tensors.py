@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import MismatchError, UnsavableStateError
-from asyncckpt.format.manifest import METADATA_NAME
+from asyncckpt.extension import METADATA_NAME
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -15,10 +15,10 @@ import torch
 from support.states import same, small_state, zeros_like
 from torch.distributed.checkpoint import state_dict_loader
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.engine import plan_selection
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.loading.load import load
+from asyncckpt.extension import load
 from asyncckpt.planning.draft import make_plans
 from asyncckpt.planning.structure import stateful_types
 

@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
+from support.checkpoints import verify
 from support.plans import counting_plans
 from support.states import same, small_state, stock_load, zeros_like
 
-from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.engine.engine import Engine
+from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
-from asyncckpt.loading.load import load, read_plan
-from asyncckpt.loading.source import StorageSource, verify
+from asyncckpt.extension import Engine, StorageSource, load
+from asyncckpt.loading.load import read_plan
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from support.ranks import QUICK, run
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
-from asyncckpt.ranks.collectives import from_first, gather, gather_to_first, on_all
+from asyncckpt.extension import from_first, gather, on_all
+from asyncckpt.ranks.collectives import gather_to_first
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

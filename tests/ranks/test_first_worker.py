@@ -13,12 +13,11 @@ from support.ranks import Job, faulty, gated, run, say
 from support.states import equal, replicas
 from support.workers import stop
 
-from asyncckpt import Checkpointer, Config
+from asyncckpt import Checkpointer, Config, Save
 from asyncckpt.config import WhenBusy
 from asyncckpt.errors import CheckpointError
 from asyncckpt.link import process as worker_process
 from asyncckpt.link.takeover import is_running
-from asyncckpt.save_handle import Save
 
 # Longer than a test may take: nothing here may end because a time is up.
 LONG_S = 90.0

@@ -14,17 +14,16 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.checkpoints import verify
 from support.ranks import CONSTANT, QUICK, Job, faulty, gated, run, say
 from support.states import equal, replicas
 from support.workers import stop
 
 from asyncckpt import Checkpointer, Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveDroppedError, SaveTimeoutError
-from asyncckpt.loading.source import verify
+from asyncckpt.extension import Engine, Rounds
 from asyncckpt.ranks import group
 from asyncckpt.ranks.group import address_to_listen_at, loopback_scope
-from asyncckpt.ranks.rounds import Rounds
 from asyncckpt.ranks.store_connection import StoreConnection
 
 pytestmark = pytest.mark.usefixtures("forkserver")

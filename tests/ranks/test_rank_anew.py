@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.checkpoints import complete_steps
 from support.ranks import QUICK, run
 from support.states import equal, replicas
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, Save
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
-from asyncckpt.save_handle import Save
-from asyncckpt.storage import complete_steps
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -14,7 +14,7 @@ from support.hosts import enter_host, host_folder
 from support.ranks import Job, faulty, run, say
 from support.states import equal, replicas
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, OutOfMemoryError, UnsavableStateError
 

@@ -14,17 +14,17 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from support.checkpoints import verify
 from support.ranks import LIMIT_S, Job, faulty, say
 from support.states import equal, replicas
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
+from asyncckpt.extension import Rounds
 from asyncckpt.link import messages
 from asyncckpt.link import process as worker_process
-from asyncckpt.loading.source import verify
 from asyncckpt.planning import draft
 from asyncckpt.ranks import group
-from asyncckpt.ranks.rounds import Rounds
 from asyncckpt.staging import slot_copy as staging
 
 pytestmark = pytest.mark.usefixtures("forkserver")

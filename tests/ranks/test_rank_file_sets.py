@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import read_manifest, verify
 from support.ranks import CONSTANT, QUICK, run
 from support.states import same, stock_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from asyncckpt import FileSet
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, UnsavableStateError
-from asyncckpt.loading.source import read_manifest, verify
-from asyncckpt.planning.file_set import FileSet
+from asyncckpt.extension import Engine
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -12,20 +12,19 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from support.checkpoints import complete_steps, step_folder
 from support.hosts import damage_images, enter_host
 from support.ranks import Job, alone, faulty, gated, run, say
 from support.states import equal, replicas
 from support.workers import wait_for
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, Save
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, CheckpointExistsError
+from asyncckpt.extension import Engine
 from asyncckpt.link.running_workers import running_workers
 from asyncckpt.loading.memory_source import MemorySource
 from asyncckpt.ranks import survivors
-from asyncckpt.save_handle import Save
-from asyncckpt.storage import complete_steps, step_folder
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 import asyncckpt
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
+from asyncckpt.extension import StorageSource
 from asyncckpt.loading import bar
 from asyncckpt.loading import load as reader
-from asyncckpt.loading.source import StorageSource
 from asyncckpt.ranks import collectives
 
 pytestmark = pytest.mark.usefixtures("forkserver")

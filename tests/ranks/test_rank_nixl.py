@@ -13,7 +13,7 @@ from support.hosts import enter_host
 from support.ranks import Job, run, say
 from support.states import equal, replicas
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.transfer.nixl_process import MODULES
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import complete_steps
 from support.ranks import Job, run, say
 from support.states import equal, replicas
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.link import takeover as takeover
-from asyncckpt.storage import complete_steps
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import read_manifest, verify
 from support.ranks import QUICK, fsdp2_on_cpu, run
 from support.states import equal, replicas, stock_load
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -19,11 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from asyncckpt import Checkpointer
 from asyncckpt.engine import shared as engines
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, MismatchError
+from asyncckpt.extension import Engine, StorageSource
 from asyncckpt.integrations import dcp
 from asyncckpt.loading import load as reader
-from asyncckpt.loading.source import StorageSource, read_manifest, verify
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

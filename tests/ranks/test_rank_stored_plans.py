@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import verify
 from support.plans import counting_plans
 from support.ranks import QUICK, Job, run
 from support.states import equal, replicas, stock_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, PerRank
+from asyncckpt.extension import StorageSource
 from asyncckpt.format.storage_meta import without_storage_meta
-from asyncckpt.loading.source import StorageSource, verify
-from asyncckpt.planning.per_rank import PerRank
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

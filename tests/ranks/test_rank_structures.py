@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import read_manifest
 from support.ranks import CONSTANT, QUICK, run
 from support.states import equal, replicas, stock_load
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -20,7 +21,6 @@ from asyncckpt import Checkpointer, Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import CheckpointExistsError, StructureChangedError
 from asyncckpt.integrations import dcp
-from asyncckpt.loading.source import read_manifest
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

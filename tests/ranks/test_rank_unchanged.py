@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import step_folder, verify
 from support.plans import counting_plans
 from support.ranks import CONSTANT, QUICK, Job, run
 from support.states import same, stock_load, zeros_like
@@ -19,10 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.loading.source import verify
-from asyncckpt.storage import step_folder
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

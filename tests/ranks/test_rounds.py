@@ -16,9 +16,8 @@ import pytest
 from support.workers import stop
 
 from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError, decode, encode
-from asyncckpt.link.messages import Rendezvous
-from asyncckpt.ranks.rounds import KEPT_ROUNDS, Rounds, round_name
-from asyncckpt.ranks.store import Store
+from asyncckpt.extension import Rendezvous, Rounds, Store
+from asyncckpt.ranks.rounds import KEPT_ROUNDS, round_name
 from asyncckpt.ranks.store_connection import Patience
 
 WORLD = 3

@@ -12,9 +12,8 @@ from dataclasses import replace
 import pytest
 
 from asyncckpt.errors import CheckpointError, WorkerDiedError
-from asyncckpt.link.messages import Rendezvous
-from asyncckpt.ranks.rounds import Rounds
-from asyncckpt.ranks.store import NONCE_BYTES, Store
+from asyncckpt.extension import Rendezvous, Rounds, Store
+from asyncckpt.ranks.store import NONCE_BYTES
 from asyncckpt.ranks.store_connection import Patience
 
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from asyncckpt.errors import RankFailedError
-from asyncckpt.link.messages import Rendezvous
+from asyncckpt.extension import Rendezvous, Store
 from asyncckpt.ranks import survivors
-from asyncckpt.ranks.store import Store
 from asyncckpt.ranks.survivors import Survivors
 
 SILENCE_S = 1.0

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import Manifest
 
 from asyncckpt import Checkpointer, cli
-from asyncckpt.format.manifest import Manifest
 from asyncckpt.report.answers import duration
 from asyncckpt.report.listing import Measured
 

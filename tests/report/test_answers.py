@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from asyncckpt import cli
-from asyncckpt.loading.source import is_stock
+from asyncckpt.extension import is_stock
 from asyncckpt.report import listing
 from asyncckpt.report.answers import Answers
 

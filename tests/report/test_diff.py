@@ -16,17 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import Manifest, checksum
 from support.file_sets import make
 from support.shards import kinds_of_values
 from support.shared_files import flip
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from asyncckpt import cli, export
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, cli, export
 from asyncckpt.config import Config
-from asyncckpt.engine.engine import Engine
+from asyncckpt.extension import Engine
 from asyncckpt.format.index import SPAN_BYTES, Index
-from asyncckpt.format.manifest import Manifest, checksum
 from asyncckpt.loading.data_file import ChecksummedFile
 
 DATA, INDEX = "__0_0.distcp", "__0_0.index.json"

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from asyncckpt import cli, export
-from asyncckpt.engine.engine import Engine
+from asyncckpt.extension import Engine
 from asyncckpt.report import value_comparison
 
 

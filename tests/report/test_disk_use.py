@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import Manifest
 from support.shared_files import share
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from asyncckpt import cli
-from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.format.manifest import Manifest
+from asyncckpt import Checkpointer, cli
 from asyncckpt.report.answers import size_of
 from asyncckpt.report.listing import DiskUse
 from asyncckpt.storage.local import LocalStorage

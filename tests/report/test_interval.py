@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncckpt import Checkpointer
+from asyncckpt import Checkpointer, Save
 from asyncckpt.engine.saves import RecentSaves
 from asyncckpt.errors import CheckpointError, NothingMeasuredError
 from asyncckpt.interval import Advice, parse_duration
-from asyncckpt.save_handle import Save, SaveState
+from asyncckpt.save_handle import SaveState
 
 MINUTE = 60.0
 

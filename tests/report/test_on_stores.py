@@ -11,8 +11,7 @@ from support.object_stores import s3_root, s3_server
 
 from asyncckpt import Checkpointer
 from asyncckpt.cli import main
-from asyncckpt.loading.source import StorageSource
-from asyncckpt.storage import storage_for
+from asyncckpt.extension import StorageSource, storage_for
 
 __all__ = ["s3_root", "s3_server"]
 

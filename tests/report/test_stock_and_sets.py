@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import asyncckpt
 from asyncckpt import cli
-from asyncckpt.engine.engine import Engine
+from asyncckpt.extension import Engine
 from asyncckpt.loading import dcp_reader
 from asyncckpt.loading.contents import contents
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import Manifest
 from support.file_sets import make
 from support.ranks import QUICK, run
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from asyncckpt import Checkpointer, cli
-from asyncckpt.engine.engine import Engine
-from asyncckpt.format.manifest import Manifest
+from asyncckpt.extension import Engine
 from asyncckpt.report.timeline import LaneSpan, RankOfSave, ranks_of, trace
 
 NBYTES = 4 << 20

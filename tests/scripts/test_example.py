@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from support.checkpoints import complete_steps
 from support.ranks import fsdp2_on_cpu
-
-from asyncckpt.storage import complete_steps
 
 EXAMPLE = Path(__file__).parents[2] / "examples/fsdp2.py"
 

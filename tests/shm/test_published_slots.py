@@ -8,9 +8,10 @@ import signal
 import time
 
 import pytest
+from support.checkpoints import PAGE
 
 from asyncckpt.shm import slots as slot_locks
-from asyncckpt.shm.segment import PAGE, Descriptor, Segment
+from asyncckpt.shm.segment import Descriptor, Segment
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedSlots, PublishedVersion, ReadableSlots, Readers, SlotTable
 
 

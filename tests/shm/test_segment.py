@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.checkpoints import PAGE
 from support.interrupts import interrupted_everywhere
 from support.segments import mapped_segments
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm import budget
-from asyncckpt.shm.segment import PAGE, Descriptor, Segment, round_up
+from asyncckpt.shm.segment import Descriptor, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, MAX_SLOTS, SlotTable, State
 
 _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE = 1033, 0x10  # of the kernel

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import PAGE
 from support.devices import CPU, TYPE, MadeUpDevices, MadeUpStream
 from support.images import Slot, refill, tensors_of_all_kinds
 
-from asyncckpt.shm.segment import PAGE
 from asyncckpt.staging import device_copy
 from asyncckpt.staging.device_copy import DeviceCopy, Slab
 from asyncckpt.staging.host_copy import BatchCopy, CopyThreads

@@ -13,7 +13,7 @@ import torch
 from support.accelerators import module, registrations
 from support.states import same, zeros_like
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.devices.pinners import CudaPinner
 from asyncckpt.staging.buffer import StagingBuffer

@@ -15,7 +15,7 @@ from offload import OffloadedParameters
 from support.accelerators import busy, module
 from support.states import zeros_like
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.devices import kinds
 from asyncckpt.errors import CheckpointError

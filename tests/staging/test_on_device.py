@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.accelerators import busy, module
+from support.checkpoints import PAGE
 from support.states import same, zeros_like
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, FileSet
 from asyncckpt.config import Config
 from asyncckpt.devices import pinners
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.planning.file_set import FileSet
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import device_copy
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 

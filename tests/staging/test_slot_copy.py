@@ -6,10 +6,10 @@ from contextlib import closing
 
 import pytest
 import torch
+from support.checkpoints import PAGE
 from support.images import Slot, refill, tensors_of_all_kinds
 
 from asyncckpt.planning import forms
-from asyncckpt.shm.segment import PAGE
 from asyncckpt.staging import host_copy
 from asyncckpt.staging.host_copy import CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager

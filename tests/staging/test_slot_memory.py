@@ -14,11 +14,10 @@ import torch
 from support.recovery import empty, is_of, source, train
 from support.states import same
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, Save
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, OutOfMemoryError, SaveDroppedError
 from asyncckpt.link.messages import Take
-from asyncckpt.save_handle import Save
 from asyncckpt.staging.buffer import StagingBuffer
 
 pytestmark = pytest.mark.usefixtures("forkserver")

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from support.attempts import checkpoint_attempt
+from support.checkpoints import PAGE
 from support.link_contract import put_checkpoint
 
 from asyncckpt.errors import DamagedCheckpointError, SaveTimeoutError, StorageError
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import Segment
 from asyncckpt.storage import partial, resolve
 from asyncckpt.storage.local import LocalStorage
 

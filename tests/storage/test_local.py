@@ -16,25 +16,16 @@ from pathlib import Path
 
 import pytest
 from support.attempts import checkpoint_attempt
+from support.checkpoints import PAGE, Manifest, complete_steps, step_folder
 from support.faulty_storage import FaultyStorage
 from support.link_contract import DATA, put, put_checkpoint, put_checkpoint_but_data
 from support.storage_contract import FileSystemContract
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
-from asyncckpt.format.manifest import MANIFEST_NAME, Manifest
+from asyncckpt.extension import MANIFEST_NAME, storage_for
 from asyncckpt.format.write_request import Existing
-from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.storage import (
-    complete_steps,
-    file_system,
-    history,
-    local,
-    named_steps,
-    partial,
-    remove_old_checkpoint,
-    step_folder,
-    storage_for,
-)
+from asyncckpt.shm.segment import Segment
+from asyncckpt.storage import file_system, history, local, named_steps, partial, remove_old_checkpoint
 from asyncckpt.storage import partial as renames
 from asyncckpt.storage.file_system import remove_folder
 from asyncckpt.storage.history import prune

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 from obstore.store import MemoryStore
+from support.checkpoints import Manifest
 from support.link_contract import put, put_checkpoint
 from support.object_stores import s3_root, s3_server
 from support.storage_contract import StorageContract
 
 from asyncckpt.errors import CheckpointExistsError, SaveTimeoutError, StorageError
-from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
+from asyncckpt.extension import MANIFEST_NAME, METADATA_NAME, storage_for
 from asyncckpt.format.write_request import Existing
-from asyncckpt.storage import object_attempt, object_sweep, storage_for
+from asyncckpt.storage import object_attempt, object_sweep
 from asyncckpt.storage.object_store import ObjectStorage
 from asyncckpt.storage.objects import Objects, objects_at, split_address
 from asyncckpt.storage.record import Listing, PlaceRecord, list_below, read_record

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from support.attempts import checkpoint_attempt
+from support.checkpoints import PAGE
 
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.format.write_request import Existing
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import Segment
 from asyncckpt.storage import partial, resolve
 from asyncckpt.storage.partial import PARTIAL_SUFFIX, TRASH_SUFFIX
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 from s3.proxy import Asked, StoreProxy
+from support.checkpoints import Manifest
 from support.link_contract import put
 from support.object_stores import s3_root, s3_server, set_environment
 
 from asyncckpt.errors import StorageError
-from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
+from asyncckpt.extension import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.format.write_request import Existing
 from asyncckpt.storage import object_attempt, object_store, object_sweep, objects
 from asyncckpt.storage.object_store import ObjectStorage

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoints import complete_steps, read_manifest, verify
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.errors import (
     CheckpointError,
     DamagedCheckpointError,
     StorageError,
 )
-from asyncckpt.format.manifest import MANIFEST_NAME, UPLOADED_NAME, Upload
-from asyncckpt.loading.source import read_manifest, verify
-from asyncckpt.storage import complete_steps, storage_for
+from asyncckpt.extension import MANIFEST_NAME, storage_for
+from asyncckpt.format.manifest import UPLOADED_NAME, Upload
 from asyncckpt.storage import uploader as uploader_module
 from asyncckpt.storage.history import prune
 from asyncckpt.storage.local import LocalStorage

@@ -6,16 +6,17 @@ import os
 import threading
 from pathlib import Path
 
+from asyncckpt.extension import storage_for
 from asyncckpt.format.index import spans
 from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.format.write_request import Existing, WriteRequest
 from asyncckpt.shm.hosted_segment import HostedSegment
-from asyncckpt.shm.segment import PAGE, Segment
-from asyncckpt.storage import storage_for
+from asyncckpt.shm.segment import Segment
 from asyncckpt.worker.attempt import Attempt
 from asyncckpt.worker.durable_files import DurableFiles
 from asyncckpt.worker.staged_image import StagedImage
 from asyncckpt.worker.writer import begin_attempt
+from support.checkpoints import PAGE
 
 
 def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "refuse") -> Attempt:

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncckpt import errors
+from asyncckpt.extension import storage_for
 from asyncckpt.ranks import rounds
 from asyncckpt.shm import budget
-from asyncckpt.storage import storage_for
 from asyncckpt.storage.file_system import translated
 from asyncckpt.storage.history import prune
 from asyncckpt.worker import __main__ as worker

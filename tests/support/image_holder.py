@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncckpt.format.manifest import checksum
 from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.format.write_request import COPY_SLOTS, ImageKey, WriteRequest
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.shm.segment import PAGE
 from asyncckpt.shm.slots import State
 from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.server import TransferServer
+from support.checkpoints import PAGE, checksum
 
 KEY = b"the key of the job"
 IMAGE = ImageKey("attempt", 0)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from asyncckpt.planning.layout import DataLayout, TensorSpec
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import Segment
 from asyncckpt.staging.host_copy import SlotViews
+from support.checkpoints import PAGE
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32),

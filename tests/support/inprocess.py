@@ -25,10 +25,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, Save
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
-from asyncckpt.save_handle import Save
 from asyncckpt.staging.slot_copy import SlotStager
 from support.peers import peer
 from support.ranks import LIMIT_S

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 
-from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest
+from asyncckpt.extension import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.format.write_request import Existing
 from asyncckpt.storage.storage import OpenAttempt, Storage
+from support.checkpoints import Manifest
 
 DATA = "__0_0.distcp"
 

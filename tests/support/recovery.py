@@ -12,12 +12,11 @@ from typing import Any
 import psutil
 import torch
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, FileSet
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
 from asyncckpt.link import process as worker_process
 from asyncckpt.link.takeover import is_running
-from asyncckpt.planning.file_set import FileSet
 from asyncckpt.staging import slot_copy as staging
 from support.ranks import alone, say
 from support.workers import FAULTY

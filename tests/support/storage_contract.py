@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from asyncckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
-from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
+from asyncckpt.extension import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.format.write_request import Existing
 from asyncckpt.shm.huge import huge_buffer
-from asyncckpt.shm.segment import PAGE
 from asyncckpt.storage.storage import Storage
+from support.checkpoints import PAGE
 from support.faulty_storage import POINTS, FaultyStorage
 from support.link_contract import DATA, LinkContract, put, put_checkpoint
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.loading.source import verify
+from support.checkpoints import verify
 from support.states import same, stock_load, zeros_like
 
 ELEMENTS = 1 << 18

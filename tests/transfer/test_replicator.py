@@ -12,10 +12,10 @@ from support.image_holder import KEY, copy_bytes, lay_out, stage
 from support.transport_contract import wait_for
 
 from asyncckpt.errors import CheckpointError, RankFailedError, StorageError
+from asyncckpt.extension import Rendezvous, Store
 from asyncckpt.format.write_request import CopiedRank, HeldImage, ImageKey
-from asyncckpt.link.messages import Rendezvous, Replicated
+from asyncckpt.link.messages import Replicated
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.ranks.store import Store
 from asyncckpt.transfer.copies import Incoming
 from asyncckpt.transfer.replicator import Replicator
 from asyncckpt.transfer.requests import TransferAddress

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoints import PAGE
 from support.image_holder import IMAGE, KEY, hold, image_bytes
 from support.transport_contract import NBYTES, TransportContract
 
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.shm.segment import PAGE
 from asyncckpt.transfer.holder import Holder
 from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.server import TransferServer

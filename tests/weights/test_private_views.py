@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+from support.checkpoints import PAGE
 
 from asyncckpt.shm.huge import take_huge
-from asyncckpt.shm.segment import HUGE_PAGE, PAGE, Segment
+from asyncckpt.shm.segment import HUGE_PAGE, Segment
 from asyncckpt.weights.lease import PrivateViews
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import complete_steps, verify
 from support.ranks import alone, run, say
 from support.states import same, small_state, zeros_like
 from support.weights import reads, sharded, whole
 from support.workers import Faulty
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import (
     CheckpointNotFoundError,
@@ -26,11 +27,9 @@ from asyncckpt.errors import (
     StorageError,
     VersionError,
 )
+from asyncckpt.extension import job_of_checkpoints
 from asyncckpt.link.endpoint import endpoint_name
 from asyncckpt.link.takeover import ReaderClient
-from asyncckpt.loading.source import verify
-from asyncckpt.publication import job_of_checkpoints
-from asyncckpt.storage import complete_steps
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.lease import RankPublications
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import verify
 from support.ranks import Job, alone, fsdp2_on_cpu, say
 from support.segments import mapped_segments
 from support.states import same, stock_load, zeros_like
@@ -23,9 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from asyncckpt import Checkpointer, Config, FileSet
-from asyncckpt.engine.engine import Engine
 from asyncckpt.errors import CheckpointError, VersionError
-from asyncckpt.loading.source import verify
+from asyncckpt.extension import Engine
 from asyncckpt.weights import WeightSubscriber
 
 pytestmark = pytest.mark.usefixtures("forkserver")

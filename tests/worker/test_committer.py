@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 from support.attempts import checkpoint_attempt
+from support.checkpoints import PAGE
 
 from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError
+from asyncckpt.extension import Rendezvous, Rounds, Store
 from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.link.messages import Committed, Failed, Rendezvous
+from asyncckpt.link.messages import Committed, Failed
 from asyncckpt.ranks import survivors
-from asyncckpt.ranks.rounds import Rounds
-from asyncckpt.ranks.store import Store
 from asyncckpt.ranks.store_connection import StoreClient
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import Segment
 from asyncckpt.storage.local import LocalStorage
 from asyncckpt.storage.partial import PartialFolder
 from asyncckpt.worker import committer as committer_module

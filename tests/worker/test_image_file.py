@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import PAGE, checksum
 from support.states import small_state
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
 from asyncckpt.format.index import spans
-from asyncckpt.format.manifest import checksum
-from asyncckpt.shm.segment import PAGE, Segment
+from asyncckpt.shm.segment import Segment
 from asyncckpt.storage.file_system import translated
 from asyncckpt.storage.local_file import LocalFile
 from asyncckpt.worker import staged_image

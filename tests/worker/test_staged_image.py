@@ -15,7 +15,7 @@ import torch
 from support.ranks import script
 from support.workers import Faulty
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ReadyEvents
 from asyncckpt.engine.saves import SaveOperation

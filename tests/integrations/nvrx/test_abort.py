@@ -12,12 +12,11 @@ import torch
 from support.peers import NVRX, python
 from support.states import same
 
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt import Checkpointer, Save
 from asyncckpt.config import Config
 from asyncckpt.errors import ClosedError, WorkerDiedError
 from asyncckpt.integrations import nvrx
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.save_handle import Save
 
 _HOOK = """
 import pickle

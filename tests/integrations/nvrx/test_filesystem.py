@@ -14,6 +14,7 @@ import torch.distributed as dist
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from support.checkpoints import verify
 from support.nvrx_saves import is_there, plan
 from support.ranks import alone, run, say
 from support.segments import mapped_segments
@@ -25,7 +26,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from asyncckpt.integrations import nvrx
 from asyncckpt.integrations.nvrx import filesystem
-from asyncckpt.loading.source import verify
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

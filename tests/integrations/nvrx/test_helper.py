@@ -20,8 +20,8 @@ from support.ranks import alone, run
 from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.errors import UnsavableStateError
+from asyncckpt.extension import SocketConnection
 from asyncckpt.integrations import nvrx
-from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.link.takeover import is_running
 
 pytestmark = pytest.mark.usefixtures("forkserver")

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoints import complete_steps
 from support.inprocess import MOST_THREADS, Plan, Seen, run
-
-from asyncckpt.storage import complete_steps
 
 RESTARTS = int(os.environ.get("ASYNCCKPT_TEST_RESTARTS", 8))
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import verify
 from support.nvrx_saves import OtherRequest, is_there, plan, processes
 from support.ranks import alone, faulty, run
 from support.states import small_state, stock_load
@@ -25,7 +26,6 @@ from asyncckpt.integrations import nvrx
 from asyncckpt.integrations.megatron import MegatronSave
 from asyncckpt.integrations.nvrx import filesystem
 from asyncckpt.link import process as worker_process
-from asyncckpt.loading.source import verify
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
