@@ -89,7 +89,7 @@ def simulate_first_saves(world_size: int, items: int) -> FirstSaves:
         for attempt in (0, _ATTEMPT):
             rendezvous: Rendezvous = ours.recv()
             others = _others(rendezvous, world_size)
-            said: dict[str, Sequence[bytes]] = {"agree": [pack((attempt, call, 0, False))] * len(others)}
+            said: dict[str, Sequence[bytes]] = {"agree": [pack((attempt, call))] * len(others)}
             if not attempt:
                 said |= {"plan": plans, "layout": [places] * len(others)}
             for kind, values in {**said, "memory": [pack(2)] * len(others)}.items():
