@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncckpt.integrations.verl.topology import Member, Peer, roles
+from asyncckpt.integrations.verl.notices import Member, Peer, roles
 from asyncckpt.link.messages import Rendezvous
 
 

@@ -6,17 +6,24 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.strategies.fsdp import FSDPStrategy as FabricFSDPStrategy
+from lightning.fabric.strategies.fsdp import _get_sharded_state_dict_context, _has_fsdp_modules
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.fabric.strategies.model_parallel import _has_dtensor_modules
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from asyncckpt.config import Config
 from asyncckpt.extension import FileSet
-from asyncckpt.integrations.lightning.checkpoint_io import AsyncckptIO
-from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, place_of
+from asyncckpt.integrations.lightning.checkpoint_io import AnyPath, AsyncckptIO, is_needed_at_once, place_of
 
 # As Lightning calls it: all that is neither a model nor an optimizer (lightning/fabric/strategies/fsdp.py).
 _METADATA_NAME = "meta.pt"
+_ON_DEVICE = StateDictOptions(cpu_offload=False)
 
 
 class ShardedSaves:
@@ -97,16 +104,14 @@ class AsyncckptModelParallelStrategy(_TrainersShardedSaves, ModelParallelStrateg
         """As Lightning's own, but where they are saved sharded, of the tensors where they are, not of copies."""
         if not self._save_distributed_checkpoint:
             return super().lightning_module_state_dict()
-        return get_model_state_dict(cast(Module, self.model), options=StateDictOptions(cpu_offload=False))
+        return get_model_state_dict(cast(Module, self.model), options=_ON_DEVICE)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As Lightning's own, but where they are saved sharded, of the tensors where they are, not of copies."""
         if not self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return get_optimizer_state_dict(
-            cast(Module, self.model), optimizer, options=StateDictOptions(cpu_offload=False)
-        )
+        return get_optimizer_state_dict(cast(Module, self.model), optimizer, options=_ON_DEVICE)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
         """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
@@ -114,3 +119,51 @@ class AsyncckptModelParallelStrategy(_TrainersShardedSaves, ModelParallelStrateg
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             self._save_sharded(checkpoint, "state_dict", filepath)
+
+
+class AsyncckptFabricFSDPStrategy(ShardedSaves, FabricFSDPStrategy):  # type: ignore[misc]  # what it replaces has other types
+    """Fabric's ``FSDPStrategy``, whose sharded checkpoints are saved in the background."""
+
+    def save_checkpoint(
+        self, path: AnyPath, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
+        models = [each for each in state.values() if _has_fsdp_modules(each)]
+        if self._state_dict_type != "sharded" or storage_options is not None or filter is not None or len(models) != 1:
+            super().save_checkpoint(path, state, storage_options, filter)  # what it refuses, it says
+            return
+        sharded_states: Any = _get_sharded_state_dict_context(models[0])
+        with sharded_states:
+            optimizers = _of_kind(Optimizer, state)
+            sharded = {name: each.state_dict() for name, each in _of_kind(Module, state).items()}
+            sharded |= {n: FullyShardedDataParallel.optim_state_dict(models[0], each) for n, each in optimizers.items()}
+        self.save_parts(sharded, _others(state, sharded), path)
+
+
+class AsyncckptFabricModelParallelStrategy(ShardedSaves, FabricModelParallelStrategy):  # type: ignore[misc]  # what it replaces has other types
+    """Fabric's ``ModelParallelStrategy``, whose sharded checkpoints are saved in the background."""
+
+    def save_checkpoint(
+        self, path: AnyPath, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
+        models = [each for each in state.values() if _has_dtensor_modules(each)]
+        if not self._save_distributed_checkpoint or storage_options is not None or filter or len(models) != 1:
+            super().save_checkpoint(path, state, storage_options, filter)  # what it refuses, it says
+            return
+        sharded: dict[str, Any] = {
+            name: get_model_state_dict(each, options=_ON_DEVICE) for name, each in _of_kind(Module, state).items()
+        }
+        for name, each in _of_kind(Optimizer, state).items():
+            sharded[name] = get_optimizer_state_dict(models[0], each, options=_ON_DEVICE)
+        self.save_parts(sharded, _others(state, sharded), path)
+
+
+def _of_kind(kind: type[Any], state: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in state.items() if isinstance(each, kind)}
+
+
+def _others(state: dict[str, Any], sharded: dict[str, Any]) -> dict[str, Any]:
+    """What is neither a model nor an optimizer, or its state if it has one, as Lightning asks for it."""
+    others = {name: each for name, each in state.items() if name not in sharded}
+    return {name: each.state_dict() if isinstance(each, _Stateful) else each for name, each in others.items()}

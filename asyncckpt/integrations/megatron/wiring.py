@@ -7,21 +7,76 @@ stand in for it. megatron-core 0.16 has code of its own for the same: there the 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations import nvrx
-from asyncckpt.integrations.megatron.arguments import given_priorities, offer_flags
 from asyncckpt.integrations.nvrx.family import MODULES, PACKAGE
+from asyncckpt.integrations.nvrx.filesystem import write_exception
+
+_OF_MEGATRON = "--async-save"
+
+
+class _Priority(argparse.Action):
+    """Keeps the value also for the queue, to which such a tree does not give it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+        _priorities[self.dest.removeprefix("async_ckpt_")] = values
+
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "--async-ckpt-use-cpu-shm": {
+        "action": "store_true",
+        "help": "stage asynchronous checkpoints in CPU shared memory, as asyncckpt always does",
+    },
+    "--async-ckpt-cpu-priority": {
+        "action": _Priority,
+        "type": int,
+        "default": 10,
+        "help": "niceness of the process that writes checkpoints, 0 to 19",
+    },
+    "--async-ckpt-io-priority": {
+        "action": _Priority,
+        "type": int,
+        "choices": range(4),
+        "help": "class of ionice of the process that writes checkpoints: 1 and 2 best-effort, 3 idle, 0 none",
+    },
+}
+_priorities: dict[str, int] = {}
+_parse_known_args = argparse.ArgumentParser.parse_known_args  # what parse_args calls, too
+
+
+def offer_flags() -> None:
+    """Have Megatron-LM's parsers know the flags that they lack, from now on. Safe to call twice."""
+    argparse.ArgumentParser.parse_known_args = _parse_with_flags  # type: ignore[assignment,method-assign]
+
+
+def given_priorities() -> dict[str, Any]:
+    """Arguments of ``AsyncCallsQueue``: the priorities that were typed where the tree has no flags for them."""
+    return dict(_priorities)
+
+
+def _parse_with_flags(parser: argparse.ArgumentParser, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    known = parser._option_string_actions
+    if _OF_MEGATRON in known and (lacking := [flag for flag in _FLAGS if flag not in known]):
+        group = parser.add_argument_group("asyncckpt")
+        for flag in lacking:
+            group.add_argument(flag, **_FLAGS[flag])
+    return _parse_known_args(parser, args, namespace)
+
 
 _NVRX = PACKAGE.partition(".")[0]
 # What newer trees import, with the module in nvrx's package; and the version from which on nvrx is new enough for them.
@@ -221,3 +276,40 @@ def _plan_for_core(
         state_dict, storage_writer, process_group, coordinator_rank, planner, enable_cache=asks
     )
     return planned, None, None, False, False
+
+
+class MegatronSave:
+    """The handle of a save for which Megatron-LM has made a request. All ranks make the same calls."""
+
+    def __init__(self, queue: nvrx.AsyncCallsQueue, request: nvrx.AsyncRequest) -> None:
+        queue.schedule_async_request(request)
+        self._queue = queue
+        self._call = queue.async_calls[-1]
+
+    def done(self) -> bool:
+        """Whether it has ended on all ranks; if so it is finalized. The same answer on all ranks."""
+        self._finalize(blocking=False)
+        return self._call not in self._queue.async_calls
+
+    def result(self) -> None:
+        """Wait until the checkpoint is durable and finalized. Raises DCP's ``CheckpointException``, or what one of its
+        finalize functions has raised.
+        """
+        self._finalize(blocking=True)
+        if failures := self._call.failures():
+            raise write_exception(failures)
+        if self._call.finalize_error is not None:
+            raise self._call.finalize_error
+
+    def _finalize(self, *, blocking: bool) -> None:
+        """What one save fails with, this or another, is for its own handle to raise."""
+        while calls := list(self._queue.async_calls):
+            try:
+                self._queue.maybe_finalize_async_calls(blocking=blocking)
+            except CheckpointException:
+                pass
+            except Exception as error:
+                if all(call.finalize_error is not error for call in calls):
+                    raise
+                continue  # those behind it are not finalized yet
+            return

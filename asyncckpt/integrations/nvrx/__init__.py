@@ -5,7 +5,6 @@ is: plan, schedule, finalize. The tensors are staged by ``save_state_dict_async_
 commits them, even if the trainer dies. ``family`` chooses between these names and those of the installed nvrx.
 """
 
-from asyncckpt.integrations.nvrx.abort import AbortAsyncckpt as AbortAsyncckpt
 from asyncckpt.integrations.nvrx.family import Family as Family
 from asyncckpt.integrations.nvrx.family import family as family
 from asyncckpt.integrations.nvrx.filesystem import CachedMetadataFileSystemReader as CachedMetadataFileSystemReader
@@ -14,6 +13,7 @@ from asyncckpt.integrations.nvrx.filesystem import FileSystemWriterAsync as File
 from asyncckpt.integrations.nvrx.filesystem import get_write_results_queue as get_write_results_queue
 from asyncckpt.integrations.nvrx.filesystem import save_state_dict_async_finalize as save_state_dict_async_finalize
 from asyncckpt.integrations.nvrx.filesystem import save_state_dict_async_plan as save_state_dict_async_plan
+from asyncckpt.integrations.nvrx.queue import AbortAsyncckpt as AbortAsyncckpt
 from asyncckpt.integrations.nvrx.queue import AsyncCallsQueue as AsyncCallsQueue
 from asyncckpt.integrations.nvrx.queue import AsyncRequest as AsyncRequest
 from asyncckpt.integrations.nvrx.queue import TorchAsyncCheckpoint as TorchAsyncCheckpoint

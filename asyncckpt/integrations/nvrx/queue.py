@@ -14,7 +14,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.config import Config
 from asyncckpt.errors import RankFailedError
-from asyncckpt.extension import Save, extremes, gather
+from asyncckpt.extension import Save, extremes, gather, give_up
 from asyncckpt.integrations.nvrx.filesystem import (
     StagedWrite,
     engine,
@@ -353,3 +353,36 @@ def abort_nvrx_checkpoint() -> None:
     """Give up all that is under way in all queues, at once; the next request starts anew."""
     for queue in AsyncCallsQueue.get_instances():
         queue.close(abort=True)
+
+
+T = TypeVar("T")
+
+
+class AbortAsyncckpt:
+    """For ``inprocess.Wrapper(abort=inprocess.Compose(AbortTorchDistributed(), AbortAsyncckpt()))``.
+
+    What this process has of checkpointers, of calls such as ``async_save``, and of the queues here, is given up: waits
+    for saves and for other ranks end with an error at once, in the main thread, too; with ``Config.overlap`` one for a
+    copy ends with that. Workers stay, with their memory, for the next iteration: a save that all ranks had staged is
+    finished, any other is withdrawn on all of them.
+    """
+
+    def __new__(cls, *args: object, **options: object) -> AbortAsyncckpt:
+        """Where nvrx's in-process restart is installed, the instance is an ``Abort`` of it, as ``Wrapper`` asks."""
+        try:
+            from nvidia_resiliency_ext.inprocess.abort import Abort
+        except ImportError:  # not installed, or not what that needs, or a release without
+            return super().__new__(cls)
+        made: AbortAsyncckpt = object.__new__(cls if issubclass(cls, Abort) else type(cls.__name__, (cls, Abort), {}))
+        return made
+
+    def __init__(self, timeout: float = 10.0) -> None:
+        """``timeout``: seconds that a call may take; as a rule it takes some milliseconds."""
+        self._timeout = timeout
+
+    def __call__(self, state: T) -> T:
+        """Give up; any thread may call, at any moment. Returns nvrx's ``state``."""
+        give_up(self._timeout)
+        for queue in AsyncCallsQueue.get_instances():
+            queue.give_up()
+        return state

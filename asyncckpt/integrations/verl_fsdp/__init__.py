@@ -9,9 +9,57 @@ is durable (``driver.py``), each when verl imports the module in question. Nothi
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
-from asyncckpt.integrations.verl_fsdp.on_import import on_import
+
+class _Finder(MetaPathFinder):
+    """Finds modules as Python does, and notes those that somebody waits for."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Callable[[Any], None]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """As ``PathFinder``, for the modules that somebody waits for; None for all others."""
+        call = self.waiting.get(fullname)
+        spec = PathFinder.find_spec(fullname, path, target) if call is not None else None
+        if call is None or spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_call(module: ModuleType) -> None:
+            run(module)
+            call(module)
+
+        spec.loader.exec_module = run_and_call  # type: ignore[method-assign]  # of this module's loader alone
+        return spec
+
+
+_finder = _Finder()
+
+
+def on_import(name: str, call: Callable[[Any], None]) -> None:
+    """Call ``call`` with the module ``name``: now, if it is imported, else at the end of its import.
+
+    Args:
+        name: Of the module.
+        call: What to call. What it raises the import raises.
+    """
+    module = sys.modules.get(name)
+    # While it is being imported it has not all of its names yet; then its import was what has led here.
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        call(module)
+        return
+    _finder.waiting[name] = call
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
 
 
 def _replace_manager(engine: Any) -> None:
@@ -20,19 +68,13 @@ def _replace_manager(engine: Any) -> None:
     engine.FSDPCheckpointManager = AsyncckptFSDPManager
 
 
-def _wrap_ray_trainer(module: Any) -> None:
+def _wrap_trainer(name: str, module: Any) -> None:
     from asyncckpt.integrations.verl_fsdp.driver import wrap
 
-    wrap(module.RayPPOTrainer)
-
-
-def _wrap_trainer(module: Any) -> None:
-    from asyncckpt.integrations.verl_fsdp.driver import wrap
-
-    wrap(module.PPOTrainer)
+    wrap(getattr(module, name))
 
 
 on_import("verl.workers.engine.fsdp.transformer_impl", _replace_manager)
-on_import("verl.trainer.ppo.ray_trainer", _wrap_ray_trainer)
-on_import("verl.trainer.ppo.v1.trainer_base", _wrap_trainer)
-on_import("verl.trainer.main_ppo_sync", _wrap_trainer)
+on_import("verl.trainer.ppo.ray_trainer", partial(_wrap_trainer, "RayPPOTrainer"))
+on_import("verl.trainer.ppo.v1.trainer_base", partial(_wrap_trainer, "PPOTrainer"))
+on_import("verl.trainer.main_ppo_sync", partial(_wrap_trainer, "PPOTrainer"))
