@@ -1,4 +1,8 @@
-"""The plugin that saves Lightning's checkpoints of one file."""
+"""Save Lightning's checkpoints by a plugin, with the removals and links that wait until a checkpoint is durable.
+
+The plugin saves checkpoints of one file, and the sets of files of ``strategies.py``. ``ask_the_plugin`` makes
+``ModelCheckpoint`` ask the plugin for files and links.
+"""
 
 from __future__ import annotations
 
@@ -31,31 +35,32 @@ from asyncckpt.extension import Engine, FileSet, Save, engines, replace_or_set_a
 logger = logging.getLogger(__name__)
 
 AnyPath = str | Path
-"""As Lightning has paths."""
+"""A path, in Lightning's types."""
 
 
 def local_place(path: AnyPath) -> str | None:
-    """The place of a local file, by one name for all ways to it; None for one elsewhere. A link is a place itself."""
+    """Return the one place of a local file, for all spellings; None for a remote file. A link is a place itself."""
     system, place = url_to_fs(str(path))
     return place_of(place) if isinstance(system, LocalFileSystem) else None
 
 
 def place_of(path: AnyPath) -> str:
-    """As ``local_place``, of a path that is local."""
+    """Return the place of a local path, as ``local_place`` does."""
     folder, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(folder), name)
 
 
 def is_needed_at_once(path: AnyPath) -> bool:
-    """Whether Lightning takes for granted that this checkpoint is there when the call returns, and makes it where that
-    may be in the middle of another save: before a job is requeued by Slurm (in the handler of its signal), and at the
-    end of processes that it has launched, for the process that did.
+    """Return whether Lightning needs this checkpoint when the call returns, so that it has to be saved synchronously.
+
+    Slurm's signal handler saves such a checkpoint before it requeues the job. Launched processes save another at their
+    end, for the process that has launched them. Both may interrupt another save.
     """
     return re.fullmatch(r"hpc_ckpt_\d+\.ckpt|\.temp\.ckpt", os.path.basename(path)) is not None
 
 
 def remove(place: str) -> None:
-    """Remove a file or a folder. A folder loses its name first, so that no half of it is taken for a checkpoint."""
+    """Remove a file or a folder. A folder loses its name first, so that a half-removed folder is no checkpoint."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.islink(place) or not os.path.isdir(place):
             os.unlink(place)
@@ -64,7 +69,7 @@ def remove(place: str) -> None:
 
 
 def link(place: str, target: str) -> None:
-    """Make a symbolic link to ``target`` in the place of what is there, in one step but for a folder."""
+    """Make a symbolic link to ``target`` that replaces ``place`` in one step, unless ``place`` is a folder."""
     if os.path.isdir(place) and not os.path.islink(place):
         remove(place)
     folder, name = os.path.split(place)
@@ -75,7 +80,7 @@ def link(place: str, target: str) -> None:
 
 
 def is_linked_to(place: str) -> bool:
-    """Whether a symbolic link in the same folder leads to it."""
+    """Return whether a symbolic link in the same folder leads to ``place``."""
     with contextlib.suppress(FileNotFoundError), os.scandir(os.path.dirname(place)) as entries:
         return any(each.is_symlink() and os.path.realpath(each.path) == place for each in entries)
     return False
@@ -85,40 +90,39 @@ _UNDER_WAY = "asyncckpt-lightning/under-way"
 
 
 class Pending:
-    """The saves of one process, and what waits for them.
+    """The saves of one process, and the removals and links that wait for them.
 
-    A removal, or a link, waits for the newest save that was begun before it, and is left undone where that fails. They
-    are done in the order they were asked for, but for removals of what a link leads to: they follow when that link
-    leads elsewhere. All else here is for the one thread that saves. A place is a path as ``files.local_place`` gives
-    it.
+    A removal, or a link, waits for the newest save begun before it, and is not done if that save fails. Removals and
+    links are done in the order of the calls, with one exception: a removal of a link's target waits until the link
+    leads elsewhere. All other calls are for the saving thread only. A place is a path from ``local_place``.
     """
 
     def __init__(self, timeout: float) -> None:
-        """Nothing is under way.
+        """Begin with nothing under way.
 
         Args:
             timeout: Seconds to wait for another rank, or for a file system.
         """
         self.newest: Save | None = None
-        """The save that was begun last."""
+        """The newest save."""
         self._timeout = timeout
-        # By their places.
+        # Keys are places.
         self._saves: dict[str, Save] = {}
         self._removals: dict[str, Future[None]] = {}
         self._links: dict[str, Future[None]] = {}
-        self._linked: set[str] = set()  # what is to be removed when no link leads there any more
-        self._going: set[str] = set()  # what is being removed
-        self._lock = threading.Lock()  # guards these two
+        self._linked: set[str] = set()  # places to remove when no link leads there any more
+        self._going: set[str] = set()  # places being removed
+        self._lock = threading.Lock()  # guards the two sets
         self._failures: list[BaseException] = []
 
     def add(self, place: str, save: Save) -> None:
-        """``save``, to ``place``, has been begun."""
+        """Add a ``save`` to ``place``, which has begun."""
         self._saves = {place: save for place, save in self._saves.items() if not save.done()}
         self._saves[place] = self.newest = save
         _tell_others(save.future)
 
     def make_way(self, place: str) -> None:
-        """Something is about to be saved to ``place``: it is not removed any more, nor comes a link in its place.
+        """Prepare for a save to ``place``: cancel its removal, and wait for a link to be made there.
 
         Raises ``SaveTimeoutError``.
         """
@@ -127,13 +131,13 @@ class Pending:
             self._await(link)
 
     def remove(self, place: str) -> None:
-        """Remove what is at ``place``, or is being saved to there. Raises ``SaveTimeoutError``."""
+        """Remove ``place``, also if a save to it is under way. Raises ``SaveTimeoutError``."""
         self._cancel_removal(place)
         own = self._saves.get(place)
         self._removals[place] = self._when_durable(partial(self._remove, place, own), f"removing {place}")
 
     def link(self, place: str, target: str) -> None:
-        """Make a symbolic link at ``place``. As long as it is not made, what is there stays.
+        """Make a symbolic link at ``place``. Until then the present file at ``place`` stays.
 
         Raises ``SaveTimeoutError``.
         """
@@ -141,16 +145,16 @@ class Pending:
         self._links[place] = self._when_durable(partial(self._link, place, target), f"linking {place} to {target}")
 
     def will_exist(self, place: str) -> bool | None:
-        """Whether there is something when all that is under way has gone well; None: as it is now."""
+        """Return whether ``place`` exists after all pending work has succeeded; None: no pending work changes it."""
         if _waits(self._removals.get(place)) or place in self._linked:
             return False
         save = self._saves.get(place)
         return True if (save is not None and not save.done()) or _waits(self._links.get(place)) else None
 
     def wait_for(self, place: str) -> None:
-        """Wait until nothing is under way for ``place``, and, in a job of ranks, nothing at all.
+        """Wait until no work is pending for ``place``, and, in a job of ranks, no work at all.
 
-        Raises what the save to there has failed with, or as ``wait_for_others``.
+        Raises the error of the save to ``place``, or as ``wait_for_others``.
         """
         for each in (self._removals.get(place), self._links.get(place)):
             if _waits(each):
@@ -161,10 +165,10 @@ class Pending:
         self.wait_for_others()
 
     def wait_for_others(self) -> None:
-        """Wait until nothing is under way on any rank: most save nothing, and know of nothing.
+        """Wait until no work is pending on any rank, because most ranks save nothing and know of no pending work.
 
         Raises:
-            SaveTimeoutError: That takes too long.
+            SaveTimeoutError: A rank has not finished in time.
         """
         if (store := _store()) is None:
             return
@@ -175,13 +179,13 @@ class Pending:
             time.sleep(0.02)
 
     def wait(self) -> None:
-        """Wait until nothing is under way, and nothing waits for that. Raises ``SaveTimeoutError``."""
+        """Wait until all saves, removals and links are done. Raises ``SaveTimeoutError``."""
         concurrent.futures.wait([save.future for save in self._saves.values()])
         for each in (*self._removals.values(), *self._links.values()):
             self._await(each)
 
     def end(self) -> None:
-        """No link is to be made any more. Raises the first error of a removal or a link, and forgets them."""
+        """Give up removals of linked places. Raise the first error of a removal or a link, and forget all errors."""
         with self._lock:
             linked, self._linked = self._linked, set()
         for place in sorted(linked):
@@ -205,7 +209,7 @@ class Pending:
 
     def _remove(self, place: str, own: Save | None) -> None:
         if own is not None:
-            concurrent.futures.wait([own.future])  # one of another engine may end later
+            concurrent.futures.wait([own.future])  # a save of another engine may end later
         with self._lock:
             self._linked.add(place)
         self._remove_linked()
@@ -256,14 +260,14 @@ def _waits(done: Future[None] | None) -> TypeGuard[Future[None]]:
 
 
 def _tell_others(outcome: Future[Any]) -> None:
-    """Something is under way, for all ranks to see, until there is an ``outcome``."""
+    """Count a pending action, for all ranks to see, until there is an ``outcome``."""
     if (store := _store()) is not None:
         store.add(_UNDER_WAY, 1)
         outcome.add_done_callback(lambda _: store.add(_UNDER_WAY, -1))
 
 
 def _store() -> Store | None:
-    """Where the ranks tell each other of what is under way; None: there are no others."""
+    """Return the store in which the ranks count pending work; None if there are no other ranks."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     return _get_default_store()
@@ -272,37 +276,37 @@ def _store() -> Store | None:
 class AsyncckptIO(TorchCheckpointIO):
     """Saves as Lightning's own ``TorchCheckpointIO`` does, but in the background, and only to local files.
 
-    What goes elsewhere (``s3://``) Lightning itself saves, and the training waits; so is what is needed at once (see
-    ``files.is_needed_at_once``). Each process saves for itself.
+    Lightning itself saves, and the training waits, if the place is remote (``s3://``) or the checkpoint is needed at
+    once (see ``is_needed_at_once``). Each process saves for itself.
     """
 
     def __init__(self, config: Config | None = None) -> None:
         """Start nothing yet.
 
         Args:
-            config: For the engine, if this is the first save of this process alone; None: as the environment says.
+            config: Config of the engine, if this is the first save of this process alone; None: from the environment.
         """
         self._config = config
         self._timeout = Config.given(config).timeout
         self.pending = Pending(self._timeout)
-        """What is under way."""
+        """The saves under way."""
         self._engines: list[Engine] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._config,)  # a process that is spawned has saved nothing yet
+        return type(self), (self._config,)  # a spawned process has saved nothing yet
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
-        """Return when the tensors are copied.
+        """Save a checkpoint, and return when the tensors are copied.
 
         Args:
-            checkpoint: What ``torch.save`` takes.
-            path: The file. The folder it is in is made. A link there is replaced when the file is durable, and not
-                what it leads to.
+            checkpoint: Anything that ``torch.save`` takes.
+            path: The file. Its folder is made. A link at that place is replaced when the file is durable; the link's
+                target stays.
             storage_options: Not supported, as by ``TorchCheckpointIO``.
 
         Raises:
             TypeError: There are ``storage_options``.
-            CheckpointError: As ``Engine.save_file`` raises; an earlier save has failed, and nobody was told.
+            CheckpointError: As ``Engine.save_file`` raises; or an earlier save has failed, unreported so far.
         """
         place = local_place(path)
         if place is None or storage_options is not None or is_needed_at_once(place):
@@ -319,12 +323,12 @@ class AsyncckptIO(TorchCheckpointIO):
         """Save a checkpoint of several files, together with the other ranks, and return when the tensors are copied.
 
         Args:
-            place: Of the folder, see ``files.place_of``; the same on all ranks. A checkpoint of ours that is there, or
-                a link, is replaced, all else is set aside, when the new one is durable.
+            place: Place of the folder, from ``place_of``; the same on all ranks. When the new checkpoint is durable, it
+                replaces a link or a checkpoint of ours. Anything else there is set aside.
             files: This rank's part.
 
         Raises:
-            CheckpointError: As ``Engine.save`` raises; an earlier save has failed, and nobody was told.
+            CheckpointError: As ``Engine.save`` raises; or an earlier save has failed, unreported so far.
         """
         self.pending.make_way(place)
         engine = engines.get(config=self._config)
@@ -334,14 +338,14 @@ class AsyncckptIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: AnyPath, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load as ``TorchCheckpointIO`` does, after what is under way for ``path``.
+        """Wait for the work pending for ``path``, then load as ``TorchCheckpointIO`` does.
 
         Args:
-            path, map_location, weights_only: As there.
+            path, map_location, weights_only: As for ``TorchCheckpointIO``.
 
         Raises:
-            CheckpointError: The last save to there has just failed.
-            FileNotFoundError: There is none.
+            CheckpointError: The last save to ``path`` has just failed.
+            FileNotFoundError: There is no checkpoint.
         """
         if (place := local_place(path)) is not None:
             self.pending.wait_for(place)
@@ -349,24 +353,26 @@ class AsyncckptIO(TorchCheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: AnyPath) -> None:
-        """Remove a checkpoint when the newest save that was begun is durable. If that fails, it stays.
+        """Remove a checkpoint when the newest begun save is durable. If that save fails, the checkpoint stays.
 
         Args:
-            path: Of a file or a folder.
+            path: Path of a file or a folder.
         """
         place = local_place(path)
         if place is None:
-            self.pending.wait()  # what is to take its place may be here
+            self.pending.wait()  # its replacement may be local
             super().remove_checkpoint(path)
         elif self.pending.will_exist(place) or os.path.lexists(place):
             self.pending.remove(place)
 
     def teardown(self) -> None:
-        """Wait until all is durable, removed and linked, also on the other ranks, which save nothing themselves.
+        """Wait until all saves, removals and links are done, also on the other ranks, which save nothing themselves.
+
+        While another error is being handled, an error here is only logged.
 
         Raises:
-            CheckpointError: A save has failed, and nobody was told. In the handling of another error it is in the log.
-            OSError: Something could not be removed or linked; likewise.
+            CheckpointError: A save has failed, unreported so far.
+            OSError: A removal or a link has failed.
         """
         is_failing = sys.exc_info()[1] is not None
         try:
@@ -374,7 +380,7 @@ class AsyncckptIO(TorchCheckpointIO):
             for engine in self._engines:
                 engine.wait()
             self.pending.end()
-            if not is_failing:  # the others may have gone
+            if not is_failing:  # other ranks may be dead
                 self.pending.wait_for_others()
         except (CheckpointError, OSError) as error:
             if not is_failing:
@@ -385,7 +391,7 @@ class AsyncckptIO(TorchCheckpointIO):
         self.pending.add(place, save)
         if engine not in self._engines:
             self._engines.append(engine)
-        # Also with Config.overlap: nobody else would wait before the next step of the optimizer.
+        # Wait even with Config.overlap, because nothing else waits before the next optimizer step.
         save.wait_staged(self._timeout)
 
 
@@ -395,23 +401,23 @@ def _warn_of_remote() -> None:
 
 
 def ask_the_plugin() -> None:
-    """Replace two methods. With another plugin than ``AsyncckptIO`` they do what they did."""
+    """Replace two methods of ``ModelCheckpoint``. With a plugin other than ``AsyncckptIO`` they behave as before."""
     file_exists, link_checkpoint = ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint
 
     @functools.wraps(file_exists)
     def ask_file_exists(self: ModelCheckpoint, filepath: AnyPath, trainer: Any) -> bool:
-        """It gives no name to two checkpoints of which one is under way."""
+        """Count a checkpoint under way as existing, so that no other gets the same name."""
         io, place = trainer.strategy.checkpoint_io, local_place(filepath)
         known = None
         if isinstance(io, AsyncckptIO) and place is not None and trainer.is_global_zero:
             known = io.pending.will_exist(place)
         if known is None:
             return bool(file_exists(self, filepath, trainer))
-        return bool(trainer.strategy.reduce_boolean_decision(known, all=False))  # as the other ranks, in file_exists
+        return bool(trainer.strategy.reduce_boolean_decision(known, all=False))  # other ranks do so in file_exists
 
     @functools.wraps(link_checkpoint)
     def ask_link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
-        """A link leads to a checkpoint that is there, and stays where it is until the newer one is."""
+        """Keep the old link until the newer checkpoint exists."""
         io = trainer.strategy.checkpoint_io
         if not isinstance(io, AsyncckptIO):
             link_checkpoint(trainer, filepath, linkpath)

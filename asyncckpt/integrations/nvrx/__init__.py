@@ -1,8 +1,8 @@
-"""What Megatron-LM and others take from nvidia-resiliency-ext (nvrx), on our engine; nvrx need not be installed.
+"""Provide the names that Megatron-LM and others take from nvidia-resiliency-ext (nvrx), on our engine, without nvrx.
 
-The names and their signatures are those of nvrx 0.7.0's ``checkpointing.async_ckpt``. Code that uses them goes on as it
-is: plan, schedule, finalize. The tensors are staged by ``save_state_dict_async_plan``; from then on a worker writes and
-commits them, even if the trainer dies. ``family`` chooses between these names and those of the installed nvrx.
+The names and their signatures are the same as in nvrx 0.7.0's ``checkpointing.async_ckpt``. Code that uses them needs
+no change: plan, schedule, finalize. ``save_state_dict_async_plan`` stages the tensors. From then on a worker writes and
+commits them, even if the trainer dies. ``family`` chooses between these names and the names of the installed nvrx.
 """
 
 from asyncckpt.integrations.nvrx.family import Family as Family

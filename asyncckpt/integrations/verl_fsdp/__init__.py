@@ -1,10 +1,11 @@
-"""verl's FSDP engine: its checkpoints are saved in the background, and can be loaded by another number of ranks.
+"""Save the checkpoints of verl's FSDP engine in the background, and load them with another number of ranks.
 
     VERL_USE_EXTERNAL_MODULES=asyncckpt.integrations.verl_fsdp python -m verl.trainer.main_ppo ...
 
-verl imports what that variable names in every process, before its own modules. To import this package replaces the
-manager of the FSDP engine (``manager.py``), and has the trainers' driver name a step as the latest only when all of it
-is durable (``driver.py``), each when verl imports the module in question. Nothing of verl is imported here.
+verl imports the modules in that variable in every process, before its own modules. Importing this package replaces the
+manager of the FSDP engine (``manager.py``). The trainers' driver then names a step as the latest only when the whole
+step is durable (``driver.py``). Each replacement happens when verl imports the module in question. Nothing of verl is
+imported here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules as Python does, and notes those that somebody waits for."""
+    """Finds modules as Python does, and calls the functions that wait for a module."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Callable[[Any], None]] = {}
@@ -27,7 +28,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """As ``PathFinder``, for the modules that somebody waits for; None for all others."""
+        """Return the spec of ``PathFinder`` for a module with a waiting function; None for all others."""
         call = self.waiting.get(fullname)
         spec = PathFinder.find_spec(fullname, path, target) if call is not None else None
         if call is None or spec is None or spec.loader is None:
@@ -49,11 +50,11 @@ def on_import(name: str, call: Callable[[Any], None]) -> None:
     """Call ``call`` with the module ``name``: now, if it is imported, else at the end of its import.
 
     Args:
-        name: Of the module.
-        call: What to call. What it raises the import raises.
+        name: Name of the module.
+        call: The function to call. The import raises its errors.
     """
     module = sys.modules.get(name)
-    # While it is being imported it has not all of its names yet; then its import was what has led here.
+    # A module that is being imported lacks some names yet. Its import has led here.
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         call(module)
         return

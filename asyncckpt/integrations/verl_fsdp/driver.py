@@ -1,9 +1,13 @@
-"""The driver of a job of verl's: its trainers save in the background, and a step is named when all of it is durable.
+"""Drive a verl job: its trainers save in the background, and the tracker names a step when all parts are durable.
 
 A trainer has the workers save the actor and the critic, writes the state of its data loader, and then names the step in
-the tracker, unless ``async_save`` says that somebody else does. So ``async_save`` is set meanwhile, and the type of the
-step tells the workers that they need not wait (``driver.py``). The tracker is advanced by the last that completes the
-step (``driver.py``).
+the tracker, unless ``async_save`` is set. So ``async_save`` is set during a save. The type ``DeferredStep`` tells the
+workers that they need not wait.
+
+A step has several parts: the checkpoints of actor and critic, saved by different workers, and the driver's own files.
+The driver ends with a note in the folder of the step, which names the parts. Each worker tries to advance the tracker
+when its part is durable, and the driver when its note is. An attempt succeeds only if the note and all parts exist.
+The last of them therefore advances the tracker, even if the trainers are dead.
 """
 
 from __future__ import annotations
@@ -28,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class DeferredStep(int):
-    """A step whose checkpoint may become durable later: the worker that completes the step names it as the latest.
+    """A step that its caller does not report as saved: the worker that completes the step names it as the latest.
 
-    The driver of a job gives it to the workers in the place of verl's ``int``. Of any other step they have to return
-    when it is durable: the caller will name it at once.
+    The driver of a job gives this step to the workers in place of verl's ``int``, so they need not wait until it is
+    durable. For any other step the workers have to wait, because the caller names it at once.
     """
 
     parts: tuple[str, ...]
@@ -64,7 +68,7 @@ def folder_of_tracker(path: str) -> str | None:
 
 
 def latest_step(folder: str) -> int | None:
-    """Return the step that the tracker in ``folder`` names; None where it names none. Raises ``OSError``."""
+    """Return the step that the tracker in ``folder`` names; None if it names no step. Raises ``OSError``."""
     try:
         with open(os.path.join(folder, _TRACKER), encoding="utf-8") as file:
             return int(file.read())
@@ -83,26 +87,26 @@ class StepTracker:
     """The tracker of one folder, as the driver of a job advances it."""
 
     def __init__(self, folder: str, timeout: float) -> None:
-        """Start nothing.
+        """Start nothing yet.
 
         Args:
-            folder: With the tracker, and a folder for each step.
-            timeout: Seconds to wait for the workers of a job that was killed.
+            folder: The folder of the tracker, and of the steps.
+            timeout: Seconds to wait for the workers of a killed job.
         """
         self._folder, self._timeout = folder, timeout
         self._littered: list[str] = []
-        """Folders of steps with remains of killed workers."""
+        """Folders of steps that have remains of killed workers."""
 
     def step_folder(self, step: int) -> str:
         """Return the folder in which verl has the checkpoints of ``step``."""
         return os.path.join(self._folder, f"global_step_{step}")
 
     def complete(self, step: int, parts: Sequence[str]) -> None:
-        """Advance to ``step``, now or as soon as its parts exist. The driver has written the rest of the step.
+        """Advance to ``step``, now or as soon as its parts exist. The driver has written its own files already.
 
         Args:
             step: The step.
-            parts: Names of folders in that of the step. They appear when they are durable.
+            parts: Names of folders in the step's folder. They appear when they are durable.
 
         Raises:
             OSError: The driver's own files cannot be made durable.
@@ -119,13 +123,13 @@ class StepTracker:
     def catch_up(self) -> None:
         """Advance to the step that became complete last, if the job before this one was killed just then.
 
-        Waits for what its workers are still writing. Raises ``StorageError`` when that takes too long.
+        Wait for its workers to finish writing. Raises ``StorageError`` on a timeout.
         """
         noted: list[tuple[int, str]] = []
         for name in filter(_STEP.fullmatch, storage_for(self._folder).names_in(self._folder)):
             folder = os.path.join(self._folder, name)
             with contextlib.suppress(OSError):
-                os.remove(os.path.join(folder, f".{_NOTE}.new"))  # of a driver that was killed as it wrote its note
+                os.remove(os.path.join(folder, f".{_NOTE}.new"))  # from a driver that was killed while writing
             if _is_littered(folder):
                 self._littered.append(folder)
             if (stamp := storage_for(folder).stamp(os.path.join(folder, _NOTE))) is not None:
@@ -138,15 +142,15 @@ class StepTracker:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """Remove the remains of killed workers, once they are so old that nobody can be writing them.
+        """Remove the remains of killed workers, once they are too old to be still written.
 
         A save removes old remains in its own folder. The folder of a step is saved to again only if the step is.
         """
         storage, left = storage_for(self._folder), []
         for folder in self._littered:
             try:
-                if _is_littered(folder):  # else it may be gone
-                    # An attempt at nothing: storage removes what is left beside it.
+                if _is_littered(folder):  # the folder may be gone
+                    # A save attempt, soon discarded, makes the storage remove old remains beside it.
                     path, attempt = os.path.join(folder, "nothing"), f"{secrets.token_hex(6)}-0"
                     storage.begin_checkpoint(path, attempt, 0, self._timeout).discard()
                 if not _is_littered(folder):
@@ -162,7 +166,7 @@ def _is_littered(folder: str) -> bool:
 
 
 def _sync_files(folder: str, but: Sequence[str]) -> None:
-    """Make the files in ``folder`` durable, without the folders ``but`` in it, and without hidden ones."""
+    """Make the files in ``folder`` durable, except the folders ``but`` in it, and except hidden ones."""
     for above, folders, names in os.walk(folder):
         if above == folder:
             folders[:] = [name for name in folders if name not in but and not name.startswith(".")]
@@ -192,7 +196,7 @@ def wrap(trainer_class: Any) -> None:
     """Have the trainers of a class save in the background. Trainers with a save of their own keep it.
 
     Args:
-        trainer_class: ``RayPPOTrainer``, or one that saves as it does.
+        trainer_class: ``RayPPOTrainer``, or a class that saves in the same way.
     """
     stock_save, stock_load = trainer_class._save_checkpoint, trainer_class._load_checkpoint
 
@@ -213,7 +217,7 @@ def _save(trainer: Any, stock: Callable[[], None]) -> None:
     if groups is None:
         stock()
         return
-    # A step that is saved again is replaced while its tracker may name it, so all wait until that is done.
+    # Saving a step again replaces it while the tracker may name it, so all wait for the save.
     is_there = os.path.lexists(tracker.step_folder(step))
     parts = _PARTS[: len(groups)]
     with contextlib.ExitStack() as replacements:
@@ -223,8 +227,8 @@ def _save(trainer: Any, stock: Callable[[], None]) -> None:
         replacements.enter_context(_not_naming_it(trainer.config.actor_rollout_ref.actor))
         stock()
     tracker.complete(step, parts)
-    if step >= trainer.total_training_steps:  # the job ends, and with it all who could name this step
-        for _ in range(2):  # waits for the saves, and raises what has failed; then removes what is too old now
+    if step >= trainer.total_training_steps:  # nothing could name this step after the job's end
+        for _ in range(2):  # first wait for the saves and raise failures, then remove old steps
             for group in groups:
                 group.save_checkpoint(None)
 
@@ -245,7 +249,7 @@ def _save_deferred(
 
 @contextlib.contextmanager
 def _not_naming_it(actor: Any) -> Iterator[None]:
-    """Have the trainer leave the tracker alone, and tell its callbacks that the step may not be durable yet."""
+    """Keep the trainer from writing the tracker. Its callbacks learn that the step may not be durable yet."""
     from omegaconf import open_dict
 
     before = actor.checkpoint.get("async_save", False)
@@ -259,7 +263,7 @@ def _not_naming_it(actor: Any) -> Iterator[None]:
 
 
 def _fsdp_groups(trainer: Any) -> list[Any] | None:
-    """Those who save; None: one of them is no FSDP engine, and may name the step itself."""
+    """Return the worker groups that save. Return None if one is no FSDP engine, because it may name the step itself."""
     config, groups = trainer.config, [trainer.actor_rollout_wg]
     strategies = [config.actor_rollout_ref.actor.strategy]
     if trainer.use_critic:
