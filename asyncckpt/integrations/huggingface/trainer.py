@@ -189,7 +189,7 @@ class _TrainerSaves:
                 self._forget_best(ended)
 
     def _forget_best(self, failed: _Unsettled) -> None:
-        """Restore the best checkpoint before, because the save of the new best one has failed."""
+        """Restore the previous best checkpoint, because the save of the new best one has failed."""
         if failed.best is None or os.path.abspath(failed.best) != failed.save.path:
             return
         for other in (*self._unsettled, self._trainer.state):
@@ -202,7 +202,7 @@ class _TrainerSaves:
     ) -> Rotation | None:
         """Return the checkpoints that transformers' ``rotate_checkpoints`` would remove once ``place`` exists.
 
-        The best checkpoint stays. As long as its save may fail, the best checkpoint before stays, too.
+        The best checkpoint stays. As long as its save may fail, the previous best checkpoint stays, too.
         """
         if save_total_limit is None or save_total_limit <= 0:
             return None

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 AnyPath = str | Path
 """A path, in Lightning's types."""
 
+_UNDER_WAY = "asyncckpt-lightning/under-way"
+
 
 def local_place(path: AnyPath) -> str | None:
     """Return the one place of a local file, for all spellings; None for a remote file. A link is a place itself."""
@@ -84,9 +86,6 @@ def is_linked_to(place: str) -> bool:
     with contextlib.suppress(FileNotFoundError), os.scandir(os.path.dirname(place)) as entries:
         return any(each.is_symlink() and os.path.realpath(each.path) == place for each in entries)
     return False
-
-
-_UNDER_WAY = "asyncckpt-lightning/under-way"
 
 
 class Pending:

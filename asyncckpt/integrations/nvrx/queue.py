@@ -351,7 +351,7 @@ class TorchAsyncCheckpoint:
             self.close()
 
     def close(self, abort: bool = False) -> None:
-        """Close as ``AsyncCallsQueue.close`` does, but without asking other ranks."""
+        """Close as ``AsyncCallsQueue.close`` does, with ``abort`` as there, but without asking other ranks."""
         if not abort:
             self._queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
         self._queue.close(abort=abort)

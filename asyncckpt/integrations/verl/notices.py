@@ -23,7 +23,7 @@ from asyncckpt.extension import Rendezvous, Rounds
 logger = logging.getLogger(__name__)
 
 Part = Literal["publish", "iterate", "map"]
-""""publish": an actor that publishes. "iterate": an actor that only helps to make the weights. "map": a rollout."""
+"""The part of an actor that publishes, of an actor that only helps to make the weights, or of a rollout."""
 
 
 class Member(NamedTuple):
