@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
+from asyncckpt.devices.kinds import wait_for as wait_for_device
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.saves import synchronize_staging
 from asyncckpt.engine.shared import Engines
@@ -78,6 +79,7 @@ __all__ = [
     "storage_for",
     "synchronize_staging",
     "wait_for_attempts",
+    "wait_for_device",
 ]
 
 logger = logging.getLogger(__name__)

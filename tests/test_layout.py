@@ -147,8 +147,6 @@ def test_integrations_know_each_other_only_where_one_stands_on_another() -> None
         "wrap": {"dcp", "torch_file", "megatron", "nvrx"},
         "megatron": {"nvrx"},
         "nvrx": {"torch_file"},
-        "lightning": {"torch_file"},
-        "capture": {"seen_tensors"},
         "huggingface": {"capture"},
         "verl_fsdp": {"capture"},
     }

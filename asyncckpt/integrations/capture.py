@@ -1,8 +1,8 @@
-"""What transformers, accelerate and peft write while they save, taken as one set of files.
+"""Capture the files that transformers, accelerate and peft write while they save, as one set of files.
 
-They save as they always do, but into a scratch folder that stands for the checkpoint's. What they give to
-``torch.save``, safetensors and DCP for a place in there is not written but kept for the engine. All other files are
-read from there in the end, so nothing that they write is lost.
+The frameworks save as always, but into a scratch folder that stands for the checkpoint's folder. Calls of
+``torch.save``, safetensors and DCP for a place in the scratch folder write nothing: their arguments are kept for the
+engine. All other files are read from the scratch folder in the end, so nothing that the frameworks write is lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pickle
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.utils import _pytree as pytree
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError, UnsavableStateError
@@ -38,31 +39,83 @@ from asyncckpt.extension import (
     replace_or_set_aside,
     wait_for_attempts,
 )
-from asyncckpt.integrations.seen_tensors import SeenTensors
 
 logger = logging.getLogger(__name__)
 
-# Where safetensors' save_file has a name. A module that nobody has imported cannot call it.
+
+class SeenTensors:
+    """Tensors that were given to a saving function and are copied later, with a record of their values.
+
+    Only tensors in dicts and lists are recorded. Other objects are not searched.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
+        self._elements: list[tuple[str, Sequence[torch.Tensor], Sequence[torch.Tensor]]] = []
+
+    def add(self, name: str, value: object) -> None:
+        """Record the tensors of ``value``, which will be saved as ``name``."""
+        tensors = [_local(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        tensors = [each for each in tensors if each.layout == torch.strided and each.numel() and not each.is_meta]
+        self._seen += [(name, tensor, _form(tensor)) for tensor in tensors]
+        # ``_version`` does not count changes through ``.data``. All tensors are compared, because merging adapters
+        # changes only some of them.
+        self._elements.append((name, tensors, _first_elements(tensors)))
+
+    def changed(self) -> list[str]:
+        """Return the names of values that have changed, or may have changed, since ``add``."""
+        names = [name for name, tensor, form in self._seen if _form(tensor) != form]
+        names += [
+            name
+            for name, tensors, elements in self._elements
+            if not all(map(torch.equal, _first_elements(tensors), elements))
+        ]
+        return list(dict.fromkeys(names))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return local
+
+
+def _form(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a tensor, and the number of its in-place changes."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def _first_elements(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the bytes of each tensor's first element, concatenated by device, to read each device only once."""
+    found: dict[tuple[torch.device, type], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        first = tensor.detach()[(0,) * tensor.dim()]
+        # Viewing the bytes of a quantized tensor crashes the process. torch refuses to view those of a conjugate view.
+        first = first.int_repr() if first.is_quantized else first.resolve_conj().resolve_neg()
+        first = first.reshape(1).view(torch.uint8)
+        found.setdefault((first.device, type(first)), []).append(first)
+    return [torch.cat(each) if len(each) > 1 else each[0].clone() for each in found.values()]
+
+
+# Modules that have a name for safetensors' save_file. A module that is not imported cannot call the function.
 _SAFETENSORS = (
     ("safetensors.torch", "save_file"),
     ("transformers.modeling_utils", "safe_save_file"),
     ("peft.peft_model", "safe_save_file"),
     ("accelerate.utils.other", "safe_save_file"),
 )
-_LARGE = 64 << 20  # bytes from which on it is said that a file was not staged
+_LARGE = 64 << 20  # bytes; a larger file that was not staged is logged
 
-_turn = threading.RLock()  # the functions below are those of the whole process: one capture at a time replaces them
+_turn = threading.RLock()  # a capture replaces functions of the whole process, so only one may run at a time
 
 
 class Capture:
-    """What is written in one folder by the thread that made this."""
+    """The files that the thread which made this object writes in one folder."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        """Nothing is written yet.
+        """Begin with no files.
 
         Args:
-            folder: The scratch folder, which stands for that of the checkpoint.
-            kind: Of the set.
+            folder: The scratch folder, which stands for the checkpoint's folder.
+            kind: The kind of the set, see ``FileSet``.
         """
         self.folder = folder
         self.files = FileSet(kind)
@@ -70,14 +123,17 @@ class Capture:
         self._thread = threading.get_ident()
 
     def name_of(self, place: object) -> str | None:
-        """The name in the set of a file or folder at ``place``; None where it is not in the folder, or not ours."""
+        """Return the name in the set for a file or folder at ``place``.
+
+        Return None if the place is outside the scratch folder, or if another thread calls.
+        """
         if threading.get_ident() != self._thread or not isinstance(place, (str, os.PathLike)):
             return None
         path = Path(os.path.abspath(os.fspath(place)))
         return path.relative_to(self.folder).as_posix() if self.folder in path.parents else None
 
     def torch_save(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """A ``torch.save``; ``stock`` is called for all that is not for this folder."""
+        """Return a ``torch.save`` that captures. Calls for other places go to ``stock``."""
 
         @functools.wraps(stock)
         def save(
@@ -87,14 +143,14 @@ class Capture:
             if name is None or pickle_module is not pickle or more or and_:
                 stock(obj, f, pickle_module, pickle_protocol, *more, **and_)
             else:
-                self.files.contents.pop(name, None)  # who saves twice means the second
+                self.files.contents.pop(name, None)  # the second save of a name counts
                 self.files.add_torch_file(name, obj, pickle_protocol)
                 self._seen.add(name, obj)
 
         return save
 
     def save_file(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """A ``safetensors.torch.save_file``; ``stock`` as above."""
+        """Return a ``safetensors.torch.save_file`` that captures. Calls for other places go to ``stock``."""
 
         @functools.wraps(stock)
         def save(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
@@ -108,12 +164,12 @@ class Capture:
         return save
 
     def dcp_save(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """A ``torch.distributed.checkpoint.save`` by all ranks; ``stock`` as above."""
+        """Return a ``torch.distributed.checkpoint.save`` that captures. Calls for other places go to ``stock``."""
 
         @functools.wraps(stock)
         def save(state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
             writer = options.get("storage_writer")
-            # A writer derived from this one may write otherwise, or other things.
+            # A derived writer may write something else, or in another way.
             name = self.name_of(writer.path) if type(writer) is FileSystemWriter else None
             if name is None or args or set(options) - {"storage_writer", "planner"}:
                 return stock(state_dict, *args, **options)
@@ -124,7 +180,10 @@ class Capture:
         return save
 
     def take_written(self) -> None:
-        """Add what the frameworks have written themselves."""
+        """Add the files that the frameworks have written themselves.
+
+        Raises ``UnsavableStateError`` if a tensor has changed since it was captured.
+        """
         if changed := self._seen.changed():
             raise UnsavableStateError(
                 f"what was given to be saved as {', '.join(changed)} was changed before all of the checkpoint was made;"
@@ -142,11 +201,11 @@ class Capture:
 
 @contextlib.contextmanager
 def capturing(name: str, kind: str = "") -> Iterator[Capture]:
-    """Capture what this thread writes in ``Capture.folder``; when this has ended well, all is in ``Capture.files``.
+    """Capture what this thread writes in ``Capture.folder``. On success ``Capture.files`` has all files at the end.
 
     Args:
-        name: What the folder is called. It is the only thing in a folder of its own.
-        kind: Of the set, see ``FileSet``.
+        name: The name of the folder. It is the only entry of its parent folder.
+        kind: The kind of the set, see ``FileSet``.
     """
     with _turn, tempfile.TemporaryDirectory(prefix="asyncckpt-", ignore_cleanup_errors=True) as root:
         capture = Capture(Path(os.path.realpath(root), name), kind)
@@ -165,17 +224,17 @@ def capturing(name: str, kind: str = "") -> Iterator[Capture]:
 
 
 def _warn_of_others(folder: Path) -> None:
-    """Say what was written beside the scratch folder, which is lost."""
+    """Warn of files beside the scratch folder, which are lost."""
     beside = [each for each in folder.parent.iterdir() if each != folder]
     if others := [each.name for each in beside if each.is_file() or any(each.rglob("*"))]:
         logger.warning("not saved, as it was written beside the folder of the checkpoint: %s", ", ".join(others))
 
 
 def wait_for_dead_trainer(root: str, config: Config | None) -> None:
-    """Wait on all ranks until the worker of a trainer that died has written to ``root`` what was staged.
+    """Wait on all ranks until the worker of a dead trainer has written its staged checkpoints to ``root``.
 
-    Only workers of the first rank's host are known, and those whose locks are seen. After ``Config.timeout`` seconds
-    the log says that an older checkpoint may be the newest.
+    Only workers on the first rank's host are known, and only if their locks are visible. After ``Config.timeout``
+    seconds a warning says that an older checkpoint may be the newest.
     """
     try:
         from_first(partial(wait_for_attempts, absolute_path(root), Config.given(config).timeout, _locked(root)))
@@ -184,12 +243,12 @@ def wait_for_dead_trainer(root: str, config: Config | None) -> None:
 
 
 def lock_for_worker(root: str, config: Config | None) -> None:
-    """Have the first rank's worker, once it starts, hold a lock by which ``wait_for_dead_trainer`` finds it."""
+    """Have the first rank's worker, once it starts, hold the lock that ``wait_for_dead_trainer`` looks for."""
     engines.get(config=config).claim(Claim(_locked(root), None))
 
 
 def _locked(root: str) -> str:
-    """The name of the lock. As an address, it is a file of the runtime folder: no framework uploads it."""
+    """Return the name of the lock: an address, so that its file is in the runtime folder. No framework uploads that."""
     return f"file://{absolute_path(root)}"
 
 
@@ -202,15 +261,16 @@ def begin_save(
     pointer: Pointer | None = None,
     rotation: Rotation | None = None,
 ) -> Save:
-    """Save what was captured, with all ranks, and return when the caller may change its tensors.
+    """Save the captured files, with all ranks, and return when the caller may change its tensors.
 
     Args:
-        place: The folder. A checkpoint of ours that is there is replaced, when the new one is durable. Whatever else is
-            there, such as one that transformers has written, gets another name then: it may be all that somebody has.
-        capture: What was captured.
-        step: The training step it is of.
-        config: For the engine of the job, if this is its first save.
-        pointer, rotation: As of ``Engine.save``.
+        place: The folder. When the new checkpoint is durable, it replaces a checkpoint of ours at that place. Anything
+            else, such as a checkpoint that transformers has written, is renamed then and never deleted: it may be the
+            only copy.
+        capture: The captured files.
+        step: The training step of the checkpoint.
+        config: Config of the job's engine, if this is its first save.
+        pointer, rotation: As for ``Engine.save``.
 
     Raises:
         CheckpointError: As ``Engine.save`` raises.
@@ -225,9 +285,9 @@ def begin_save(
 
 @contextlib.contextmanager
 def told_to_all(place: str, step: int | None, config: Config | None) -> Iterator[None]:
-    """What is raised in here, where a save is prepared, has the save of the other ranks fail, who would wait for it.
+    """Make an error in this block, which prepares a save, fail the save on all ranks. The others would wait otherwise.
 
-    Args: as those of ``begin_save``.
+    Args: as for ``begin_save``.
     """
     try:
         yield
@@ -242,14 +302,14 @@ def told_to_all(place: str, step: int | None, config: Config | None) -> Iterator
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """``owner`` with another attribute ``name``, which may be one of its class."""
+    """Set the attribute ``name`` of ``owner`` for the block, then restore it. It may be an attribute of the class."""
     own = vars(owner)
     before = own.get(name, replaced)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own.get(name) is value:  # else somebody else has replaced it meanwhile, for longer
+        if own.get(name) is value:  # else other code has replaced the attribute meanwhile, for longer
             if before is replaced:
                 delattr(owner, name)
             else:

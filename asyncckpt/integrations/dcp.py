@@ -1,10 +1,10 @@
-"""The three calls of ``torch.distributed.checkpoint`` (DCP), on our engine: one line to switch.
+"""Provide the three calls of ``torch.distributed.checkpoint`` (DCP) on our engine: one line to switch.
 
     from asyncckpt import async_save        # was: from torch.distributed.checkpoint import async_save
 
-All calls with the same process group share one engine (see ``engine/shared.py``), which takes its configuration from
-the environment. DCP's own writers and readers of folders say which folder; a call with any other is DCP's, as it is.
-For code that has to go on calling DCP's ``save`` there are ``EnginePlanner`` and ``EngineWriter``.
+All calls with the same process group share one engine (see ``engine/shared.py``), configured by the environment. A call
+with DCP's own writer or reader for folders uses our engine. A call with any other writer or reader goes to DCP.
+``EnginePlanner`` and ``EngineWriter`` are for code that has to go on calling DCP's ``save``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from asyncckpt.extension import load as load_checkpoint
 
 logger = logging.getLogger(__name__)
 
-# The first rank's, of a checkpoint that has no metadata of all ranks together.
+# The first rank's file, in a checkpoint without a common metadata file.
 _OWN_METADATA_NAME = "__0.metadata"
 
 CheckpointId = str | os.PathLike[str]
@@ -64,25 +64,25 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Any:
-    """Save ``state_dict`` in a folder, replacing a checkpoint that is there, whole, in one step.
+    """Save ``state_dict`` in a folder. A checkpoint at that place is replaced whole, in one step.
 
     Args:
         state_dict: The caller may change its tensors when this returns.
         checkpoint_id: The folder.
-        storage_writer: DCP's ``FileSystemWriter`` says which folder, and whether to overwrite. Any other does its own
-            writing, in DCP's own ``async_save``.
+        storage_writer: DCP's ``FileSystemWriter`` gives the folder and says whether to overwrite. With any other writer
+            the call goes to DCP's own ``async_save``.
         planner: DCP's, or the user's own.
         process_group: The ranks that save together; None for the whole job.
         async_checkpointer_type, async_stager, use_collectives: Change nothing; they choose between DCP's own ways.
         no_dist: This process saves alone.
 
     Returns:
-        A future that ends when the checkpoint is complete and durable on all ranks. For a stager that stages behind the
-        caller, DCP's ``AsyncSaveResponse``, with that future; the other, of the staging, has ended.
+        A future that ends when the checkpoint is complete and durable on all ranks. For a stager that stages
+        asynchronously: DCP's ``AsyncSaveResponse`` with that future, and a staging future that has ended.
 
     Raises:
         ValueError: There is neither a ``storage_writer`` nor a ``checkpoint_id``.
-        CheckpointException: There is a checkpoint, and the writer does not overwrite; DCP's.
+        CheckpointException: DCP's, if there is a checkpoint and the writer does not overwrite.
         CheckpointError: As ``Engine.save`` raises.
     """
     ranks: dict[str, Any] = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
@@ -110,13 +110,14 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Metadata:
-    """As ``async_save``, and wait until the checkpoint is durable; raises also what went wrong until then.
+    """Save as ``async_save`` does, and wait until the checkpoint is durable. Raise any error until then.
 
     Args:
-        state_dict, storage_writer, checkpoint_id, planner, process_group, no_dist, use_collectives: As there.
+        state_dict, storage_writer, checkpoint_id, planner, process_group, no_dist, use_collectives: As for
+            ``async_save``.
 
     Returns:
-        DCP's metadata of it.
+        DCP's metadata of the checkpoint.
     """
     ranks: dict[str, Any] = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
     if not says_folder(storage_writer, checkpoint_id):
@@ -125,7 +126,7 @@ def save(
         return theirs
     with _as_dcp_refuses(storage_writer):
         path = begin_save(state_dict, checkpoint_id, storage_writer, **ranks).result()
-    # No rank returns before all have read it: from then on any may remove the checkpoint.
+    # No rank returns before all have read the metadata, because afterwards any rank may remove the checkpoint.
     of_save = False if no_dist else process_group
     metadata: Metadata = on_all(lambda: CheckpointReader(path).read_metadata(), of_save)
     if isinstance(storage_writer, FileSystemWriter) and metadata.storage_meta is not None:
@@ -144,17 +145,17 @@ def begin_save(
     config: Config | None = None,
     **_: Any,
 ) -> Save:
-    """As ``async_save``, for what ``says_folder``; returns our own handle.
+    """Save as ``async_save`` does, for calls that ``says_folder`` accepts, and return our own handle.
 
     Args:
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist: As there.
-        config: For the engine, if this is the first save of these ranks; None: as the environment says.
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist: As for ``async_save``.
+        config: Config of the engine, if this is the first save of these ranks; None: from the environment.
     """
     folder = os.path.realpath(_folder(checkpoint_id, storage_writer))
     existing = _existing(folder, overwrite=getattr(storage_writer, "overwrite", True))
     engine = engines.get(process_group, alone=no_dist, config=config)
     save = engine.save(folder, state_dict, existing=existing, planner=planner)
-    save.synchronize_staging(engine.config.timeout)  # with ``Config.overlap``, of which DCP's callers know nothing
+    save.synchronize_staging(engine.config.timeout)  # DCP's callers do not know ``Config.overlap``
     return save
 
 
@@ -169,20 +170,20 @@ def load(
     weights_only: bool = True,
     strict: bool = True,
 ) -> Filled:
-    """Load a checkpoint, ours or stock DCP's, into ``state_dict``, in place; raises as ``loading.load`` does.
+    """Load a checkpoint, ours or stock DCP's, into ``state_dict``, in place. Raises as ``loading.load`` does.
 
     Args:
         state_dict: Its tensors are written to.
-        storage_reader: DCP's ``FileSystemReader`` says which folder. Any other does its own reading, in DCP's own
-            ``load``, and so does that one, with ``weights_only=False``, where each rank's metadata is in a file of its
-            own.
-        checkpoint_id, planner, process_group, no_dist: As of ``async_save``.
+        storage_reader: DCP's ``FileSystemReader`` gives the folder. With any other reader the call goes to DCP's own
+            ``load``. So does a ``FileSystemReader`` with ``weights_only=False`` if each rank's metadata is in its own
+            file.
+        checkpoint_id, planner, process_group, no_dist: As for ``async_save``.
         weights_only: Load nothing that could run code. DCP's own ``load`` has no such limit.
-        strict: Raise if the checkpoint lacks a value of the state dict. Without, the value stays as it is.
+        strict: Raise if the checkpoint lacks a value of the state dict. If False, that value stays unchanged.
 
     Returns:
-        The names of values that the checkpoint lacks (``missing``), and of those that the state dict lacks
-        (``unexpected``). Of a load that is left to DCP nothing is known.
+        The names that the checkpoint lacks (``missing``), and the names that the state dict lacks (``unexpected``).
+        Both are empty for a load that goes to DCP.
     """
     ranks: dict[str, Any] = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
     if says_folder(storage_reader, checkpoint_id):
@@ -208,12 +209,12 @@ def load(
 
 
 def says_folder(storage: Any, checkpoint_id: CheckpointId | None) -> bool:
-    """Whether a call with these is for our engine; if not, this warns once, and the call is for DCP to make.
+    """Return whether our engine serves a call with these arguments. If not, warn once: the call goes to DCP.
 
     Args:
-        storage: The caller's writer or reader. DCP's own for folders, asked for nothing but DCP's plain format, says
-            where the folder is; of any other nobody else can say what it does.
-        checkpoint_id: The folder; an address (``s3://``) is for DCP, which knows what to do with it.
+        storage: The caller's writer or reader. Our engine serves DCP's own classes for folders, with DCP's plain
+            format. Any other storage may do something else.
+        checkpoint_id: The folder. An address (``s3://``) goes to DCP.
     """
     if storage is None:
         if "://" not in str(checkpoint_id) or isinstance(checkpoint_id, os.PathLike):
@@ -229,18 +230,18 @@ def says_folder(storage: Any, checkpoint_id: CheckpointId | None) -> bool:
 
 
 class EnginePlanner(DefaultSavePlanner):
-    """For ``torch.distributed.checkpoint.save(planner=...)``, together with ``EngineWriter``.
+    """Planner for ``torch.distributed.checkpoint.save(planner=...)``, together with ``EngineWriter``.
 
-    Gives DCP nothing to gather, deduplicate, scatter or broadcast: the engine keeps its own plan.
+    It gives DCP nothing to gather, deduplicate, scatter or broadcast, because the engine keeps its own plan.
     """
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP.
+        """Keep the state dict; DCP calls this.
 
         Args:
-            state_dict: For ``EngineWriter`` to save.
+            state_dict: The state that ``EngineWriter`` saves.
             storage_meta, is_coordinator: Change nothing.
         """
         self.given = state_dict
@@ -259,11 +260,11 @@ class EnginePlanner(DefaultSavePlanner):
 
 
 class EngineWriter(StorageWriter):
-    """For ``torch.distributed.checkpoint.save(storage_writer=...)``, together with ``EnginePlanner``.
+    """Writer for ``torch.distributed.checkpoint.save(storage_writer=...)``, together with ``EnginePlanner``.
 
-    DCP's collectives still run, and carry some bytes a rank. DCP's ``save`` returns an empty ``Metadata``
-    (``.metadata`` in the checkpoint is whole), on every rank, when the checkpoint is committed. One writer is for any
-    number of saves; DCP's ``async_save`` uses it in a thread of its own.
+    DCP's collectives still run, and carry some bytes a rank. DCP's ``save`` returns when the checkpoint is committed.
+    On every rank it returns an empty ``Metadata``; ``.metadata`` in the checkpoint is complete. One writer serves any
+    number of saves. DCP's ``async_save`` uses the writer in a thread of its own.
     """
 
     def __init__(
@@ -273,12 +274,12 @@ class EngineWriter(StorageWriter):
         process_group: dist.ProcessGroup | None = None,
         planner: SavePlanner | None = None,
     ) -> None:
-        """No worker is started yet.
+        """Start no worker yet.
 
         Args:
-            path: The folder, where DCP's ``save`` is given no ``checkpoint_id``.
-            config: For the engine; None: as the environment says.
-            process_group, planner: As of ``async_save``.
+            path: The folder for calls of DCP's ``save`` without a ``checkpoint_id``.
+            config: Config of the engine; None: from the environment.
+            process_group, planner: As for ``async_save``.
         """
         self._path = path
         self._planner = planner
@@ -313,12 +314,12 @@ class EngineWriter(StorageWriter):
         return True
 
     def close(self) -> None:
-        """End the worker, give the memory back. Raises as ``Engine.close`` does."""
+        """End the worker and free the memory. Raises as ``Engine.close`` does."""
         self._engine.close()
 
 
 def _asks_for(storage: Any) -> tuple[Any, ...]:
-    """What a writer or reader of DCP's own is asked for beyond its folder that changes the bytes of the files."""
+    """Return the options of DCP's own writer or reader, beyond the folder, that change the bytes of the files."""
     transforms = getattr(storage, "transforms", None)
     registry = getattr(transforms, "extension_registry", None)
     extensions = getattr(transforms, "extensions", None) or getattr(registry, "extensions", None)
@@ -326,7 +327,7 @@ def _asks_for(storage: Any) -> tuple[Any, ...]:
 
 
 def _asked_for(**options: Any) -> dict[str, Any]:
-    """Those of ``options`` that are not as they are by default: an older torch does not know them all."""
+    """Return the ``options`` that differ from their defaults, because an older torch does not know all of them."""
     return {name: value for name, value in options.items() if value not in (None, name == "use_collectives")}
 
 
@@ -337,7 +338,7 @@ def _warn_of(what: str) -> None:
 
 @contextlib.contextmanager
 def _as_dcp_refuses(storage_writer: Any) -> Iterator[None]:
-    """Raise what DCP does where a checkpoint is in the way and the caller's writer does not overwrite."""
+    """Raise DCP's error if a checkpoint exists and the caller's writer does not overwrite."""
     try:
         yield
     except CheckpointExistsError as error:
@@ -348,7 +349,7 @@ def _as_dcp_refuses(storage_writer: Any) -> Iterator[None]:
 
 
 def _folder(checkpoint_id: CheckpointId | None, storage: Any = None) -> str:
-    """The folder of a call that ``says_folder``. Raises ``ValueError`` where there is none."""
+    """Return the folder of a call that ``says_folder`` accepts. Raises ``ValueError`` if the call names none."""
     if storage is not None:
         if checkpoint_id is not None:
             storage.reset(checkpoint_id)
@@ -360,11 +361,11 @@ def _folder(checkpoint_id: CheckpointId | None, storage: Any = None) -> str:
 
 
 def _existing(folder: str, *, overwrite: bool = True) -> Literal["refuse", "replace", "join"]:
-    """What becomes of what is in ``folder``: as DCP has it, but a checkpoint that is alone there goes in one step."""
+    """Return how to treat the contents of ``folder``: as in DCP, but a lone checkpoint is replaced in one step."""
     folder, storage = os.path.realpath(folder), storage_for(folder)  # DCP follows links
-    with contextlib.suppress(StorageError):  # the first rank says it, to all
+    with contextlib.suppress(StorageError):  # the first rank reports it to all ranks
         if not overwrite and (storage.exists(os.path.join(folder, METADATA_NAME)) or storage.may_put(folder, "refuse")):
-            return "refuse"  # also where the place is free yet: what is there by the rename stays
+            return "refuse"  # even if the place is still free: a file that appears before the rename stays
         if not storage.may_put(folder, "replace"):
             return "join"  # other files are there; DCP puts its own beside them
     return "replace"

@@ -31,22 +31,21 @@ _attached = itertools.count()
 def attach(engine: Any, config: Config | None = None) -> None:
     """Have ``engine.save_checkpoint`` save in the background from now on. A second call changes nothing.
 
-    It returns when the tensors are copied. A failure is raised by the next one, or by ``load_checkpoint``, which waits
-    until all saves have ended.
+    ``save_checkpoint`` returns when the tensors are copied. A failure is raised by the next ``save_checkpoint``, or by
+    ``load_checkpoint``, which waits until all saves have ended.
 
     Args:
-        engine: What ``deepspeed.initialize`` returns, and the caller's own code saves by: a framework above it would
-            remove older checkpoints too early. What it saves on storage of each node, from NVMe, from a device mesh, or
-            by another checkpoint engine than DeepSpeed's own for ``torch.save``, it goes on saving itself, with a
-            warning.
-        config: For the engine of the job, if this is its first save; None: what the environment says.
+        engine: The result of ``deepspeed.initialize``. The caller's own code has to save by it, because a framework
+            above it would remove older checkpoints too early. DeepSpeed itself saves, with a warning, to node-local
+            storage, from NVMe, from a device mesh, or by a checkpoint engine other than its own for ``torch.save``.
+        config: Config of the job's engine, if this is its first save; None: from the environment.
     """
     if not isinstance(getattr(engine.save_checkpoint, "__self__", None), _Saves):
         _Saves(engine, config)
 
 
 class _Saves:
-    """The saves of one engine of DeepSpeed's. Its methods take the place of that engine's."""
+    """The saves of one DeepSpeed engine. The methods replace those of the engine."""
 
     def __init__(self, engine: Any, config: Config | None) -> None:
         self._engine, self._config = engine, config
@@ -64,7 +63,7 @@ class _Saves:
         *args: Any,
         **options: Any,
     ) -> Any:
-        """As the engine's, which it calls; returns when all is staged."""
+        """Call the engine's own method, and return when all tensors are staged."""
         engine, client_state = self._engine, client_state or {}
         if (reason := _why_stock(engine)) is not None:
             if not self._warned:
@@ -91,13 +90,13 @@ class _Saves:
         return done
 
     def load_checkpoint(self, load_dir: Any, *args: Any, **options: Any) -> Any:
-        """As the engine's, when all saves have ended."""
-        on_all(engines.get(config=self._config).wait)  # only the first rank knows if ``latest`` is written
+        """Wait until all saves have ended, then call the engine's own method."""
+        on_all(engines.get(config=self._config).wait)  # only the first rank knows whether ``latest`` is written
         return self._stock_load(load_dir, *args, **options)
 
 
 class _CollectingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no types
-    """DeepSpeed's word for what it saves by: this one keeps what is for one folder as a set of files."""
+    """A checkpoint engine, in DeepSpeed's sense, that collects the files of one folder as a set."""
 
     def __init__(self, stock: Any, folder: str, kind: str) -> None:
         super().__init__()
@@ -128,13 +127,13 @@ class _CollectingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
         return bool(self.stock.is_data_parallel_writer(dp_rank))
 
     def _name_of(self, path: Any) -> str | None:
-        """Of a file in the folder, "." of the folder itself; None elsewhere."""
+        """Return the name of a file in the folder, "." for the folder itself, or None for any other path."""
         place = Path(os.path.abspath(path))
         return place.relative_to(self._folder).as_posix() if place.is_relative_to(self._folder) else None
 
 
 def _why_stock(engine: Any) -> str | None:
-    """Why this engine has to save itself; None: it need not."""
+    """Return why DeepSpeed has to save this engine itself; None: asyncckpt can."""
     if engine.use_node_local_storage():
         return "each node has files of its own (use_node_local_storage)"
     if engine.zero_nvme_offload_optimizer():

@@ -33,21 +33,21 @@ def torch_save(
 ) -> Save:
     """Save ``obj`` to the file ``f``, as ``torch.save`` with the same arguments does, but in the background.
 
-    What was copied is written even if this process dies, and until then the old file of that name stays, whole. Each
-    process saves for itself, also in a job of ranks. The memory is kept for objects whose storages have the same sizes.
+    Copied tensors are written even if this process dies. The old file of that name stays whole until then. Each process
+    saves for itself, also in a job of ranks. The memory is kept for later objects with storages of the same sizes.
 
-    What only ``torch.save`` itself can do, it does, and the caller waits: a file-like object, something other than a
-    regular file, another ``pickle_module``, the older format, and ``torch.serialization.skip_data``.
+    ``torch.save`` itself saves, and the caller waits, in these cases: a file-like object, a path that is no regular
+    file, another ``pickle_module``, the older format, and ``torch.serialization.skip_data``.
 
     Args:
         obj: Anything that ``torch.save`` takes. The caller may change its tensors when this returns (with
-            ``Config.overlap`` when they are staged); all else is pickled by then.
+            ``Config.overlap`` when they are staged). Everything else is pickled by then.
         f: The file, or a file-like object.
-        pickle_module, pickle_protocol: As for ``torch.save``, like those with an underscore.
-        config: For the engine, if this is the first save of this process alone; None: as the environment says.
+        pickle_module, pickle_protocol: As for ``torch.save``, like the arguments with an underscore.
+        config: Config of the engine, if this is the first save of this process alone; None: from the environment.
 
     Returns:
-        A handle, which ends when the file is complete and durable, and raises what goes wrong until then.
+        A handle, which ends when the file is complete and durable, or raises the error of the save.
 
     Raises:
         CheckpointError: As ``Engine.save_file`` raises.
@@ -65,11 +65,11 @@ def save_by(
     _use_new_zipfile_serialization: bool = True,
     _disable_byteorder_record: bool = False,
 ) -> Save:
-    """As ``torch_save``.
+    """Save as ``torch_save`` does, by a given engine.
 
     Args:
-        engine: Gives the engine to save by.
-        obj, f, pickle_module, pickle_protocol: As of ``torch_save``, like those with an underscore.
+        engine: Returns the engine.
+        obj, f, pickle_module, pickle_protocol: As for ``torch_save``, like the arguments with an underscore.
     """
     if not (
         isinstance(f, (str, os.PathLike))
@@ -86,5 +86,5 @@ def save_by(
 
 
 def _is_special(path: str | os.PathLike[str]) -> bool:
-    """Whether there is something at ``path`` that is written to, and cannot be replaced."""
+    """Return whether ``path`` is something to write to that cannot be replaced, such as a pipe."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)

@@ -18,28 +18,30 @@ from asyncckpt.extension import Save
 from asyncckpt.integrations import dcp
 from asyncckpt.integrations.torch_file import torch_save
 
-# The parameters of these functions that say where to.
+# The parameters of these functions that name the place.
 _PLACES = ("f", "checkpoint_id", "storage_writer", "checkpoint_dir")
 _MEGATRON_SAVE = "megatron.core.dist_checkpointing.serialization.save"
 
 
 def wrap_save(save_fn: Callable[..., Any], args: argparse.Namespace | None = None) -> Callable[..., Any]:
-    """``save_fn``, made asynchronous if ``--async-ckpt-use-cpu-shm`` is in ``args`` or in the environment.
+    """Make ``save_fn`` asynchronous if ``--async-ckpt-use-cpu-shm`` is set in ``args`` or in the environment.
 
-    This returns a function that takes the same arguments and returns a handle: ``handle.result()`` waits until what
-    ``save_fn`` makes is there, complete and durable, or raises what went wrong. With the flag the handle comes when the
-    tensors are copied; without it ``save_fn`` itself has saved by then, and the handle is done, unless ``save_fn`` goes
-    on by itself. These functions are known:
+    This returns a function with the same arguments that returns a handle. ``handle.result()`` waits until the
+    checkpoint of ``save_fn`` is complete and durable, or raises its error. With the flag the handle comes when the
+    tensors are copied. Without the flag ``save_fn`` itself has saved by then. The handle is done, unless ``save_fn``
+    goes on by itself.
+
+    The known functions:
 
     - ``torch.save``: the file is one that ``torch.load`` reads;
-    - ``torch.distributed.checkpoint.save`` and ``async_save``: a folder that DCP's ``load`` reads. A ``storage_writer``
-      that is DCP's ``FileSystemWriter`` says where to, and whether to overwrite; with any other, and with extensions or
-      another format, the call is made as it is;
+    - ``torch.distributed.checkpoint.save`` and ``async_save``: a folder that DCP's ``load`` reads. DCP's
+      ``FileSystemWriter`` as ``storage_writer`` gives the folder and says whether to overwrite. With any other writer,
+      with extensions or with another format the call goes to DCP unchanged;
     - ``TorchAsyncCheckpoint.async_save``, bound, of any nvidia-resiliency-ext;
-    - ``megatron.core.dist_checkpointing.save``: the handle's ``result`` does what the trainer has to do at the end, on
-      all ranks, and so has to be called, on all ranks.
+    - ``megatron.core.dist_checkpointing.save``: ``result`` of the handle does the trainer's work at the end, and so has
+      to be called on all ranks.
 
-    With the flag this raises ``ValueError`` for any other function, because nobody can say what it does; without it
+    With the flag this raises ``ValueError`` for any other function, because its effect is unknown. Without the flag
     this returns that function.
     """
     args = args or argparse.Namespace()
@@ -59,7 +61,7 @@ def wrap_save(save_fn: Callable[..., Any], args: argparse.Namespace | None = Non
 
 
 def _handled(save_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``save_fn`` as it is, but for the handle that it returns."""
+    """Wrap ``save_fn`` so that it returns a handle, and change nothing else."""
     signature = inspect.signature(save_fn)
 
     @functools.wraps(save_fn)
@@ -70,11 +72,11 @@ def _handled(save_fn: Callable[..., Any]) -> Callable[..., Any]:
             return answer
         if isinstance(answer, Future):
             return Save.of_another(path, answer)
-        if isinstance(upload := getattr(answer, "upload_completion", None), Future):  # of DCP, by a stager of its own
+        if isinstance(upload := getattr(answer, "upload_completion", None), Future):  # DCP's answer with a stager
             return Save.of_another(path, upload, answer.staging_completion)
         if (finalize := getattr(getattr(save_fn, "__self__", None), "finalize_async_save", None)) is not None:
             return _NvrxSave.begun(path, finalize)
-        if type(answer).__name__ == "AsyncRequest":  # the caller has asked Megatron-LM for that
+        if type(answer).__name__ == "AsyncRequest":  # the caller has asked Megatron-LM for a request
             return answer
         return Save.finished(path)
 
@@ -82,8 +84,9 @@ def _handled(save_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NvrxSave(Save):
-    """The handle of a save that nvrx makes. Whoever asks how it ends waits until nvrx has finalized it: it does not say
-    how far it is, and knows no timeout.
+    """The handle of a save that nvrx makes.
+
+    Each question for its outcome waits until nvrx has finalized the save: nvrx reports no progress and has no timeout.
     """
 
     _outcome: Future[None]
@@ -118,8 +121,8 @@ class _NvrxSave(Save):
 
 
 def _place(arguments: dict[str, Any]) -> str | os.PathLike[str]:
-    """Where a call saves to, as far as its ``arguments`` say."""
-    # nvrx hands on what follows the state dict to torch.save.
+    """Return the place that a call saves to, as far as its ``arguments`` name it."""
+    # nvrx passes the arguments after the state dict on to torch.save.
     handed_on = dict(zip(_PLACES, arguments.get("args", ())[:1], strict=False)) | arguments.get("kwargs", {})
     said = arguments | handed_on
     found = next((said[name] for name in _PLACES if said.get(name) is not None), None)

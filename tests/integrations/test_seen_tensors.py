@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncckpt.integrations.seen_tensors import SeenTensors
+from asyncckpt.integrations.capture import SeenTensors
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")

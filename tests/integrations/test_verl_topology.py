@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from asyncckpt.extension import Rendezvous
-from asyncckpt.integrations.verl.topology import Member, Peer, roles
+from asyncckpt.integrations.verl.notices import Member, Peer, roles
 
 
 def peer(name: str, host: str) -> Peer:

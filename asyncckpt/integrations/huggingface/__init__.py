@@ -1,9 +1,10 @@
-"""Checkpoints of Hugging Face's Trainer, and of accelerate, made in the background: one line to switch.
+"""Save checkpoints of Hugging Face's Trainer, and of accelerate, in the background: one line to switch.
 
     huggingface.enable(trainer)  # then trainer.train() as ever
     huggingface.enable_accelerator(accelerator)  # then accelerator.save_state(folder) as ever
 
-A folder, because both ties stand on the same capture of what these frameworks write (``capture.py``).
+Both are in one folder, because both stand on the same capture of the files that these frameworks write
+(``capture.py``).
 """
 
 from __future__ import annotations

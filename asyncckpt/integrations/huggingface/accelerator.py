@@ -1,4 +1,4 @@
-"""accelerate's ``Accelerator.save_state``, in the background."""
+"""Save by accelerate's ``Accelerator.save_state`` in the background."""
 
 from __future__ import annotations
 
@@ -26,39 +26,40 @@ from asyncckpt.integrations.capture import (
 logger = logging.getLogger(__name__)
 
 _KINDS_WITH_FILES_OF_THEIR_OWN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
-# All ranks write these, each over what another has written: that of the first stays.
+# All ranks write files of these names, each over the others'. The first rank's file is kept.
 _OF_ALL_RANKS = re.compile(r"scaler\.pt|dl_state_dict(_\d+)?\.bin")
 
 
 def enable_accelerator(accelerator: Accelerator, config: Config | None = None) -> None:
     """Have ``accelerator.save_state`` save in the background from now on. A second call changes nothing.
 
-    It returns when all is staged. A failure is raised by the next one, by ``load_state`` or by ``end_training``; these
-    two wait until all saves have ended. Checkpoints beyond ``total_limit`` are removed when the newer one is durable.
+    ``save_state`` returns when all tensors are staged. A failure is raised by the next ``save_state``, by
+    ``load_state`` or by ``end_training``. The last two wait until all saves have ended. Checkpoints beyond
+    ``total_limit`` are removed when the newer one is durable.
 
     Args:
-        accelerator: What it saves itself for DeepSpeed, Megatron-LM, XLA and ``save_on_each_node`` it goes on saving
+        accelerator: The accelerator. With DeepSpeed, Megatron-LM, XLA and ``save_on_each_node`` it goes on saving
             itself, with a warning.
-        config: For the engine of the job, if this is its first save; None: what the environment says.
+        config: Config of the job's engine, if this is its first save; None: from the environment.
     """
     if not isinstance(getattr(accelerator.save_state, "__self__", None), _AcceleratorSaves):
         _AcceleratorSaves(accelerator, config)
 
 
 class _AcceleratorSaves:
-    """The saves of one accelerator. Its methods take the place of the accelerator's."""
+    """The saves of one accelerator. The methods replace the accelerator's."""
 
     def __init__(self, accelerator: Any, config: Config | None) -> None:
         self._accelerator, self._config = accelerator, config
         self._stock_save, self._stock_load = accelerator.save_state, accelerator.load_state
         self._stock_end = accelerator.end_training
         self._warned = False
-        self._under_way: list[Save] = []  # those with automatic names
+        self._under_way: list[Save] = []  # saves with automatic names
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         accelerator.end_training = self.end_training
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """As the accelerator's, which it calls; returns the folder when all is staged."""
+        """Call the accelerator's own method, and return the folder when all tensors are staged."""
         accelerator = self._accelerator
         project = accelerator.project_configuration
         is_many = project.save_on_each_node and accelerator.num_processes > 1
@@ -93,7 +94,7 @@ class _AcceleratorSaves:
         rotation = None
         self._under_way = [each for each in self._under_way if not each.done()]
         if root is not None and project.total_limit is not None and accelerator.is_main_process:
-            # The newest stays, whatever its number: after a restart accelerate counts from the beginning.
+            # The newest stays, whatever its number, because after a restart accelerate counts from the beginning.
             others = {*_numbered(root), *(each.path for each in self._under_way)} - {place}
             rotation = Rotation(tuple(sorted(others, key=_number)), max(project.total_limit, 1) - 1)
         save = begin_save(place, capture, None, self._config, rotation=rotation)
@@ -102,18 +103,18 @@ class _AcceleratorSaves:
         return Path(output_dir)
 
     def load_state(self, input_dir: Any = None, *args: Any, **options: Any) -> Any:
-        """As the accelerator's, when all saves have ended."""
+        """Wait until all saves have ended, then call the accelerator's own method."""
         self._wait()
         accelerator = self._accelerator
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
-            # accelerate would also look at what a save has left that was killed: its name has a number, too.
+            # accelerate would also consider the remains of a killed save: their name has a number, too.
             root = os.path.join(accelerator.project_dir, "checkpoints")
             wait_for_dead_trainer(root, self._config)
             input_dir = max(_numbered(root), key=_number, default=None)
         return self._stock_load(input_dir, *args, **options)
 
     def end_training(self) -> None:
-        """As the accelerator's."""
+        """Wait until all saves have ended, then call the accelerator's own method."""
         self._wait()
         self._stock_end()
 
@@ -122,7 +123,7 @@ class _AcceleratorSaves:
 
 
 def _is_ours_to_take(place: str) -> bool:
-    """Whether nothing is there, or a checkpoint of ours alone, so that a folder can take its place in one step."""
+    """Return whether ``place`` is free or holds only a checkpoint of ours, so that one step can replace it."""
     with contextlib.suppress(StorageError):  # the save fails in the same way, and on all ranks
         return storage_for(place).may_put(place, "replace")
     return True

@@ -1,12 +1,13 @@
-"""Hugging Face's Trainer, and all that derive from it: what ``_save_checkpoint`` writes is saved in the background.
+"""Save the checkpoints of Hugging Face's Trainer, and of its derived classes, in the background.
 
-``_save_checkpoint`` runs as it is, into a scratch folder (see ``capture.py``), and the engine makes one set of files of
-what it has written, under the name ``checkpoint-N`` when all of it is durable. The states of such a save:
+``_save_checkpoint`` runs unchanged, into a scratch folder (see ``capture.py``). The engine makes one set of its files,
+under the name ``checkpoint-N`` when all of them are durable. The states of such a save:
 
     captured, staged (``_save_checkpoint`` returns) -> ended, on any thread -> settled, on the thread that trains
 
-The worker rotates older checkpoints as soon as a save is durable. A settled save is told to callbacks and to the Hub:
-at the end of a step, before the next save, and before the training is finalized, which waits for all saves.
+The worker rotates older checkpoints as soon as a save is durable. Settling a save calls its callbacks and pushes to the
+Hub. Saves are settled at the end of a step, before the next save, and before the training is finalized, which waits for
+all saves.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ _SENTINEL = "checkpoint-is-incomplete.txt"  # written by transformers' trainer_j
 def enable(trainer: Trainer, config: Config | None = None) -> None:
     """Have ``trainer`` save its checkpoints in the background from now on. A second call changes nothing.
 
-    All ranks call this, and before they look for a checkpoint to resume from: this waits until the worker of a trainer
-    that was killed has written what was staged for the same ``output_dir``.
+    All ranks call this before they look for a checkpoint to resume from. It waits until the worker of a killed trainer
+    has written its staged checkpoints to the same ``output_dir``.
 
     Args:
-        trainer: Any that derives from transformers' Trainer. What it does itself for DeepSpeed, XLA, SageMaker's model
-            parallelism and ``save_on_each_node`` it goes on doing, with a warning.
-        config: For the engine of the job, if this is its first save; None: what the environment says.
+        trainer: Any trainer that derives from transformers' Trainer. With DeepSpeed, XLA, SageMaker's model parallelism
+            and ``save_on_each_node`` it goes on saving itself, with a warning.
+        config: Config of the job's engine, if this is its first save; None: from the environment.
 
     Raises:
-        TypeError: ``trainer`` has not what transformers 5 has.
+        TypeError: ``trainer`` lacks methods of transformers 5.
     """
     missing = [name for name in ("_save_checkpoint", "_finalize_training") if not hasattr(trainer, name)]
     if missing or not hasattr(transformers.trainer, "rotate_checkpoints"):
@@ -73,16 +74,16 @@ class _Unsettled:
 
     save: Save
     state: Any
-    """The trainer's, as it was then."""
+    """A copy of the trainer's state at the save."""
     best_before: str | None
     best: str | None
     """The best checkpoint, as of this save."""
     calls: list[Callable[[], object]] = field(default_factory=list)
-    """What is to be called when it is durable, by the thread that trains."""
+    """Functions that the training thread calls when the save is durable."""
 
 
 class _TrainerSaves:
-    """The saves of one trainer. Its methods take the place of the trainer's."""
+    """The saves of one trainer. The methods replace the trainer's."""
 
     def __init__(self, trainer: Any, config: Config | None) -> None:
         self._trainer, self._config = trainer, config
@@ -99,8 +100,9 @@ class _TrainerSaves:
         trainer.train = self.train
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """As the trainer's, when all that was begun is saved: this may resume from what a training has left that ended
-        by an exception.
+        """Wait until all saves have ended, then call the trainer's own method.
+
+        The training may resume from a checkpoint of an earlier training that ended by an exception.
         """
         self._unsettled, self._has_saved, self._unannounced = [], False, None
         try:
@@ -110,7 +112,7 @@ class _TrainerSaves:
         return self._stock_train(*args, **options)
 
     def save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As the trainer's, which it calls; returns when all is staged."""
+        """Call the trainer's own method, and return when all tensors are staged."""
         trainer, self._unannounced = self._trainer, None
         if (reason := _why_stock(trainer)) is not None:
             if not self._warned:
@@ -122,8 +124,8 @@ class _TrainerSaves:
         place = os.path.join(run_dir, f"{_PREFIX}{trainer.state.global_step}")
         os.makedirs(run_dir, exist_ok=True)
         lock_for_worker(run_dir, self._config)
-        is_urgent = _is_urgent(place)  # first: a save of this step that is under way needs that place
-        # All ranks have to call their callbacks at the same place, as these may talk to each other.
+        is_urgent = _is_urgent(place)  # first, because a save of this step under way needs that place
+        # All ranks have to call their callbacks at the same point, because callbacks may communicate.
         self._settle(wait=trainer.args.world_size > 1 and any(each.calls for each in self._unsettled))
         best_before = trainer.state.best_model_checkpoint
         rotations: list[dict[str, Any]] = []
@@ -138,7 +140,7 @@ class _TrainerSaves:
         rotation = self._rotation(run_dir, place, **rotations[-1]) if rotations else None
         save = begin_save(place, capture, *of_save, rotation=rotation)
         state = copy.copy(trainer.state)
-        state.log_history = list(state.log_history)  # the training goes on to append to its own
+        state.log_history = list(state.log_history)  # the training goes on appending to its own list
         new = _Unsettled(save, state, best_before, trainer.state.best_model_checkpoint)
         new.calls += [partial(self._push, new.state, place) for _ in pushes]
         self._has_saved, self._unannounced = True, new
@@ -147,22 +149,25 @@ class _TrainerSaves:
             save.result()
 
     def finalize_training(self, *args: Any, **options: Any) -> Any:
-        """As the trainer's, when all saves have ended, and older checkpoints are removed: it may load the best one."""
+        """Wait until all saves have ended and old checkpoints are removed, then call the trainer's own method.
+
+        The trainer may load the best checkpoint there.
+        """
         self._settle(wait=True)
         if self._has_saved:
-            engines.get(config=self._config).wait()  # raises what nobody was told of
+            engines.get(config=self._config).wait()  # raises an unreported failure
         self._has_saved, self._unannounced = False, None
         return self._stock_finalize(*args, **options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
-        """As the callback handler's."""
+        """Call the callback handler's own method, then settle saves that have ended."""
         control = self._stock_on_step_end(args, state, control, **others)
         if args.world_size == 1:
             self._settle(wait=False)
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
-        """As the callback handler's, for a save that is durable; else it is called when it is, if anybody listens."""
+        """Call the callback handler's own method, or defer the callbacks until the save under way is durable."""
         new, self._unannounced = self._unannounced, None
         if new is None:
             return self._stock_on_save(args, state, control, **others)
@@ -173,7 +178,7 @@ class _TrainerSaves:
         return control
 
     def _settle(self, *, wait: bool) -> None:
-        """Tell of the saves that have ended; with ``wait`` of all. The engine raises a failure, on all ranks."""
+        """Settle the saves that have ended, or with ``wait`` all saves. The engine raises a failure, on all ranks."""
         while self._unsettled and (wait or self._unsettled[0].save.done()):
             ended = self._unsettled.pop(0)
             if (failure := ended.save.future.exception()) is None:
@@ -184,7 +189,7 @@ class _TrainerSaves:
                 self._forget_best(ended)
 
     def _forget_best(self, failed: _Unsettled) -> None:
-        """The checkpoint that was to be the best is not there: it is the one before again."""
+        """Restore the previous best checkpoint, because the save of the new best one has failed."""
         if failed.best is None or os.path.abspath(failed.best) != failed.save.path:
             return
         for other in (*self._unsettled, self._trainer.state):
@@ -195,9 +200,9 @@ class _TrainerSaves:
     def _rotation(
         self, run_dir: str, place: str, save_total_limit: int | None = None, use_mtime: bool = False, **_: object
     ) -> Rotation | None:
-        """Return the checkpoints that transformers' ``rotate_checkpoints`` would remove once ``place`` is there.
+        """Return the checkpoints that transformers' ``rotate_checkpoints`` would remove once ``place`` exists.
 
-        The best one stays. As long as its save may fail, the best one before it stays, too.
+        The best checkpoint stays. As long as its save may fail, the previous best checkpoint stays, too.
         """
         if save_total_limit is None or save_total_limit <= 0:
             return None
@@ -207,12 +212,12 @@ class _TrainerSaves:
         kept = {os.path.abspath(path) for path in (place, *filter(None, best))}
         found = [*sort_checkpoints(run_dir, use_mtime=use_mtime), *(each.save.path for each in under_way)]
         others = [path for path in dict.fromkeys(map(os.path.abspath, found)) if path not in kept]
-        # A checkpoint that was set aside has the number of another, and goes first.
+        # A checkpoint that was set aside has the number of another, and is removed first.
         others.sort(key=lambda path: ".abandoned-" not in os.path.basename(path))
         return Rotation(tuple(others), max(0, save_total_limit - len(kept)))
 
     def _push(self, state: Any, folder: str) -> None:
-        """Push a checkpoint to the Hub, as of its own step."""
+        """Push a checkpoint to the Hub, with the state of its own step."""
         with replaced(self._trainer, "state", state):
             self._trainer._push_from_checkpoint(folder)
 
@@ -220,7 +225,7 @@ class _TrainerSaves:
     def _redirected(
         self, capture: Capture, run_dir: str, rotations: list[dict[str, Any]], pushes: list[str]
     ) -> Iterator[None]:
-        """The trainer, saving to the scratch folder, and noting what it would do when it has saved."""
+        """Have the trainer save to the scratch folder, and record its rotations and pushes."""
         trainer, root = self._trainer, capture.folder.parent
         stock_rotate = transformers.trainer.rotate_checkpoints
 
@@ -231,7 +236,7 @@ class _TrainerSaves:
                 stock_rotate(output_dir, save_total_limit, **options)
 
         best = f"{_PREFIX}{trainer.state.best_global_step}"
-        if os.path.isdir(os.path.join(run_dir, best)):  # the trainer looks whether it is there
+        if os.path.isdir(os.path.join(run_dir, best)):  # the trainer checks that the folder exists
             (root / best).mkdir(exist_ok=True)
         with (
             replaced(trainer, "_get_output_dir", lambda *_, **__: str(root)),
@@ -248,8 +253,10 @@ class _TrainerSaves:
 
 
 def _is_urgent(place: str) -> bool:
-    """Whether transformers' ``enable_jit_checkpoint`` saves, as the process is about to be killed: it says when it
-    returns that the checkpoint is complete. What it has put there is removed: the folder has that name when it is.
+    """Return whether transformers' ``enable_jit_checkpoint`` saves, because the process is about to be killed.
+
+    The save has to be complete when it returns. The sentinel file at the place is removed, because the folder gets its
+    name only when it is complete.
     """
     sentinel = os.path.join(place, _SENTINEL)
     if not os.path.exists(sentinel):
@@ -260,7 +267,7 @@ def _is_urgent(place: str) -> bool:
 
 
 def _why_stock(trainer: Any) -> str | None:
-    """Why this trainer has to save itself; None: it need not."""
+    """Return why the trainer has to save itself; None: asyncckpt can."""
     if trainer.is_deepspeed_enabled:
         return "DeepSpeed writes files of its own"
     if trainer.args.save_on_each_node and trainer.args.world_size > 1:

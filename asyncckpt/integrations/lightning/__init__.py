@@ -1,19 +1,19 @@
-"""Lightning's checkpoints, asynchronously: one line to switch.
+"""Save Lightning's checkpoints asynchronously: one line to switch.
 
     trainer = Trainer(plugins=[AsyncckptIO()])      # also of Fabric
 
-Lightning takes a checkpoint for saved when ``save_checkpoint`` has returned: it removes the one before and links to the
-new one at once. Here both wait until the new one is durable. ``ModelCheckpoint`` looks for files and links to them
-without asking the plugin: to import this package makes it ask (see ``model_checkpoint.py``).
+Lightning treats a checkpoint as saved when ``save_checkpoint`` has returned. It removes the previous checkpoint and
+links to the new one at once. Here both wait until the new checkpoint is durable. ``ModelCheckpoint`` looks for files
+and links to them without asking the plugin. Importing this package makes it ask (see ``checkpoint_io.py``).
 """
 
-from asyncckpt.integrations.lightning import model_checkpoint
 from asyncckpt.integrations.lightning.checkpoint_io import AsyncckptIO as AsyncckptIO
-from asyncckpt.integrations.lightning.fabric import AsyncckptFabricFSDPStrategy as AsyncckptFabricFSDPStrategy
-from asyncckpt.integrations.lightning.fabric import (
+from asyncckpt.integrations.lightning.checkpoint_io import ask_the_plugin
+from asyncckpt.integrations.lightning.strategies import AsyncckptFabricFSDPStrategy as AsyncckptFabricFSDPStrategy
+from asyncckpt.integrations.lightning.strategies import (
     AsyncckptFabricModelParallelStrategy as AsyncckptFabricModelParallelStrategy,
 )
 from asyncckpt.integrations.lightning.strategies import AsyncckptFSDPStrategy as AsyncckptFSDPStrategy
 from asyncckpt.integrations.lightning.strategies import AsyncckptModelParallelStrategy as AsyncckptModelParallelStrategy
 
-model_checkpoint.install()
+ask_the_plugin()

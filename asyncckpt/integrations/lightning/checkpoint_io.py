@@ -1,58 +1,311 @@
-"""The plugin that saves Lightning's checkpoints of one file."""
+"""Save Lightning's checkpoints by a plugin, with the removals and links that wait until a checkpoint is durable.
+
+The plugin saves checkpoints of one file, and the sets of files of ``strategies.py``. ``ask_the_plugin`` makes
+``ModelCheckpoint`` ask the plugin for files and links.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import functools
 import logging
 import os
+import re
 import sys
-from typing import Any
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeGuard
 
+import torch.distributed as dist
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError
-from asyncckpt.extension import Engine, FileSet, Save, engines, replace_or_set_aside
-from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, local_place
-from asyncckpt.integrations.lightning.pending import Pending
+from asyncckpt.errors import CheckpointError, SaveTimeoutError
+from asyncckpt.extension import Engine, FileSet, Save, engines, replace_or_set_aside, storage_for
 
 logger = logging.getLogger(__name__)
+
+AnyPath = str | Path
+"""A path, in Lightning's types."""
+
+_UNDER_WAY = "asyncckpt-lightning/under-way"
+
+
+def local_place(path: AnyPath) -> str | None:
+    """Return the one place of a local file, for all spellings; None for a remote file. A link is a place itself."""
+    system, place = url_to_fs(str(path))
+    return place_of(place) if isinstance(system, LocalFileSystem) else None
+
+
+def place_of(path: AnyPath) -> str:
+    """Return the place of a local path, as ``local_place`` does."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def is_needed_at_once(path: AnyPath) -> bool:
+    """Return whether Lightning needs this checkpoint when the call returns, so that it has to be saved synchronously.
+
+    Slurm's signal handler saves such a checkpoint before it requeues the job. Launched processes save another at their
+    end, for the process that has launched them. Both may interrupt another save.
+    """
+    return re.fullmatch(r"hpc_ckpt_\d+\.ckpt|\.temp\.ckpt", os.path.basename(path)) is not None
+
+
+def remove(place: str) -> None:
+    """Remove a file or a folder. A folder loses its name first, so that a half-removed folder is no checkpoint."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.islink(place) or not os.path.isdir(place):
+            os.unlink(place)
+        elif not storage_for(place).remove_checkpoint(place):
+            logger.warning("%s is not removed: somebody reads it", place)
+
+
+def link(place: str, target: str) -> None:
+    """Make a symbolic link to ``target`` that replaces ``place`` in one step, unless ``place`` is a folder."""
+    if os.path.isdir(place) and not os.path.islink(place):
+        remove(place)
+    folder, name = os.path.split(place)
+    new = Path(folder, f".{name}.link")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target)
+    new.replace(place)
+
+
+def is_linked_to(place: str) -> bool:
+    """Return whether a symbolic link in the same folder leads to ``place``."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(os.path.dirname(place)) as entries:
+        return any(each.is_symlink() and os.path.realpath(each.path) == place for each in entries)
+    return False
+
+
+class Pending:
+    """The saves of one process, and the removals and links that wait for them.
+
+    A removal, or a link, waits for the newest save begun before it, and is not done if that save fails. Removals and
+    links are done in the order of the calls, with one exception: a removal of a link's target waits until the link
+    leads elsewhere. All other calls are for the saving thread only. A place is a path from ``local_place``.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        """Begin with nothing under way.
+
+        Args:
+            timeout: Seconds to wait for another rank, or for a file system.
+        """
+        self.newest: Save | None = None
+        """The newest save."""
+        self._timeout = timeout
+        # Keys are places.
+        self._saves: dict[str, Save] = {}
+        self._removals: dict[str, Future[None]] = {}
+        self._links: dict[str, Future[None]] = {}
+        self._linked: set[str] = set()  # places to remove when no link leads there any more
+        self._going: set[str] = set()  # places being removed
+        self._lock = threading.Lock()  # guards the two sets
+        self._failures: list[BaseException] = []
+
+    def add(self, place: str, save: Save) -> None:
+        """Add a ``save`` to ``place``, which has begun."""
+        self._saves = {place: save for place, save in self._saves.items() if not save.done()}
+        self._saves[place] = self.newest = save
+        _tell_others(save.future)
+
+    def make_way(self, place: str) -> None:
+        """Prepare for a save to ``place``: cancel its removal, and wait for a link to be made there.
+
+        Raises ``SaveTimeoutError``.
+        """
+        self._cancel_removal(place)
+        if _waits(link := self._links.get(place)):
+            self._await(link)
+
+    def remove(self, place: str) -> None:
+        """Remove ``place``, also if a save to it is under way. Raises ``SaveTimeoutError``."""
+        self._cancel_removal(place)
+        own = self._saves.get(place)
+        self._removals[place] = self._when_durable(partial(self._remove, place, own), f"removing {place}")
+
+    def link(self, place: str, target: str) -> None:
+        """Make a symbolic link at ``place``. Until then the present file at ``place`` stays.
+
+        Raises ``SaveTimeoutError``.
+        """
+        self._cancel_removal(place)
+        self._links[place] = self._when_durable(partial(self._link, place, target), f"linking {place} to {target}")
+
+    def will_exist(self, place: str) -> bool | None:
+        """Return whether ``place`` exists after all pending work has succeeded; None: no pending work changes it."""
+        if _waits(self._removals.get(place)) or place in self._linked:
+            return False
+        save = self._saves.get(place)
+        return True if (save is not None and not save.done()) or _waits(self._links.get(place)) else None
+
+    def wait_for(self, place: str) -> None:
+        """Wait until no work is pending for ``place``, and, in a job of ranks, no work at all.
+
+        Raises the error of the save to ``place``, or as ``wait_for_others``.
+        """
+        for each in (self._removals.get(place), self._links.get(place)):
+            if _waits(each):
+                self._await(each)
+        for target in {place: None, os.path.realpath(place): None}:
+            if (save := self._saves.pop(target, None)) is not None:
+                save.result()
+        self.wait_for_others()
+
+    def wait_for_others(self) -> None:
+        """Wait until no work is pending on any rank, because most ranks save nothing and know of no pending work.
+
+        Raises:
+            SaveTimeoutError: A rank has not finished in time.
+        """
+        if (store := _store()) is None:
+            return
+        deadline = time.monotonic() + self._timeout
+        while store.add(_UNDER_WAY, 0) > 0:
+            if time.monotonic() > deadline:
+                raise SaveTimeoutError(f"another rank has not finished its saves after {self._timeout:g} s")
+            time.sleep(0.02)
+
+    def wait(self) -> None:
+        """Wait until all saves, removals and links are done. Raises ``SaveTimeoutError``."""
+        concurrent.futures.wait([save.future for save in self._saves.values()])
+        for each in (*self._removals.values(), *self._links.values()):
+            self._await(each)
+
+    def end(self) -> None:
+        """Give up removals of linked places. Raise the first error of a removal or a link, and forget all errors."""
+        with self._lock:
+            linked, self._linked = self._linked, set()
+        for place in sorted(linked):
+            logger.warning("%s is not removed, because a link leads there", place)
+        failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0]
+
+    def _when_durable(self, action: Callable[[], None], what: str) -> Future[None]:
+        for kind in (self._removals, self._links):
+            for place in [place for place, each in kind.items() if each.done()]:
+                del kind[place]
+        is_idle = not self._removals and not self._links
+        newest = self.newest or Save.finished("")
+        done = newest.when_durable(action, what)
+        done.add_done_callback(self._note_failure)
+        _tell_others(done)
+        if newest.done() and is_idle:
+            self._await(done)
+        return done
+
+    def _remove(self, place: str, own: Save | None) -> None:
+        if own is not None:
+            concurrent.futures.wait([own.future])  # a save of another engine may end later
+        with self._lock:
+            self._linked.add(place)
+        self._remove_linked()
+
+    def _remove_linked(self) -> None:
+        with self._lock:
+            free = {place for place in self._linked if not is_linked_to(place)}
+            self._linked, self._going = self._linked - free, self._going | free
+        failures: list[Exception] = []
+        for place in free:
+            try:
+                remove(place)
+            except Exception as error:
+                failures.append(error)
+        with self._lock:
+            self._going -= free
+        if failures:
+            raise failures[0]
+
+    def _link(self, place: str, target: str) -> None:
+        link(place, target)
+        self._remove_linked()
+
+    def _cancel_removal(self, place: str) -> None:
+        removal = self._removals.pop(place, None)
+        if _waits(removal) and not removal.cancel():
+            self._await(removal)
+        with self._lock:
+            self._linked.discard(place)
+            is_going = place in self._going
+        if is_going:
+            for each in filter(_waits, (*self._removals.values(), *self._links.values())):
+                self._await(each)
+
+    def _await(self, done: Future[None]) -> None:
+        if self.newest is not None:
+            concurrent.futures.wait([self.newest.future])
+        if not concurrent.futures.wait([done], self._timeout).done:
+            raise SaveTimeoutError(f"what is to be removed, or linked to, is not after {self._timeout:g} s")
+
+    def _note_failure(self, done: Future[None]) -> None:
+        if not done.cancelled() and (failure := done.exception()) is not None:
+            self._failures.append(failure)
+
+
+def _waits(done: Future[None] | None) -> TypeGuard[Future[None]]:
+    return done is not None and not done.done()
+
+
+def _tell_others(outcome: Future[Any]) -> None:
+    """Count a pending action, for all ranks to see, until there is an ``outcome``."""
+    if (store := _store()) is not None:
+        store.add(_UNDER_WAY, 1)
+        outcome.add_done_callback(lambda _: store.add(_UNDER_WAY, -1))
+
+
+def _store() -> Store | None:
+    """Return the store in which the ranks count pending work; None if there are no other ranks."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    return _get_default_store()
 
 
 class AsyncckptIO(TorchCheckpointIO):
     """Saves as Lightning's own ``TorchCheckpointIO`` does, but in the background, and only to local files.
 
-    What goes elsewhere (``s3://``) Lightning itself saves, and the training waits; so is what is needed at once (see
-    ``files.is_needed_at_once``). Each process saves for itself.
+    Lightning itself saves, and the training waits, if the place is remote (``s3://``) or the checkpoint is needed at
+    once (see ``is_needed_at_once``). Each process saves for itself.
     """
 
     def __init__(self, config: Config | None = None) -> None:
         """Start nothing yet.
 
         Args:
-            config: For the engine, if this is the first save of this process alone; None: as the environment says.
+            config: Config of the engine, if this is the first save of this process alone; None: from the environment.
         """
         self._config = config
         self._timeout = Config.given(config).timeout
         self.pending = Pending(self._timeout)
-        """What is under way."""
+        """The saves under way."""
         self._engines: list[Engine] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._config,)  # a process that is spawned has saved nothing yet
+        return type(self), (self._config,)  # a spawned process has saved nothing yet
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
-        """Return when the tensors are copied.
+        """Save a checkpoint, and return when the tensors are copied.
 
         Args:
-            checkpoint: What ``torch.save`` takes.
-            path: The file. The folder it is in is made. A link there is replaced when the file is durable, and not
-                what it leads to.
+            checkpoint: Anything that ``torch.save`` takes.
+            path: The file. Its folder is made. A link at that place is replaced when the file is durable; the link's
+                target stays.
             storage_options: Not supported, as by ``TorchCheckpointIO``.
 
         Raises:
             TypeError: There are ``storage_options``.
-            CheckpointError: As ``Engine.save_file`` raises; an earlier save has failed, and nobody was told.
+            CheckpointError: As ``Engine.save_file`` raises; or an earlier save has failed, unreported so far.
         """
         place = local_place(path)
         if place is None or storage_options is not None or is_needed_at_once(place):
@@ -69,12 +322,12 @@ class AsyncckptIO(TorchCheckpointIO):
         """Save a checkpoint of several files, together with the other ranks, and return when the tensors are copied.
 
         Args:
-            place: Of the folder, see ``files.place_of``; the same on all ranks. A checkpoint of ours that is there, or
-                a link, is replaced, all else is set aside, when the new one is durable.
+            place: Place of the folder, from ``place_of``; the same on all ranks. When the new checkpoint is durable, it
+                replaces a link or a checkpoint of ours. Anything else there is set aside.
             files: This rank's part.
 
         Raises:
-            CheckpointError: As ``Engine.save`` raises; an earlier save has failed, and nobody was told.
+            CheckpointError: As ``Engine.save`` raises; or an earlier save has failed, unreported so far.
         """
         self.pending.make_way(place)
         engine = engines.get(config=self._config)
@@ -84,14 +337,14 @@ class AsyncckptIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: AnyPath, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load as ``TorchCheckpointIO`` does, after what is under way for ``path``.
+        """Wait for the work pending for ``path``, then load as ``TorchCheckpointIO`` does.
 
         Args:
-            path, map_location, weights_only: As there.
+            path, map_location, weights_only: As for ``TorchCheckpointIO``.
 
         Raises:
-            CheckpointError: The last save to there has just failed.
-            FileNotFoundError: There is none.
+            CheckpointError: The last save to ``path`` has just failed.
+            FileNotFoundError: There is no checkpoint.
         """
         if (place := local_place(path)) is not None:
             self.pending.wait_for(place)
@@ -99,24 +352,26 @@ class AsyncckptIO(TorchCheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: AnyPath) -> None:
-        """Remove a checkpoint when the newest save that was begun is durable. If that fails, it stays.
+        """Remove a checkpoint when the newest begun save is durable. If that save fails, the checkpoint stays.
 
         Args:
-            path: Of a file or a folder.
+            path: Path of a file or a folder.
         """
         place = local_place(path)
         if place is None:
-            self.pending.wait()  # what is to take its place may be here
+            self.pending.wait()  # its replacement may be local
             super().remove_checkpoint(path)
         elif self.pending.will_exist(place) or os.path.lexists(place):
             self.pending.remove(place)
 
     def teardown(self) -> None:
-        """Wait until all is durable, removed and linked, also on the other ranks, which save nothing themselves.
+        """Wait until all saves, removals and links are done, also on the other ranks, which save nothing themselves.
+
+        While another error is being handled, an error here is only logged.
 
         Raises:
-            CheckpointError: A save has failed, and nobody was told. In the handling of another error it is in the log.
-            OSError: Something could not be removed or linked; likewise.
+            CheckpointError: A save has failed, unreported so far.
+            OSError: A removal or a link has failed.
         """
         is_failing = sys.exc_info()[1] is not None
         try:
@@ -124,7 +379,7 @@ class AsyncckptIO(TorchCheckpointIO):
             for engine in self._engines:
                 engine.wait()
             self.pending.end()
-            if not is_failing:  # the others may have gone
+            if not is_failing:  # other ranks may be dead
                 self.pending.wait_for_others()
         except (CheckpointError, OSError) as error:
             if not is_failing:
@@ -135,10 +390,41 @@ class AsyncckptIO(TorchCheckpointIO):
         self.pending.add(place, save)
         if engine not in self._engines:
             self._engines.append(engine)
-        # Also with Config.overlap: nobody else would wait before the next step of the optimizer.
+        # Wait even with Config.overlap, because nothing else waits before the next optimizer step.
         save.wait_staged(self._timeout)
 
 
 @functools.cache
 def _warn_of_remote() -> None:
     logger.warning("what does not go to a local file Lightning itself saves, and the training waits")
+
+
+def ask_the_plugin() -> None:
+    """Replace two methods of ``ModelCheckpoint``. With a plugin other than ``AsyncckptIO`` they behave as before."""
+    file_exists, link_checkpoint = ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint
+
+    @functools.wraps(file_exists)
+    def ask_file_exists(self: ModelCheckpoint, filepath: AnyPath, trainer: Any) -> bool:
+        """Count a checkpoint under way as existing, so that no other gets the same name."""
+        io, place = trainer.strategy.checkpoint_io, local_place(filepath)
+        known = None
+        if isinstance(io, AsyncckptIO) and place is not None and trainer.is_global_zero:
+            known = io.pending.will_exist(place)
+        if known is None:
+            return bool(file_exists(self, filepath, trainer))
+        return bool(trainer.strategy.reduce_boolean_decision(known, all=False))  # other ranks do so in file_exists
+
+    @functools.wraps(link_checkpoint)
+    def ask_link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
+        """Keep the old link until the newer checkpoint exists."""
+        io = trainer.strategy.checkpoint_io
+        if not isinstance(io, AsyncckptIO):
+            link_checkpoint(trainer, filepath, linkpath)
+            return
+        target, place = place_of(filepath), place_of(linkpath)
+        if trainer.is_global_zero and target != place:
+            io.pending.link(place, os.path.relpath(target, os.path.dirname(place)))
+        trainer.strategy.barrier()
+
+    ModelCheckpoint.file_exists = ask_file_exists  # type: ignore[method-assign]
+    ModelCheckpoint._link_checkpoint = staticmethod(ask_link_checkpoint)  # type: ignore[method-assign]

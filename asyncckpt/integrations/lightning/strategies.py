@@ -1,4 +1,8 @@
-"""Strategies that save sharded checkpoints, each rank its part: the folder that Lightning makes, in one step."""
+"""Provide strategies, of the trainer and of Fabric, that save sharded checkpoints: each rank saves its part.
+
+The folder has the layout that Lightning makes, and appears in one step. Fabric's strategies get models and optimizers,
+the trainer's strategies get their states.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +10,48 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.strategies.fsdp import FSDPStrategy as FabricFSDPStrategy
+from lightning.fabric.strategies.fsdp import _get_sharded_state_dict_context, _has_fsdp_modules
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.fabric.strategies.model_parallel import _has_dtensor_modules
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from asyncckpt.config import Config
 from asyncckpt.extension import FileSet
-from asyncckpt.integrations.lightning.checkpoint_io import AsyncckptIO
-from asyncckpt.integrations.lightning.files import AnyPath, is_needed_at_once, place_of
+from asyncckpt.integrations.lightning.checkpoint_io import AnyPath, AsyncckptIO, is_needed_at_once, place_of
 
-# As Lightning calls it: all that is neither a model nor an optimizer (lightning/fabric/strategies/fsdp.py).
+# Lightning's name for the file without models and optimizers (lightning/fabric/strategies/fsdp.py).
 _METADATA_NAME = "meta.pt"
+_ON_DEVICE = StateDictOptions(cpu_offload=False)
 
 
 class ShardedSaves:
-    """What is the same for both strategies. It comes before Lightning's own among the base classes."""
+    """The common part of all strategies. It comes before Lightning's own strategy among the base classes."""
 
-    # Of Lightning's strategies.
+    # Members of Lightning's strategies.
     broadcast: Callable[[Any], Any]
     is_global_zero: bool
     _checkpoint_io: CheckpointIO | None
 
     def __init__(self, *arguments: Any, config: Config | None = None, **options: Any) -> None:
-        """As Lightning's own.
+        """Make Lightning's own strategy.
 
         Args:
-            arguments, options: As of that strategy. A ``checkpoint_io``, or the trainer's plugin, is an
-                ``AsyncckptIO``, or there is none.
-            config: For the engines, if these are the first saves; None: as the environment says.
+            arguments, options: As for that strategy. A ``checkpoint_io``, or the trainer's plugin, has to be an
+                ``AsyncckptIO`` or absent.
+            config: Config of the engines, if these are the first saves; None: from the environment.
         """
         super().__init__(*arguments, **options)
         self._config = config
 
     @property
     def checkpoint_io(self) -> AsyncckptIO:
-        """What saves to one file, and knows what is under way."""
+        """The plugin that saves to one file, and knows the saves under way."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AsyncckptIO(self._config)
         if not isinstance(self._checkpoint_io, AsyncckptIO):
@@ -53,17 +64,20 @@ class ShardedSaves:
         self._checkpoint_io = io
 
     def load_checkpoint(self, path: AnyPath, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """As Lightning's own, after what is under way for that path. Raises as ``AsyncckptIO.load_checkpoint``."""
+        """Wait for the work pending for ``path``, then load as Lightning does.
+
+        Raises as ``AsyncckptIO.load_checkpoint``.
+        """
         self.checkpoint_io.pending.wait_for(place_of(path))
         return super().load_checkpoint(path, *arguments, **options)  # type: ignore[misc, no-any-return]
 
     def teardown(self) -> None:
-        """As Lightning's own, and that of the ``AsyncckptIO``, which theirs leaves out."""
+        """Tear down Lightning's own strategy, and then the ``AsyncckptIO``, which Lightning leaves out."""
         super().teardown()  # type: ignore[misc]
         self.checkpoint_io.teardown()
 
     def save_parts(self, sharded: dict[str, Any], others: dict[str, Any], path: AnyPath) -> None:
-        """Save what all ranks have a part of, and what the first has."""
+        """Save this rank's part of the ``sharded`` values, and, on the first rank, the ``others``."""
         files = FileSet()
         files.add_dcp_folder("", sharded)
         if self.is_global_zero:
@@ -73,14 +87,14 @@ class ShardedSaves:
 
 class _TrainersShardedSaves(ShardedSaves):
     def _save_sharded(self, checkpoint: dict[str, Any], model: str, path: AnyPath) -> None:
-        """Save ``checkpoint``, in which the model is called ``model`` then."""
+        """Save ``checkpoint``, with the model under the name ``model``."""
         sharded = {model: checkpoint.pop("state_dict")}
         sharded |= {f"optimizer_{number}": each for number, each in enumerate(checkpoint.pop("optimizer_states", []))}
         self.save_parts(sharded, checkpoint, path)
 
 
-class AsyncckptFSDPStrategy(_TrainersShardedSaves, FSDPStrategy):  # type: ignore[misc]  # what it replaces has other types
-    """``FSDPStrategy``, whose checkpoints are saved in the background, sharded or in one file."""
+class AsyncckptFSDPStrategy(_TrainersShardedSaves, FSDPStrategy):  # type: ignore[misc]  # the replaced members have other types
+    """``FSDPStrategy`` that saves its checkpoints in the background, sharded or in one file."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
         """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
@@ -90,23 +104,21 @@ class AsyncckptFSDPStrategy(_TrainersShardedSaves, FSDPStrategy):  # type: ignor
             self._save_sharded(checkpoint, "model", filepath)
 
 
-class AsyncckptModelParallelStrategy(_TrainersShardedSaves, ModelParallelStrategy):  # type: ignore[misc]  # what it replaces has other types
-    """``ModelParallelStrategy``, whose checkpoints are saved in the background, sharded or in one file."""
+class AsyncckptModelParallelStrategy(_TrainersShardedSaves, ModelParallelStrategy):  # type: ignore[misc]  # the replaced members have other types
+    """``ModelParallelStrategy`` that saves its checkpoints in the background, sharded or in one file."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As Lightning's own, but where they are saved sharded, of the tensors where they are, not of copies."""
+        """Return the model's state as Lightning does, but without copies to the CPU for a sharded checkpoint."""
         if not self._save_distributed_checkpoint:
             return super().lightning_module_state_dict()
-        return get_model_state_dict(cast(Module, self.model), options=StateDictOptions(cpu_offload=False))
+        return get_model_state_dict(cast(Module, self.model), options=_ON_DEVICE)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As Lightning's own, but where they are saved sharded, of the tensors where they are, not of copies."""
+        """Return the optimizer's state as Lightning does, but without copies to the CPU for a sharded checkpoint."""
         if not self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return get_optimizer_state_dict(
-            cast(Module, self.model), optimizer, options=StateDictOptions(cpu_offload=False)
-        )
+        return get_optimizer_state_dict(cast(Module, self.model), optimizer, options=_ON_DEVICE)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
         """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
@@ -114,3 +126,51 @@ class AsyncckptModelParallelStrategy(_TrainersShardedSaves, ModelParallelStrateg
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             self._save_sharded(checkpoint, "state_dict", filepath)
+
+
+class AsyncckptFabricFSDPStrategy(ShardedSaves, FabricFSDPStrategy):  # type: ignore[misc]  # the replaced members have other types
+    """Fabric's ``FSDPStrategy`` that saves sharded checkpoints in the background."""
+
+    def save_checkpoint(
+        self, path: AnyPath, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
+        models = [each for each in state.values() if _has_fsdp_modules(each)]
+        if self._state_dict_type != "sharded" or storage_options is not None or filter is not None or len(models) != 1:
+            super().save_checkpoint(path, state, storage_options, filter)  # Lightning reports its refusals
+            return
+        sharded_states: Any = _get_sharded_state_dict_context(models[0])
+        with sharded_states:
+            optimizers = _of_kind(Optimizer, state)
+            sharded = {name: each.state_dict() for name, each in _of_kind(Module, state).items()}
+            sharded |= {n: FullyShardedDataParallel.optim_state_dict(models[0], each) for n, each in optimizers.items()}
+        self.save_parts(sharded, _others(state, sharded), path)
+
+
+class AsyncckptFabricModelParallelStrategy(ShardedSaves, FabricModelParallelStrategy):  # type: ignore[misc]  # the replaced members have other types
+    """Fabric's ``ModelParallelStrategy`` that saves sharded checkpoints in the background."""
+
+    def save_checkpoint(
+        self, path: AnyPath, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
+        models = [each for each in state.values() if _has_dtensor_modules(each)]
+        if not self._save_distributed_checkpoint or storage_options is not None or filter or len(models) != 1:
+            super().save_checkpoint(path, state, storage_options, filter)  # Lightning reports its refusals
+            return
+        sharded: dict[str, Any] = {
+            name: get_model_state_dict(each, options=_ON_DEVICE) for name, each in _of_kind(Module, state).items()
+        }
+        for name, each in _of_kind(Optimizer, state).items():
+            sharded[name] = get_optimizer_state_dict(models[0], each, options=_ON_DEVICE)
+        self.save_parts(sharded, _others(state, sharded), path)
+
+
+def _of_kind(kind: type[Any], state: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in state.items() if isinstance(each, kind)}
+
+
+def _others(state: dict[str, Any], sharded: dict[str, Any]) -> dict[str, Any]:
+    """Return all values but models and optimizers. A value with a state is replaced by that state, as in Lightning."""
+    others = {name: each for name, each in state.items() if name not in sharded}
+    return {name: each.state_dict() if isinstance(each, _Stateful) else each for name, each in others.items()}

@@ -6,6 +6,6 @@
 or, before anything of Megatron-LM is imported, ``asyncckpt.integrations.megatron.install()``.
 """
 
-from asyncckpt.integrations.megatron.save import MegatronSave as MegatronSave
+from asyncckpt.integrations.megatron.wiring import MegatronSave as MegatronSave
 from asyncckpt.integrations.megatron.wiring import MegatronWiringError as MegatronWiringError
 from asyncckpt.integrations.megatron.wiring import install as install

@@ -13,7 +13,7 @@ def main(arguments: list[str]) -> None:
     """Run the script ``arguments[0]`` with the rest of them, asyncckpt installed."""
     if not arguments:
         sys.exit("usage: python -m asyncckpt.integrations.megatron SCRIPT [ARGUMENTS]")
-    # As Python does for a script that is run by itself.
+    # As Python does for a script.
     sys.argv = arguments
     sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
     install()

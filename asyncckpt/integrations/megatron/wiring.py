@@ -1,30 +1,89 @@
-"""Puts our names where Megatron-LM looks for them.
+"""Install our names in Megatron-LM, offer its newer flags to older trees, and provide the handle of a save.
 
-Two kinds of trees are known. Newer ones take nine names from nvidia-resiliency-ext, in ``get_async_strategy``, each
-time they are needed: those names are replaced in its modules, or, where it is not installed, in empty modules that
-stand in for it. megatron-core 0.16 has code of its own for the same: there the names are replaced where they are used.
+Megatron-LM makes its parser anew in each call of its ``parse_args``, which any of its modules may have taken by name.
+So the flags are added in ``argparse``, when arguments are parsed, and only to a parser that has ``--async-save``, as
+Megatron-LM's has. Flags that such a parser already has stay unchanged.
+
+Two kinds of trees are known. Newer ones take nine names from nvidia-resiliency-ext, in ``get_async_strategy``, at each
+use. These names are replaced in its modules, or, if it is not installed, in empty modules that stand in for it.
+megatron-core 0.16 has code of its own for the same purpose. There the names are replaced in the modules that use them.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations import nvrx
-from asyncckpt.integrations.megatron.arguments import given_priorities, offer_flags
 from asyncckpt.integrations.nvrx.family import MODULES, PACKAGE
+from asyncckpt.integrations.nvrx.filesystem import write_exception
+
+_OF_MEGATRON = "--async-save"
+
+
+class _Priority(argparse.Action):
+    """Keeps the value also for the queue, because such a tree does not pass it to the queue."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+        _priorities[self.dest.removeprefix("async_ckpt_")] = values
+
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "--async-ckpt-use-cpu-shm": {
+        "action": "store_true",
+        "help": "stage asynchronous checkpoints in CPU shared memory, as asyncckpt always does",
+    },
+    "--async-ckpt-cpu-priority": {
+        "action": _Priority,
+        "type": int,
+        "default": 10,
+        "help": "niceness of the process that writes checkpoints, 0 to 19",
+    },
+    "--async-ckpt-io-priority": {
+        "action": _Priority,
+        "type": int,
+        "choices": range(4),
+        "help": "class of ionice of the process that writes checkpoints: 1 and 2 best-effort, 3 idle, 0 none",
+    },
+}
+_priorities: dict[str, int] = {}
+_parse_known_args = argparse.ArgumentParser.parse_known_args  # parse_args calls this, too
+
+
+def offer_flags() -> None:
+    """Add the missing flags to Megatron-LM's parsers from now on. Safe to call twice."""
+    argparse.ArgumentParser.parse_known_args = _parse_with_flags  # type: ignore[assignment,method-assign]
+
+
+def given_priorities() -> dict[str, Any]:
+    """Return arguments of ``AsyncCallsQueue``: the priorities on the command line, if the tree has no such flags."""
+    return dict(_priorities)
+
+
+def _parse_with_flags(parser: argparse.ArgumentParser, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    known = parser._option_string_actions
+    if _OF_MEGATRON in known and (lacking := [flag for flag in _FLAGS if flag not in known]):
+        group = parser.add_argument_group("asyncckpt")
+        for flag in lacking:
+            group.add_argument(flag, **_FLAGS[flag])
+    return _parse_known_args(parser, args, namespace)
+
 
 _NVRX = PACKAGE.partition(".")[0]
-# What newer trees import, with the module in nvrx's package; and the version from which on nvrx is new enough for them.
+# The names that newer trees import, with the module in nvrx's package; and the oldest nvrx version that they accept.
 _MODULES = MODULES | {
     "CheckpointMetadataCache": "state_dict_saver",
     "get_write_results_queue": "filesystem_async",
@@ -37,14 +96,14 @@ _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 
 class MegatronWiringError(CheckpointError):
-    """This Megatron-LM, or this nvidia-resiliency-ext, has a name elsewhere than any that is known."""
+    """Raised if this Megatron-LM, or this nvidia-resiliency-ext, has a name in an unknown place."""
 
 
 def install() -> None:
     """Have Megatron-LM use asyncckpt from now on. Safe to call twice.
 
-    Best called before Megatron-LM is imported. Raises ``MegatronWiringError``, saying which name has moved; then nvrx
-    is as it was.
+    Best called before Megatron-LM is imported. Raises ``MegatronWiringError``, which says which name has moved. In that
+    case nvrx is restored.
     """
     offer_flags()
     with contextlib.ExitStack() as undo:
@@ -64,7 +123,7 @@ def install() -> None:
 
 
 def _install_in_nvrx(undo: contextlib.ExitStack) -> ModuleType:
-    """Put the names into nvrx's modules, or into ones that stand in for them. Returns the package."""
+    """Put the names into nvrx's modules, or into modules that stand in for them. Returns the package."""
     if find_spec(_NVRX) is None:
         modules = {f"{PACKAGE}.{module}" for module in _MODULES.values()}
         for name in (_NVRX, f"{_NVRX}.checkpointing", PACKAGE, *modules):
@@ -91,7 +150,7 @@ def _replace(module: ModuleType, name: str, value: Any, undo: contextlib.ExitSta
 
 
 def _stand_in(name: str) -> None:
-    """Have ``name`` be a module that is nowhere on disk, and says that it is new enough."""
+    """Make ``name`` a module that is not on disk and reports a version that is new enough."""
     module = ModuleType(
         name, "Stands in for nvidia-resiliency-ext, which is not installed: see asyncckpt.integrations.megatron."
     )
@@ -104,7 +163,7 @@ def _stand_in(name: str) -> None:
 
 @contextlib.contextmanager
 def _new_enough(package: ModuleType, undo: contextlib.ExitStack) -> Iterator[None]:
-    """While newer trees are imported they check nvrx's version, although nothing is asked of it any more."""
+    """Report a good version of nvrx while newer trees are imported, because they check it."""
     version = getattr(package, "__version__", None)
     package.__version__ = _GOOD_VERSION  # type: ignore[attr-defined]
     try:
@@ -132,7 +191,7 @@ def _check_newer(torch_strategy: ModuleType) -> None:
 
 
 def _take_synchronous_saves(torch_strategy: ModuleType) -> None:
-    """Have saves that are not asynchronous, for which newer trees take their own writer, go the same way and wait."""
+    """Have synchronous saves, for which newer trees take their own writer, use our names and wait."""
     strategy = getattr(torch_strategy, "TorchDistSaveShardedStrategy", None)
     if strategy is None or "async_strategy" not in inspect.signature(strategy.async_save).parameters:
         raise MegatronWiringError(
@@ -143,7 +202,7 @@ def _take_synchronous_saves(torch_strategy: ModuleType) -> None:
 
 
 def _save_and_wait(self: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-    """As ``TorchDistSaveShardedStrategy.save`` of newer trees, with nvrx's names, which are ours."""
+    """Save as ``TorchDistSaveShardedStrategy.save`` of newer trees, with nvrx's names, which are ours."""
     self.async_save(sharded_state_dict, checkpoint_dir, async_strategy="nvrx").execute_sync()
 
 
@@ -153,7 +212,7 @@ _CORE_NAMES = ("FileSystemWriterAsync", "save_state_dict_async_plan", "save_stat
 
 
 def _install_in_core(torch_strategy: ModuleType) -> None:
-    """Replace what its own strategy for ``torch_dist`` uses, and the queue for its requests."""
+    """Replace the names that its own strategy for ``torch_dist`` uses, and the queue for its requests."""
     missing = [name for name in _CORE_NAMES if not hasattr(torch_strategy, name)]
     requests = importlib.import_module(f"{_STRATEGIES}.async_utils")
     if missing or not hasattr(requests, "AsyncCallsQueue"):
@@ -177,8 +236,8 @@ def _install_in_core(torch_strategy: ModuleType) -> None:
 def _replace_queues(own_queue: type[Any]) -> None:
     """Replace megatron-core's class of queues, and each queue that a module made when it was imported.
 
-    ``megatron.training`` makes one. Raises ``MegatronWiringError`` if a queue cannot be replaced, as its saves would go
-    on through megatron-core's own processes.
+    ``megatron.training`` makes one. Raises ``MegatronWiringError`` if a queue cannot be replaced, because its saves
+    would go on through megatron-core's own processes.
     """
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     named = [(module, name, value) for module in modules for name, value in list(vars(module).items())]
@@ -200,7 +259,7 @@ def _replace_queues(own_queue: type[Any]) -> None:
 
 
 class _QueueForCore(nvrx.AsyncCallsQueue):
-    """As megatron-core 0.16 makes it: it knows of no priorities."""
+    """A queue with the arguments of megatron-core 0.16, which knows no priorities."""
 
     def __init__(self, persistent: bool = False) -> None:
         super().__init__(persistent, **given_priorities())
@@ -215,9 +274,47 @@ def _plan_for_core(
     cached_ckpt_structure: Any = None,
     loaded_all_plans: Any = None,
 ) -> tuple[Any, None, None, bool, bool]:
-    """As in megatron-core 0.16: also returns what the caller keeps for the next save, which needs nothing of that."""
+    """Plan as megatron-core 0.16 does, which also returns values for the caller's next save. Our engine needs none."""
     asks = cached_ckpt_structure is not None
     planned = nvrx.save_state_dict_async_plan(
         state_dict, storage_writer, process_group, coordinator_rank, planner, enable_cache=asks
     )
     return planned, None, None, False, False
+
+
+class MegatronSave:
+    """The handle of a save for which Megatron-LM has made a request. All ranks make the same calls."""
+
+    def __init__(self, queue: nvrx.AsyncCallsQueue, request: nvrx.AsyncRequest) -> None:
+        queue.schedule_async_request(request)
+        self._queue = queue
+        self._call = queue.async_calls[-1]
+
+    def done(self) -> bool:
+        """Return whether the save has ended on all ranks, and finalize it if so. All ranks get the same answer."""
+        self._finalize(blocking=False)
+        return self._call not in self._queue.async_calls
+
+    def result(self) -> None:
+        """Wait until the checkpoint is durable and finalized.
+
+        Raises DCP's ``CheckpointException``, or the error of one of its finalize functions.
+        """
+        self._finalize(blocking=True)
+        if failures := self._call.failures():
+            raise write_exception(failures)
+        if self._call.finalize_error is not None:
+            raise self._call.finalize_error
+
+    def _finalize(self, *, blocking: bool) -> None:
+        """Finalize the calls in their order. An error of a save is left for its own handle to raise."""
+        while calls := list(self._queue.async_calls):
+            try:
+                self._queue.maybe_finalize_async_calls(blocking=blocking)
+            except CheckpointException:
+                pass
+            except Exception as error:
+                if all(call.finalize_error is not error for call in calls):
+                    raise
+                continue  # later calls are not finalized yet
+            return

@@ -1,11 +1,10 @@
-"""What Megatron-LM and others take from nvidia-resiliency-ext (nvrx), on our engine; nvrx need not be installed.
+"""Provide the names that Megatron-LM and others take from nvidia-resiliency-ext (nvrx), on our engine, without nvrx.
 
-The names and their signatures are those of nvrx 0.7.0's ``checkpointing.async_ckpt``. Code that uses them goes on as it
-is: plan, schedule, finalize. The tensors are staged by ``save_state_dict_async_plan``; from then on a worker writes and
-commits them, even if the trainer dies. ``family`` chooses between these names and those of the installed nvrx.
+The names and their signatures are the same as in nvrx 0.7.0's ``checkpointing.async_ckpt``. Code that uses them needs
+no change: plan, schedule, finalize. ``save_state_dict_async_plan`` stages the tensors. From then on a worker writes and
+commits them, even if the trainer dies. ``family`` chooses between these names and the names of the installed nvrx.
 """
 
-from asyncckpt.integrations.nvrx.abort import AbortAsyncckpt as AbortAsyncckpt
 from asyncckpt.integrations.nvrx.family import Family as Family
 from asyncckpt.integrations.nvrx.family import family as family
 from asyncckpt.integrations.nvrx.filesystem import CachedMetadataFileSystemReader as CachedMetadataFileSystemReader
@@ -14,6 +13,7 @@ from asyncckpt.integrations.nvrx.filesystem import FileSystemWriterAsync as File
 from asyncckpt.integrations.nvrx.filesystem import get_write_results_queue as get_write_results_queue
 from asyncckpt.integrations.nvrx.filesystem import save_state_dict_async_finalize as save_state_dict_async_finalize
 from asyncckpt.integrations.nvrx.filesystem import save_state_dict_async_plan as save_state_dict_async_plan
+from asyncckpt.integrations.nvrx.queue import AbortAsyncckpt as AbortAsyncckpt
 from asyncckpt.integrations.nvrx.queue import AsyncCallsQueue as AsyncCallsQueue
 from asyncckpt.integrations.nvrx.queue import AsyncRequest as AsyncRequest
 from asyncckpt.integrations.nvrx.queue import TorchAsyncCheckpoint as TorchAsyncCheckpoint

@@ -1,6 +1,7 @@
-"""Which implementation serves: the installed nvrx, where it can stage in CPU shared memory, or ours.
+"""Choose the implementation: the installed nvrx, if it can stage in CPU shared memory, or ours.
 
-Decided by signatures, never by versions: releases, branches and vendors' builds differ in more than a number.
+The choice is made by signatures, never by versions, because releases, branches and vendors' builds differ in more than
+a number.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _WRITER_PARAMETER = "use_cpu_shm_for_gpu_tensors"
 
 @dataclass(frozen=True)
 class Family:
-    """Classes and functions that belong together; its methods switch the staging on."""
+    """Classes and functions that belong together. The methods switch the staging on."""
 
     native: bool
     """Whether they are the installed nvrx's own."""
@@ -48,16 +49,16 @@ class Family:
     save_state_dict_async_finalize: Callable[..., None]
 
     def queue(self, **options: Any) -> Any:
-        """An ``AsyncCallsQueue``."""
+        """Return an ``AsyncCallsQueue``."""
         return self.AsyncCallsQueue(**options, **self._switch(_QUEUE_PARAMETER))
 
     def warm_up(self, rank: int, **options: Any) -> None:
-        """Start this rank's worker before it is needed, where the queue can do that."""
+        """Start this rank's worker in advance, if the queue can do that."""
         if hasattr(self.AsyncCallsQueue, "warmup_persistent_caller"):
             self.AsyncCallsQueue.warmup_persistent_caller(rank, **options, **self._switch(_QUEUE_PARAMETER))
 
     def writer(self, path: Any, **options: Any) -> Any:
-        """A ``FileSystemWriterAsync`` for ``path``."""
+        """Return a ``FileSystemWriterAsync`` for ``path``."""
         return self.FileSystemWriterAsync(path, **options, **self._switch(_WRITER_PARAMETER))
 
     def _switch(self, parameter: str) -> dict[str, Any]:
@@ -65,11 +66,15 @@ class Family:
 
 
 def family(use_cpu_shm: bool | None = True) -> Family:
-    """The implementation that serves ``--async-ckpt-use-cpu-shm``, as ``use_cpu_shm`` says.
+    """Return the implementation that serves ``--async-ckpt-use-cpu-shm``.
 
-    True: the installed nvrx's own with the staging switched on, where it has it; else ours, with one warning. None: the
-    same without a warning, for code in which nobody has asked for it. False: the installed nvrx as it is; raises
-    ``ImportError`` where there is none.
+    Args:
+        use_cpu_shm: True: the installed nvrx's own with the staging switched on, if it has the staging; else ours, with
+            one warning. None: the same without a warning, for code without that flag. False: the installed nvrx
+            unchanged.
+
+    Raises:
+        ImportError: ``use_cpu_shm`` is False, and nvrx is not installed.
     """
     installed = _installed()
     if use_cpu_shm is False:
@@ -88,7 +93,7 @@ def family(use_cpu_shm: bool | None = True) -> Family:
 
 
 def _installed() -> dict[str, Any] | None:
-    """nvrx's own, by name; None where it is not installed."""
+    """Return nvrx's own, by name; None if nvrx is not installed."""
     try:
         return {name: getattr(importlib.import_module(f"{PACKAGE}.{module}"), name) for name, module in MODULES.items()}
     except (ImportError, AttributeError) as error:
@@ -97,7 +102,7 @@ def _installed() -> dict[str, Any] | None:
 
 
 def _can_stage(installed: dict[str, Any]) -> bool:
-    """Whether it has the staging, in all the places where it has to be switched on."""
+    """Return whether nvrx can stage in shared memory, with a switch in each of the places."""
     calls = installed["AsyncCallsQueue"]
     places = [(calls.__init__, _QUEUE_PARAMETER), (installed["FileSystemWriterAsync"].__init__, _WRITER_PARAMETER)]
     if hasattr(calls, "warmup_persistent_caller"):

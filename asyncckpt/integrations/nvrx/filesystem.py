@@ -1,4 +1,4 @@
-"""Writing a checkpoint's folder as nvrx has it, around one call of our engines; and DCP's reader with a cache."""
+"""Save a checkpoint's folder by nvrx's calls, around one call of our engines; and read by DCP's reader with a cache."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PlannedSave = tuple["FileSystemWriterAsync", Metadata | None, _DistWrapper]
 
 
 engines = Engines()
-"""Behind all calls of nvrx's names."""
+"""The engines behind all calls of nvrx's names."""
 _config: Config | None = None
 _priorities: dict[str, Any] = {}
 _listeners: list[Callable[[Event], object]] = []
 
 
 def configure(config: Config | None) -> None:
-    """Make engines with ``config`` from now on; None: with what the environment says."""
+    """Make engines with ``config`` from now on; None: from the environment."""
     global _config
     _config = config
     _priorities.clear()
@@ -42,10 +42,10 @@ def configure(config: Config | None) -> None:
 
 
 def prioritize(cpu_priority: int | None, io_priority: int | None) -> None:
-    """Set the priorities, in nvrx's terms, of the workers that are started from now on; None leaves one as it is.
+    """Set the priorities, in nvrx's terms, of the workers that are started from now on; None changes nothing.
 
-    ``cpu_priority`` is a niceness, 0 to 19. ``io_priority`` is a class of ionice: 0 leaves it as it is; 3 is idle; 2 is
-    best-effort, of which ours is the lowest level, and so is 1, because real time would delay the trainer's own I/O.
+    ``cpu_priority`` is a niceness, 0 to 19. ``io_priority`` is a class of ionice: 0 changes nothing, 3 is idle, and 2
+    is best-effort at our lowest level. 1 is the same as 2, because real time would delay the trainer's own I/O.
     """
     if cpu_priority is not None:
         _priorities["nice"] = cpu_priority
@@ -56,10 +56,10 @@ def prioritize(cpu_priority: int | None, io_priority: int | None) -> None:
 
 
 def record_spans(otel_bootstrap: Mapping[str, Any] | None) -> None:
-    """Have spans recorded by the names of nvrx's worker, where OpenTelemetry is installed, and Megatron-LM says so.
+    """Record spans with the names of nvrx's worker, if OpenTelemetry is installed and Megatron-LM asks for spans.
 
-    They are recorded in this process, by the tracer that it has, as the worker's phases are known here.
-    ``otel_bootstrap`` is what nvrx would set a worker up by; here it counts that it is given, and not what it says.
+    They are recorded in this process, by its tracer, because the worker's phases are known here. nvrx would set up a
+    worker by ``otel_bootstrap``. Only its presence counts here, not its contents.
     """
     if otel_bootstrap is not None and importlib.util.find_spec("opentelemetry") is not None:
         _listeners[:] = [_spans()]
@@ -67,24 +67,24 @@ def record_spans(otel_bootstrap: Mapping[str, Any] | None) -> None:
 
 @functools.cache
 def _spans() -> Callable[[Event], object]:
-    from asyncckpt.telemetry.otel import NVRX_SPANS, OpenTelemetry  # which is there only where it is wanted
+    from asyncckpt.telemetry.otel import NVRX_SPANS, OpenTelemetry  # an optional dependency
 
     return OpenTelemetry(spans=NVRX_SPANS)
 
 
 def engine(process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> Engine:
-    """The engine for the ranks of ``process_group`` (None: of the whole job); ``alone``: of this process."""
+    """Return the engine for the ranks of ``process_group`` (None: the whole job); ``alone``: for this process."""
     config = _config or Config.from_env()
     config = replace(config, on_event=(*config.listeners, *_listeners), **_priorities)
     return engines.get(process_group, alone=alone, config=config)
 
 
 class StagedWrite:
-    """The function of a request whose work is under way already. Calling it waits for the end."""
+    """The function of a request that is already under way. A call waits for its end."""
 
     def __init__(self, save: Save, process_group: dist.ProcessGroup | None) -> None:
         self.save = save
-        save.mark_reported()  # a failure is for whoever finalizes, not for the next save
+        save.mark_reported()  # finalizing raises a failure, not the next save
         self.process_group = process_group
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,13 +92,13 @@ class StagedWrite:
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    """Where a checkpoint is to be written: the argument of ``save_state_dict_async_plan``.
+    """The destination of a checkpoint: the argument of ``save_state_dict_async_plan``.
 
-    When all ranks have written their files, hidden in a folder next to ``path``, these are moved into ``path`` beside
-    what is there, ``.metadata`` after all others.
+    All ranks write their files into a hidden folder next to ``path``. When all are written, the files are moved into
+    ``path``, beside its present files. ``.metadata`` is moved last.
     """
 
-    # For code that clears nvrx's caches. Here the engine keeps what there is to keep.
+    # For code that clears nvrx's caches. They stay empty here, because the engine has its own.
     _cached_identifiers: ClassVar[set[str]] = set()
     _cached_tensor_data_ptrs: ClassVar[dict[str, Any]] = {}
     _shm_tensor_cache: ClassVar[dict[str, Any]] = {}
@@ -115,14 +115,16 @@ class FileSystemWriterAsync(FileSystemWriter):
         open_file: Callable[..., Any] = open,
         **kwargs: Any,
     ) -> None:
-        """Each rank writes one file, or two, with ``Config.io_threads`` threads, whatever ``thread_count`` says.
+        """Keep the destination.
+
+        Each rank writes one or two files with ``Config.io_threads`` threads; ``thread_count`` is unused.
 
         Args:
-            path, args, kwargs: As of DCP's ``FileSystemWriter``.
-            separation_hint: Values whose names begin with it go to a second file of each rank, whose name begins with
-                it, too.
-            use_msc: Whether paths mean what multi-storage-client says. Refused with ``ValueError`` where it says
-                that ``path`` is in no mounted file system.
+            path, args, kwargs: As for DCP's ``FileSystemWriter``.
+            separation_hint: A prefix of names. Values with this prefix go to a second file of each rank, and the file's
+                name has the prefix, too.
+            use_msc: Whether paths are for multi-storage-client. Refused with ``ValueError`` if it maps ``path`` to a
+                place outside mounted file systems.
             open_file: Refused, unless it is ``open``.
             is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Change nothing: all tensors are
                 staged in CPU shared memory, which is kept for the next save.
@@ -145,31 +147,31 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.staged: StagedWrite | None = None
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, None, list[Any]]:
-        """What an ``AsyncRequest`` is made of: its function, its ``preload_fn``, and its arguments."""
+        """Return the parts of an ``AsyncRequest``: its function, its ``preload_fn``, and its arguments."""
         return self.staged, None, []
 
     def retrieve_write_results(self) -> list[Any]:
-        """Wait until the checkpoint is committed. Raises ``CheckpointError``. There are no results to gather."""
+        """Wait until the checkpoint is committed. Raises ``CheckpointError``. No results have to be gathered."""
         if self.staged is not None:
             self.staged()
         return []
 
 
 def _is_in_a_file_system(path: str | os.PathLike[str]) -> bool:
-    """Whether multi-storage-client takes ``path`` for one in a file system. Its configuration may map any elsewhere."""
+    """Return whether multi-storage-client takes ``path`` for a path in a file system. Its configuration decides."""
     name = os.fspath(path)
     if name.startswith("msc:/"):  # with one slash, if it has been through pathlib
         return False
     try:
         import multistorageclient
-    except ModuleNotFoundError:  # there is nobody to map it
+    except ModuleNotFoundError:  # nothing maps the path
         return True
     client, _ = multistorageclient.resolve_storage_client(os.path.abspath(name))
     return bool(client.is_default_profile())
 
 
 class CheckpointMetadataCache:
-    """Holds nothing that is needed: the engine keeps its plans by itself."""
+    """Holds nothing that the engine needs, because the engine keeps its own plans."""
 
     def __init__(self) -> None:
         self.cached_global_metadata: Metadata | None = None
@@ -193,12 +195,12 @@ def save_state_dict_async_plan(
 
     Args:
         state_dict: The caller may change its tensors when this returns.
-        storage_writer: Where to write.
-        process_group, planner: As of ``dcp.async_save``.
+        storage_writer: The destination.
+        process_group, planner: As for ``dcp.async_save``.
         coordinator_rank: Changes nothing: the first rank of the group coordinates.
-        enable_cache: Whether a planner that is not DCP's has ``.metadata`` hold the ranks' own plans: by them stock
-            code knows, in a resumed job, that it can be used again. The plan itself is always kept, as long as all
-            ranks still have that structure.
+        enable_cache: Whether a planner that is not DCP's puts the ranks' own plans into ``.metadata``. By these plans
+            stock code knows, in a resumed job, that it can use the metadata again. The engine always keeps its plan, as
+            long as all ranks have the same structure.
         metadata_cache, reuse_metadata_obj: Change nothing.
 
     Returns:
@@ -215,7 +217,7 @@ def save_state_dict_async_plan(
     except CheckpointError as error:
         save = Save.finished(path, error)
     else:
-        save.synchronize_staging(by.config.timeout)  # with ``Config.overlap``, of which nvrx's callers know nothing
+        save.synchronize_staging(by.config.timeout)  # nvrx's callers do not know ``Config.overlap``
     storage_writer.staged = StagedWrite(save, process_group)
     return storage_writer, None, _DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
 
@@ -240,19 +242,19 @@ def save_state_dict_async_finalize(
     reuse_metadata_obj: Metadata | None = None,
     create_metadata_path: str | None = None,
 ) -> Metadata | None:
-    """Wait until the checkpoint is committed by all ranks' workers, ``.metadata`` and all.
+    """Wait until all ranks' workers have committed the checkpoint, including ``.metadata``.
 
     Args:
-        storage_writer, global_metadata, dist_wrapper: What ``save_state_dict_async_plan`` has returned.
-        reuse_metadata_obj: Changes nothing: no save gathers what is in it, and ``.metadata`` is the save's own.
-        create_metadata_path: A file for the metadata, beside the checkpoint's own; the first rank makes it.
+        storage_writer, global_metadata, dist_wrapper: The results of ``save_state_dict_async_plan``.
+        reuse_metadata_obj: Changes nothing: no save gathers metadata, and each save writes its own ``.metadata``.
+        create_metadata_path: A file for a copy of the metadata. The first rank makes it.
 
     Returns:
         DCP's metadata, if there is a ``create_metadata_path``.
 
     Raises:
-        CheckpointException: It failed on any rank; DCP's, on all ranks.
-        ValueError: Metadata is to be used again, and to be made.
+        CheckpointException: DCP's, on all ranks, if the save failed on any rank.
+        ValueError: There are both ``reuse_metadata_obj`` and ``create_metadata_path``.
     """
     if reuse_metadata_obj is not None and create_metadata_path is not None:
         raise ValueError("metadata is used again, or made for that, but not both: leave out one of the two")
@@ -280,16 +282,16 @@ def _copy_file(path: str, to: str) -> None:
 
 
 def write_exception(errors: Mapping[int, BaseException]) -> CheckpointException:
-    """What DCP and nvrx raise when writing has failed on the ranks ``errors``."""
+    """Return the exception of DCP and nvrx for writes that have failed on the ranks ``errors``."""
     return CheckpointException("write", {rank: (error, None) for rank, error in errors.items()})  # type: ignore[misc]
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> None:
-    """There is none, whatever ``mp_mode``, and so no process that serves it: workers report to each other."""
+    """Return None, for any ``mp_mode``: workers report to each other, so no queue is needed."""
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):
-    """DCP's reader. All readers of a folder share what is in ``.metadata``, as long as that file is the same."""
+    """DCP's reader with a cache. All readers of a folder share the metadata while ``.metadata`` is the same file."""
 
     _cache: ClassVar[dict[str, tuple[tuple[int, int, int], Metadata]]] = {}
 
@@ -309,7 +311,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     @classmethod
     def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
-        """Forget the metadata of the checkpoint ``path``; None: of all."""
+        """Forget the metadata of the checkpoint ``path``; None: of all checkpoints."""
         if path is None:
             cls._cache.clear()
         else:

@@ -1,10 +1,11 @@
-"""The helper process, which runs functions of the user's own, one after the other; both ends of its protocol.
+"""Run functions of the user's own in a helper process, one after the other; both sides of the protocol.
 
 For each call the trainer sends a pickle of function and arguments, and the descriptor of a memory file with the
-storages of their tensors. The helper answers each, in the same order, with its error or None. ``multiprocess`` pickles,
-which knows closures and what is defined in ``__main__``. Each storage is copied once, so that tensors that share one
-still do. What was on a device is on the CPU in the helper, and no handle of a device leaves the trainer. Nor does a
-process group, which functions of nvrx's local checkpoints hold, and use before and after in the trainer alone.
+storages of their tensors. The helper answers each call, in the same order, with its error or None. ``multiprocess``
+pickles, because it supports closures and definitions in ``__main__``. Each storage is copied once, so that tensors that
+share a storage still do. Tensors on a device are on the CPU in the helper, and no device handle leaves the trainer.
+Process groups stay in the trainer, too. Functions of nvrx's local checkpoints hold process groups, and use them only in
+the trainer.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from asyncckpt.extension import SocketConnection, shared_memory, start_module
 _ALIGNMENT = 64
 
 
-# The trainer's end.
+# The trainer's side.
 
 
 class Helper:
-    """The process. It ends when the trainer has closed it or died, and all it was given is done."""
+    """The helper process. It ends when the trainer has closed it or died, and all its calls are done."""
 
     def __init__(self) -> None:
-        """Start it. Raises ``WorkerDiedError``."""
+        """Start the process. Raises ``WorkerDiedError``."""
         self._process, self._connection = start_module("asyncckpt.integrations.nvrx")
         self._unanswered: deque[Future[None]] = deque()
         self.death: WorkerDiedError | None = None
         """How the process ended; None while it lives."""
         self.is_leaving = False
-        """Whether it is given nothing more, and ends when all it was given is done."""
+        """Whether the process gets no further calls, and ends when its present calls are done."""
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-helper", daemon=True)
         self._listener.start()
 
@@ -58,16 +59,16 @@ class Helper:
         """Have the helper call ``function``.
 
         Args:
-            function: Anything that ``multiprocess`` pickles, closures too. Where it, or its arguments, hold a process
-                group, the helper has an ``AbsentProcessGroup``.
-            arguments, keywords: Of it. The caller may change tensors in them when this returns.
+            function: Anything that ``multiprocess`` pickles, closures too. An ``AbsentProcessGroup`` replaces each
+                process group in the function or its arguments.
+            arguments, keywords: The function's arguments. The caller may change tensors in them when this returns.
 
         Returns:
-            A future that ends when the function does. Its error is a ``CheckpointError`` with the text of what the
-            function raised, or a ``WorkerDiedError`` where the process ended before.
+            A future that ends when the function does. Its error is a ``CheckpointError`` with the text of the
+            function's error, or a ``WorkerDiedError`` if the process ended before.
 
         Raises:
-            UnsavableStateError: Something does not pickle.
+            UnsavableStateError: A value cannot be pickled.
             OutOfMemoryError: There is too little shared memory for the tensors.
             WorkerDiedError: The process has ended.
         """
@@ -75,7 +76,7 @@ class Helper:
         pickler = _Pickler(buffer)
         try:
             pickler.dump((function, list(arguments), dict(keywords)))
-        except Exception as error:  # whatever a value's own code raises
+        except Exception as error:  # pickling runs code of the values
             raise UnsavableStateError(
                 f"the request cannot be pickled for the helper process: {type(error).__name__}: {error}"
             ) from error
@@ -88,10 +89,10 @@ class Helper:
                 self._connection.send_bytes(buffer.getbuffer())
                 self._connection.send_descriptor(segment.fileno())
             except OSError as error:
-                self._process.kill()  # it may have received half a message
+                self._process.kill()  # the helper may have received half a message
                 self._listener.join()
                 raise self.death or WorkerDiedError("the helper process has ended") from error
-            except BaseException:  # an interrupt: nobody knows how much of it has been sent
+            except BaseException:  # an interrupt: how much was sent is unknown
                 self.is_leaving = True
                 self._connection.hang_up(socket.SHUT_WR)
                 raise
@@ -102,7 +103,7 @@ class Helper:
         self._process.kill()
 
     def close(self, *, abort: bool = False) -> None:
-        """End the process when it has done all it was given, or with ``abort`` at once."""
+        """End the process when all its calls are done, or with ``abort`` at once."""
         if abort:
             self.kill()
         self._connection.hang_up(socket.SHUT_WR)
@@ -112,10 +113,10 @@ class Helper:
     def _listen(self) -> None:
         ended: list[int] = []
         with contextlib.suppress(EOFError, OSError), contextlib.ExitStack() as opened:
-            with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python, without them
+            with contextlib.suppress(OSError, AttributeError):  # a kernel or Python without pidfd_open
                 ended.append(os.pidfd_open(self._process.pid))
                 opened.callback(os.close, ended[0])
-            # Its socket alone would not tell: a fork of it, of the function's own, may hold that open.
+            # The end of the socket is not enough, because a process forked by a function may hold it open.
             while self._connection in wait([self._connection, *ended]):
                 error = pickle.loads(self._connection.recv_bytes())
                 future = self._unanswered.popleft()
@@ -131,12 +132,12 @@ class Helper:
 
 
 class _Pickler(reduction.ForkingPickler):  # type: ignore[misc]  # multiprocess has no types
-    """Writes the offset of each storage in the place of its bytes, and of a process group only what it is called."""
+    """Writes the offset of each storage in place of its bytes, and the text of a process group in its place."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, recurse=True)  # of the globals of __main__ only what a function names
+        super().__init__(file, recurse=True)  # of __main__, only the globals that a function names
         self.nbytes = 0
-        # With their offsets, by the address of the object.
+        # Keys are addresses of storage objects; the integers are offsets.
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, int, torch.dtype | None] | str | None:
@@ -161,29 +162,29 @@ class _Pickler(reduction.ForkingPickler):  # type: ignore[misc]  # multiprocess 
                 target.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
 
-# The helper's end.
+# The helper's side.
 
 
 def serve(fd: int) -> None:
-    """Run tasks that arrive at the socket ``fd``, one after the other, until the trainer has closed it or died."""
-    # Launchers signal every process of a job; this one ends when its trainer does.
+    """Run tasks from the socket ``fd``, one after the other, until the trainer has closed the socket or died."""
+    # Launchers signal every process of a job, but this process ends when its trainer does.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = SocketConnection(socket.socket(fileno=fd))
     tasks: SimpleQueue[Any] = SimpleQueue()
-    # While a task runs the next must be taken off the socket, or the trainer would wait.
+    # The next task must be received while a task runs, or the trainer would wait.
     threading.Thread(target=_receive_all, args=[connection, tasks], daemon=True).start()
     while (task := tasks.get()) is not None:
         error = _run(*task)
         del task  # it holds memory
-        with contextlib.suppress(OSError):  # the trainer is gone; the tasks that it gave are run all the same
+        with contextlib.suppress(OSError):  # the trainer is gone; its tasks still run
             connection.send_bytes(pickle.dumps(error))
 
 
 def _receive_all(connection: SocketConnection, tasks: SimpleQueue[Any]) -> None:
-    """Put into ``tasks`` pickles of functions with their arguments, each with its memory, and in the end None."""
+    """Put pickles of functions and arguments into ``tasks``, each with its memory, and None at the end."""
     try:
-        # A fork of the trainer may keep the socket open after its end.
+        # A fork of the trainer may keep the socket open after the trainer's end.
         parent = os.pidfd_open(os.getppid())
         while connection in wait([connection, parent]):
             pickle = connection.recv_bytes()
@@ -198,7 +199,7 @@ def _receive_all(connection: SocketConnection, tasks: SimpleQueue[Any]) -> None:
 
 
 class AbsentProcessGroup:
-    """Stands in the helper for a process group of the trainer. It can be held, and nothing else."""
+    """Stands in the helper for a process group of the trainer. Any use except holding it raises."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -216,7 +217,7 @@ class AbsentProcessGroup:
 
 
 class _Unpickler(reduction.pickle.Unpickler):  # type: ignore[misc]  # dill's, if multiprocess pickles with that
-    """Puts the storages in ``memory`` where the pickle has their offsets, and stand-ins where it has process groups."""
+    """Replaces offsets with the storages in ``memory``, and process groups with stand-ins."""
 
     def __init__(self, pickle: bytes, memory: memoryview) -> None:
         super().__init__(io.BytesIO(pickle))
@@ -241,15 +242,15 @@ class _Unpickler(reduction.pickle.Unpickler):  # type: ignore[misc]  # dill's, i
 
 
 def _run(pickle: bytes, memory: memoryview) -> CheckpointError | None:
-    """Returns what went wrong."""
+    """Run one task, and return its error or None."""
     pid = os.getpid()
     try:
-        function, arguments, keywords = _Unpickler(pickle, memory).load()  # raises where a module is missing here
+        function, arguments, keywords = _Unpickler(pickle, memory).load()  # raises if a module is missing here
         function(*arguments, **keywords)
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error))
         return CheckpointError(f"the request failed: {summary}\n{traceback.format_exc()}")
     finally:
-        if os.getpid() != pid:  # a fork that the function has made, and that has come back from it
+        if os.getpid() != pid:  # a process that the function has forked, and that has returned from it
             os._exit(0)
     return None

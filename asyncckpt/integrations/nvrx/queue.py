@@ -1,7 +1,8 @@
-"""nvrx's queues: requests of what to do in the background, and in the trainer after it; and calls of ``torch.save``.
+"""Queue requests as nvrx does: functions that run in the background, and finalize functions in the trainer.
 
-Two kinds of requests go through ``AsyncCallsQueue``. Those that ``FileSystemWriterAsync`` makes are under way already,
-in our worker. Any other function is run by a helper process, see ``helper.py``.
+Two kinds of requests go through ``AsyncCallsQueue``. The requests of ``FileSystemWriterAsync`` are under way already,
+in our worker. Any other function is run by a helper process, see ``helper.py``. ``TorchAsyncCheckpoint`` queues calls
+of ``torch.save``. ``AbortAsyncckpt`` is for nvrx's ``inprocess.Wrapper``, before it calls its function again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.config import Config
 from asyncckpt.errors import RankFailedError
-from asyncckpt.extension import Save, extremes, gather
+from asyncckpt.extension import Save, extremes, gather, give_up
 from asyncckpt.integrations.nvrx.filesystem import (
     StagedWrite,
     engine,
@@ -38,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncRequest(NamedTuple):
-    """Something to be done in the background: ``async_fn`` (None: nothing), with these arguments.
+    """A request to call ``async_fn`` (None: nothing) in the background, with these arguments.
 
-    ``finalize_fns`` are called in the trainer when it is done on all ranks. ``preload_fn`` is called before, in the
-    trainer, and what it returns takes the place of the second argument. ``call_idx`` is its number in its queue. Once
-    ``is_frozen``, no finalize function can be added.
+    ``finalize_fns`` are called in the trainer when the request is done on all ranks. ``preload_fn`` is called in the
+    trainer before the request, and its result replaces the second argument. ``call_idx`` is the request's number in its
+    queue. Once ``is_frozen``, no finalize function can be added.
     """
 
     async_fn: Callable[..., Any] | None
@@ -54,20 +55,20 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Have ``fn`` called after the finalize functions there are."""
+        """Have ``fn`` called after the present finalize functions."""
         if self.is_frozen:
             raise RuntimeError("this request is scheduled; its finalize functions have to be added before that")
         self.finalize_fns.append(fn)
 
     def arguments(self) -> list[Any]:
-        """The positional arguments; calls ``preload_fn``."""
+        """Return the positional arguments. This calls ``preload_fn``."""
         arguments = list(self.async_fn_args)
         if self.preload_fn is not None:
             arguments[1] = self.preload_fn()
         return arguments
 
     def execute_sync(self) -> None:
-        """Do all of it now, on all ranks."""
+        """Run and finalize the request now, on all ranks."""
         if self.async_fn is not None:
             self.async_fn(*self.arguments(), **(self.async_fn_kwargs or {}))
         if dist.is_initialized():
@@ -75,12 +76,13 @@ class AsyncRequest(NamedTuple):
         self.execute_finalize_fns()
 
     def freeze(self) -> AsyncRequest:
-        """A copy to which nothing can be added."""
+        """Return a copy to which no finalize function can be added."""
         return self._replace(is_frozen=True)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
-        """Call the finalize functions. Returns ``call_idx``, which the queue has compared between the ranks, whatever
-        ``validate_matching_call_idx`` says.
+        """Call the finalize functions. Return ``call_idx``.
+
+        ``validate_matching_call_idx`` changes nothing, because the queue has compared ``call_idx`` between the ranks.
         """
         for finalize in self.finalize_fns:
             finalize()
@@ -89,9 +91,9 @@ class AsyncRequest(NamedTuple):
 
 @dataclass(eq=False)
 class AsyncCall:
-    """A scheduled request. ``future`` ends with it on this rank, well or badly; a save ends on all ranks alike.
+    """A scheduled request. ``future`` ends with the request on this rank. A save ends in the same way on all ranks.
 
-    ``finalize_error``: what one of its finalize functions has raised.
+    ``finalize_error``: the error of a finalize function.
     """
 
     request: AsyncRequest
@@ -102,7 +104,7 @@ class AsyncCall:
     finalize_error: Exception | None = None
 
     def failures(self) -> dict[int, BaseException] | None:
-        """How it failed, by rank, as far as this rank knows; None if it has not ended here yet."""
+        """Return the failures by rank, as far as this rank knows; None if the request has not ended here yet."""
         if not self.future.done():
             return None
         error = self.future.exception()
@@ -113,7 +115,7 @@ class AsyncCall:
         return {dist.get_rank() if dist.is_initialized() else 0: error}
 
     def failures_of_all(self) -> dict[int, BaseException] | None:
-        """How it failed on each rank where it failed; None if it has not ended on all of them yet.
+        """Return the failures by rank; None if the request has not ended on all ranks yet.
 
         Raises ``RankFailedError``.
         """
@@ -135,7 +137,7 @@ class AsyncCall:
 class AsyncCallsQueue:
     """Requests under way, finalized in the order in which they were scheduled. All ranks make the same calls."""
 
-    # By their ids: all of them can be looked at in one step, while others come and go in other threads.
+    # Keys are ids, so that all queues are listed in one step while other threads add and remove queues.
     _instances: weakref.WeakValueDictionary[int, AsyncCallsQueue] = weakref.WeakValueDictionary()
 
     def __init__(
@@ -148,21 +150,21 @@ class AsyncCallsQueue:
         cpu_shm_mode: bool = False,
         otel_bootstrap: dict[str, Any] | None = None,
     ) -> None:
-        """Set the priorities of workers; they are started by the first save, or by ``warmup_persistent_caller``.
+        """Set the priorities of workers. The first save, or ``warmup_persistent_caller``, starts the workers.
 
         Args:
-            persistent, is_daemon, sigterm_timeout: Change nothing: the worker always stays for the next request, and
-                ends with the trainer, without a signal, when it has written what is staged.
-            cpu_priority, io_priority: As of ``prioritize``.
+            persistent, is_daemon, sigterm_timeout: Change nothing. The worker always stays for the next request. It
+                ends with the trainer, without a signal, when it has written all staged tensors.
+            cpu_priority, io_priority: As for ``prioritize``.
             cpu_shm_mode: Changes nothing: tensors are always staged in CPU shared memory.
-            otel_bootstrap: As of ``record_spans``.
+            otel_bootstrap: As for ``record_spans``.
         """
         prioritize(cpu_priority, io_priority)
         record_spans(otel_bootstrap)
         self.async_calls: deque[AsyncCall] = deque()
         self.call_idx = -1
         self._helper: Helper | None = None
-        # How often all was given up: so far, and when the calls were last looked at.
+        # Number of calls of give_up: so far, and when the calls were last checked.
         self._generation = self._looked_at = 0
         self._instances[id(self)] = self
 
@@ -177,7 +179,7 @@ class AsyncCallsQueue:
         cpu_shm_mode: bool = False,
         otel_bootstrap: dict[str, Any] | None = None,
     ) -> None:
-        """Start this rank's worker, which takes a tenth of a second, before the first save needs it.
+        """Start this rank's worker before the first save needs it. Starting takes a tenth of a second.
 
         Args:
             rank: Changes nothing.
@@ -189,7 +191,7 @@ class AsyncCallsQueue:
 
     @classmethod
     def get_instances(cls) -> list[AsyncCallsQueue]:
-        """All queues of this process."""
+        """Return all queues of this process."""
         return [queue for ref in cls._instances.valuerefs() if (queue := ref()) is not None]
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
@@ -211,7 +213,7 @@ class AsyncCallsQueue:
         return self.call_idx
 
     def add_save(self, save: Save) -> None:
-        """Have ``save``, which this rank makes alone, finalized in its turn."""
+        """Add ``save``, which this rank makes alone, to be finalized in order."""
         self._forget_given_up()
         save.mark_reported()
         self.call_idx += 1
@@ -219,12 +221,18 @@ class AsyncCallsQueue:
         self.async_calls.append(AsyncCall(request, save.future, generation=self._generation))
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
-        """Finalize the requests that are done on all ranks (``no_dist``: on this one), and return their numbers.
+        """Finalize the requests that are done on all ranks, and return their numbers.
 
-        ``blocking``: wait for all of them. Raises DCP's ``CheckpointException`` (which is no ``Exception``) of the
-        first that has failed, when the others are finalized; on all ranks the same, unless ``no_dist``. Finalize
-        functions of what has failed are not called. Raises ``RankFailedError`` where the ranks have scheduled different
-        requests, or one of them is gone.
+        Finalize functions of failed requests are not called.
+
+        Args:
+            blocking: Wait for all requests.
+            no_dist: Finalize requests that are done on this rank, without asking the others.
+
+        Raises:
+            CheckpointException: DCP's (which is no ``Exception``), of the first failed request, after the others are
+                finalized; unless ``no_dist`` the same on all ranks.
+            RankFailedError: The ranks have scheduled different requests, or a rank is gone.
         """
         self._forget_given_up()
         finalized = []
@@ -251,15 +259,16 @@ class AsyncCallsQueue:
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many requests are not finalized yet."""
+        """Return the number of requests that are not finalized yet."""
         self._forget_given_up()
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize all requests, end the workers and give their memory back; another request starts them anew.
+        """Finalize all requests, end the workers and free their memory. Another request starts the workers anew.
 
-        ``abort``: at once, and nothing is finalized: what is under way is lost, in other queues too, as they share the
-        worker. Another rank may still commit what all had written; what else is left is removed by a later save.
+        With ``abort`` this ends at once and finalizes nothing. Unfinished requests are lost, also of other queues,
+        because all queues share the worker. Another rank may still commit a save that all ranks had written. A later
+        save removes other remains.
         """
         try:
             if abort:
@@ -276,13 +285,16 @@ class AsyncCallsQueue:
                 engines.close()
 
     def give_up(self) -> None:
-        """Finalize nothing of what was scheduled so far, and end the helper at once. Any thread may call."""
+        """Drop all requests scheduled so far, and end the helper at once. Any thread may call."""
         self._generation += 1
         if (helper := self._helper) is not None:
             helper.kill()
 
     def _forget_given_up(self) -> None:
-        """Here, and not as it is given up: a call in another thread may be about to schedule something."""
+        """Remove the requests that ``give_up`` has dropped.
+
+        This is not done in ``give_up``, because a call in another thread may be about to schedule a request.
+        """
         if self._looked_at != self._generation:
             self._looked_at = self._generation
             self.async_calls = deque(call for call in self.async_calls if call.generation == self._generation)
@@ -292,14 +304,14 @@ class AsyncCallsQueue:
                 self._helper = None
 
     def __del__(self) -> None:
-        """What is under way goes on: no queue is needed for that."""
+        """Do nothing: requests under way go on without the queue."""
 
     def _get_async_caller(self) -> AsyncCallsQueue:
-        """For code that looks into nvrx: what has the process."""
+        """Return the object with the process, for code that uses nvrx's internals."""
         return self
 
     def _debug_is_async_process_running(self) -> bool:
-        """For code that looks into nvrx: whether there is a worker, which the queues share, or a helper."""
+        """Return whether there is a shared worker or a helper, for code that uses nvrx's internals."""
         return engines.has_worker() or (self._helper is not None and self._helper.death is None)
 
     def _submit(self, request: AsyncRequest) -> Future[None]:
@@ -327,29 +339,62 @@ class TorchAsyncCheckpoint:
         return save
 
     def finalize_async_save(self, blocking: bool = False, no_dist: bool = True, terminate: bool = False) -> None:
-        """Look for saves that have ended. Raises DCP's ``CheckpointException`` if one has failed.
+        """Finalize saves that have ended. Raises DCP's ``CheckpointException`` if a save has failed.
 
         Args:
             blocking: Wait for all saves.
             no_dist: Ask no other rank.
-            terminate: Close in the end.
+            terminate: Close at the end.
         """
         self._queue.maybe_finalize_async_calls(blocking, no_dist=no_dist)
         if terminate:
             self.close()
 
     def close(self, abort: bool = False) -> None:
-        """As ``AsyncCallsQueue.close``, with ``abort`` as there, but no other rank is asked."""
+        """Close as ``AsyncCallsQueue.close`` does, with ``abort`` as there, but without asking other ranks."""
         if not abort:
             self._queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
         self._queue.close(abort=abort)
 
     def _get_async_calls_queue(self) -> AsyncCallsQueue:
-        """For code that looks into nvrx."""
+        """Return the queue, for code that uses nvrx's internals."""
         return self._queue
 
 
 def abort_nvrx_checkpoint() -> None:
-    """Give up all that is under way in all queues, at once; the next request starts anew."""
+    """Abort the unfinished requests of all queues at once. The next request starts anew."""
     for queue in AsyncCallsQueue.get_instances():
         queue.close(abort=True)
+
+
+T = TypeVar("T")
+
+
+class AbortAsyncckpt:
+    """Abort for ``inprocess.Wrapper(abort=inprocess.Compose(AbortTorchDistributed(), AbortAsyncckpt()))``.
+
+    This process gives up its checkpointers, its calls such as ``async_save``, and its queues. Waits for saves and for
+    other ranks end with an error at once, also in the main thread. With ``Config.overlap`` a wait for a copy ends with
+    the copy. Workers stay, with their memory, for the next iteration. A save that all ranks had staged is finished. Any
+    other save is withdrawn on all ranks.
+    """
+
+    def __new__(cls, *args: object, **options: object) -> AbortAsyncckpt:
+        """Make an instance of nvrx's ``Abort`` as ``Wrapper`` requires, if nvrx's in-process restart is installed."""
+        try:
+            from nvidia_resiliency_ext.inprocess.abort import Abort
+        except ImportError:  # not installed, or without a dependency, or too old a release
+            return super().__new__(cls)
+        made: AbortAsyncckpt = object.__new__(cls if issubclass(cls, Abort) else type(cls.__name__, (cls, Abort), {}))
+        return made
+
+    def __init__(self, timeout: float = 10.0) -> None:
+        """Keep ``timeout``: seconds that a call may take. A call usually takes some milliseconds."""
+        self._timeout = timeout
+
+    def __call__(self, state: T) -> T:
+        """Give up; any thread may call, at any time. Returns nvrx's ``state``."""
+        give_up(self._timeout)
+        for queue in AsyncCallsQueue.get_instances():
+            queue.give_up()
+        return state

@@ -1,4 +1,4 @@
-"""torchtitan looks here for what ``--module asyncckpt.integrations.torchtitan --config llama3.llama3_8b`` names."""
+"""Provide the configurations that ``--module asyncckpt.integrations.torchtitan --config llama3.llama3_8b`` names."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from asyncckpt.integrations.torchtitan.manager import AsyncckptManager
 
 
 def switch(config: Any) -> Any:
-    """Have a configuration of torchtitan save through asyncckpt. Where its saves were not asynchronous they are now.
+    """Have a configuration of torchtitan save through asyncckpt. Synchronous saves become asynchronous.
 
     Args:
-        config: Of a ``Trainer``; its field ``checkpoint`` is replaced.
+        config: Configuration of a ``Trainer``; its field ``checkpoint`` is replaced.
 
     Returns:
-        The same.
+        The same configuration.
 
     Raises:
-        TypeError: It has a manager of another kind, which does something that this one would not.
+        TypeError: It has another kind of manager, with behaviour that this manager lacks.
     """
     old = config.checkpoint
     if type(old) is not CheckpointManager.Config:
@@ -35,7 +35,7 @@ def switch(config: Any) -> Any:
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """The configuration functions that ``--config`` asks for: "llama3.llama3_8b" is ``llama3_8b`` of ``llama3``."""
+    """Return the configuration function for ``--config``: "llama3.llama3_8b" is ``llama3_8b`` of ``llama3``."""
     module, _, function = name.rpartition(".")
     if not module:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; --config takes llama3.llama3_8b, say")

@@ -1,4 +1,4 @@
-"""The manager of checkpoints that a configuration of torchtitan names."""
+"""Provide the checkpoint manager that a configuration of torchtitan names, and list the checkpoints in its folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import logging
 import os
+import re
 import sys
+from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,7 @@ from torchtitan.tools import filesystem
 from asyncckpt.config import Config as EngineConfig
 from asyncckpt.errors import CheckpointError, StorageError
 from asyncckpt.extension import (
+    METADATA_NAME,
     Claim,
     Engine,
     Rotation,
@@ -32,38 +35,100 @@ from asyncckpt.extension import (
     load,
     load_held,
     replace_or_set_aside,
+    storage_for,
     synchronize_staging,
     wait_for_attempts,
 )
-from asyncckpt.integrations.torchtitan.steps import complete_steps, newest_held, older_checkpoints
 
 logger = logging.getLogger(__name__)
 
+# Numbers without padding, as in torchtitan. Unlike torchtitan, ignore hidden folders: nothing in them is complete.
+_STEP = re.compile(r"step-(0|[1-9]\d*)")
+_HF_INDEX = "model.safetensors.index.json"
+
+
+def complete_steps(folder: str) -> list[int]:
+    """Return the steps that torchtitan can load, ascending. Raises ``StorageError``."""
+    storage = storage_for(folder)
+    return [
+        step
+        for step, path in _named_steps(folder)
+        if any(storage.exists(os.path.join(path, mark)) for mark in (METADATA_NAME, _HF_INDEX))
+    ]
+
+
+def older_checkpoints(folder: str, step: int, under_way: Sequence[str]) -> tuple[str, ...]:
+    """Return the checkpoints before ``step`` in the order of their removal. Incomplete folders are removed first.
+
+    Later checkpoints, from before the training went back, stay: torchtitan resumes from the highest step.
+
+    Args:
+        folder: The folder with the checkpoints.
+        step: The step that is about to be saved.
+        under_way: Paths of saves that have not ended.
+    """
+    try:
+        complete, found = complete_steps(folder), dict(_named_steps(folder))
+    except StorageError as error:
+        logger.warning("old checkpoints could not be looked through: %s", error)
+        return ()
+    found |= {int(path.rpartition("-")[2]): path for path in under_way}
+    incomplete = found.keys() - set(complete) - {number for number, path in found.items() if path in under_way}
+    order = sorted(found, key=lambda number: (number not in incomplete, number))
+    return tuple(found[number] for number in order if number < step)
+
+
+def newest_held(folder: str, images: Sequence[Any]) -> Any:
+    """Return the newest image in memory, unless a newer checkpoint is in storage; None if there is no such image.
+
+    Args:
+        folder: The folder with the checkpoints.
+        images: The images, from ``load_held``.
+
+    Raises:
+        StorageError: The folder cannot be listed.
+    """
+    newest = max(complete_steps(folder), default=-1)
+    for each in images:
+        request, step = each.request, each.request.step or 0
+        if step < newest or request.path != os.path.join(folder, f"step-{step}"):
+            continue
+        if storage_for(request.path).is_finalized(request.path, request.attempt):
+            return each
+        if step > newest and not each.committed:  # else the checkpoint was removed or replaced
+            return each
+    return None
+
+
+def _named_steps(folder: str) -> list[tuple[int, str]]:
+    found = [(_STEP.fullmatch(name), name) for name in storage_for(folder).names_in(folder)]
+    return sorted((int(step[1]), os.path.join(folder, name)) for step, name in found if step)
+
 
 class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan has no types
-    """Saves as torchtitan's ``CheckpointManager`` does, through our engine, and loads what either has saved."""
+    """Saves as torchtitan's ``CheckpointManager`` does, through our engine, and loads checkpoints of either."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]  # likewise
-        """The fields of torchtitan's own; what else there is to choose the environment says (``Config.from_env``)."""
+        """The fields of torchtitan's own configuration. The environment has all other options (``Config.from_env``)."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async_with_pinned_mem"
         """When a save returns: when it is durable (``disabled``), when its tensors are copied (``async``), or at once
-        (``async_with_pinned_mem``): then the next optimizer step waits for the copies."""
+        (``async_with_pinned_mem``). In the last case the next optimizer step waits for the copies."""
 
     def __init__(self, config: Config, *, base_folder: str = "", **parts: Any) -> None:
         """Start nothing yet.
 
         Args:
-            config: What to do when.
-            base_folder: Of the job; the checkpoints are in ``config.folder`` there.
-            **parts: What is saved, as torchtitan's own manager takes it.
+            config: The configuration.
+            base_folder: The job's folder. The checkpoints are in its subfolder ``config.folder``.
+            **parts: The objects to save, as for torchtitan's own manager.
 
         Raises:
             StorageError: The folder is an address (``s3://``), or cannot be made.
-            ValueError: A variable of the environment makes no sense; also as torchtitan's own raises.
+            ValueError: An environment variable is invalid; also as torchtitan's own manager raises.
         """
-        quiet = copy.copy(config)  # so that there is neither a thread that purges nor a process group of its own
+        quiet = copy.copy(config)  # to start neither a purging thread nor another process group
         quiet.keep_latest_k, quiet.async_mode = 0, "disabled"
         super().__init__(quiet, base_folder=base_folder, **parts)
         if not self.enable:
@@ -81,24 +146,24 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         self._engine = Engine(own, job=job, claim=claim)
         self.save_future: futures.Future[Any] | None = None
         self._is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        self._is_model_alone = False  # what is being saved
-        self._saves: list[Save] = []  # that had not ended when the newest began, and that
+        self._is_model_alone = False  # of the current save
+        self._saves: list[Save] = []  # the newest save, and older ones not ended when it began
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
         structured_logger.add_step_tag("checkpoint_save")
         with structured_logger.log_trace_span("checkpoint_save"), torch.no_grad():
-            self._maybe_wait_for_staging()  # to ask a model for its state may change what was asked for before
-            # No training goes on from a model alone: those that one can go on from stay, as torchtitan leaves them.
+            self._maybe_wait_for_staging()  # asking a model for its state may change the state asked for before
+            # A model alone cannot resume training. The older checkpoints stay then, as with torchtitan.
             self._is_model_alone = last_step and self.last_save_model_only
             if last_step:
-                futures.wait([save.future for save in self._saves])  # or this one could be skipped (Config.when_busy)
+                futures.wait([save.future for save in self._saves])  # else Config.when_busy may skip this save
                 self._save_last_step(curr_step)  # calls dcp_save, too
                 return True
             place = self._create_checkpoint_id(curr_step)
             self.dcp_save(self._flattened_model_states_sd(), place, self.async_mode)
-        return self._saves[-1].failure is None  # it may have been skipped, or its failure be only logged
+        return self._saves[-1].failure is None  # a skipped or failed save may not raise
 
     def dcp_save(
         self,
@@ -108,21 +173,21 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save one checkpoint; the methods of torchtitan's own call this.
+        """Save one checkpoint; the methods of torchtitan's own manager call this.
 
         Args:
-            state_dict: What to save.
-            checkpoint_id: The folder. A checkpoint that is there is replaced in one step; anything else gets another
-                name.
-            async_mode: Whether to wait until it is durable; see ``Config.async_mode``.
-            enable_garbage_collection: As torchtitan's own, for ``to_hf``.
-            to_hf: As safetensors for Hugging Face: torchtitan's own code writes them, and the training waits.
+            state_dict: The state to save.
+            checkpoint_id: The folder. A checkpoint at that place is replaced in one step. Anything else there is
+                renamed.
+            async_mode: Whether to wait until the checkpoint is durable; see ``Config.async_mode``.
+            enable_garbage_collection: As for torchtitan's own method, with ``to_hf``.
+            to_hf: Save as safetensors for Hugging Face: torchtitan's own code writes them, and the training waits.
 
         Returns:
-            The future of the save; None where it has ended.
+            The future of the save; None if the save has ended.
 
         Raises:
-            CheckpointError: As ``Engine.save`` raises; an earlier save has failed, and nobody was told.
+            CheckpointError: As ``Engine.save`` raises; or an earlier save has failed, unreported so far.
         """
         if to_hf:
             self._engine.wait()
@@ -163,10 +228,10 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             return found
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Load one checkpoint, and check every byte if it is ours. Others are for torchtitan's own ``dcp_load``.
+        """Load one checkpoint, and check every byte if it is ours. torchtitan's own ``dcp_load`` loads others.
 
         Args:
-            state_dict, checkpoint_id, from_hf, from_quantized: As there.
+            state_dict, checkpoint_id, from_hf, from_quantized: As for torchtitan's own method.
 
         Raises:
             CheckpointError: As ``loading.load`` raises.
@@ -177,7 +242,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         self._fill(state_dict, checkpoint_id)
 
     def _fill(self, states: dict[str, Any], path: str, source: Any = None) -> None:
-        # Each rank asks for the state of its own data loader, and leaves those of the others.
+        # Each rank loads the state of its own data loader only, so other names stay unused.
         load(states, path, source=source, progress=self._config.progress, warns=False)
         self.states[MODEL].load_state_dict(states)
 
@@ -186,7 +251,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         return complete[-1] if complete else -1
 
     def _load_from_memory(self) -> bool:
-        """Load what the worker of a dead trainer holds, if that is the newest there is. Returns whether it was."""
+        """Load the image held by the worker of a dead trainer, if it is the newest state. Return whether it was."""
 
         def fill(path: str, source: Any) -> None:
             self._fill(self._states_to_load(model_only=source.request.step == 0), path, source)
@@ -201,9 +266,9 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         if engine is None:
             return
         try:
-            # A training that ends by an error is likely to be started again: its state stays in memory.
+            # A training that ends by an error is likely to be restarted, so its state stays in memory.
             engine.close(linger=isinstance(error, Exception))
         except CheckpointError as trouble:
             if error is None:
                 raise
-            logger.error("while the training ends by an error: %s", str(trouble))  # that one matters more
+            logger.error("while the training ends by an error: %s", str(trouble))  # the first error matters more

@@ -1,6 +1,6 @@
-"""verl: each sync of weights is published in shared memory, and rollouts map it from there.
+"""Publish each weight sync of verl in shared memory, from which rollouts map the weights.
 
-To import this package registers ``engine.SharedMemoryCheckpointEngine`` with verl, if verl is there.
+Importing this package registers ``engine.SharedMemoryCheckpointEngine`` with verl, if verl is installed.
 """
 
 from importlib.util import find_spec

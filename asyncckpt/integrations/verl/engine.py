@@ -1,26 +1,26 @@
-"""A checkpoint engine for verl: the trainer publishes each sync in shared memory, and rollouts map it from there.
+"""Provide a checkpoint engine for verl: the trainer publishes each sync in shared memory, and rollouts map it.
 
 In verl's configuration, below ``actor_rollout_ref.rollout.checkpoint_engine``:
 
     backend: asyncckpt
     custom_backend_module: asyncckpt.integrations.verl
-    engine_kwargs: {asyncckpt: {slots: 3}}        # what SharedMemoryCheckpointEngine takes; may be left out
+    engine_kwargs: {asyncckpt: {slots: 3}}        # arguments of SharedMemoryCheckpointEngine; may be left out
 
-Workers that can share memory (those of one user on one machine) are on one *host*. In each sync verl's manager calls
+Workers that can share memory (workers of one user on one machine) are on one *host*. In each sync verl's manager calls
 
-1. ``prepare`` on all workers, which tell their hosts; the first actor also where its store is;
-2. ``build_topology`` in the driver, which gives each a role: the actors of the first one's host publish, each a share
-   of the weights, so that these are copied over all their links; the other actors only iterate over the weights (making
-   them is a collective); the rollouts map them;
+1. ``prepare`` on all workers, which report their hosts. The first actor also reports the address of its store;
+2. ``build_topology`` in the driver, which gives each worker a role. The actors on the first actor's host publish, each
+   a share of the weights, so that the weights are copied over all links of these actors. The other actors only iterate
+   over the weights, because making them is a collective. The rollouts map them;
 3. ``init_process_group`` on all;
-4. ``send_weights`` and ``receive_weights`` on all at once. The first actor says which version comes. When all that
-   publish have, it posts a notice of it. The rollouts map that version on their host, which a worker of ours fetches
-   there, once, from the actors' host or another one that has it (see ``asyncckpt/transfer/mirror.py``);
+4. ``send_weights`` and ``receive_weights`` on all at once. The first actor chooses the version, and posts a notice when
+   all actors have published. The rollouts map that version on their host. One of our workers fetches it to the host
+   once, from the actors' host or from another host that has it (see ``asyncckpt/transfer/mirror.py``);
 5. ``finalize`` on all.
 
-Between syncs, ``get_weights`` maps the newest version on its host, or one named. Nobody has to take part in that.
+Between syncs, ``get_weights`` maps the newest or a named version on its host. No other worker takes part.
 
-What they tell each other then is in ``notices.py``.
+The messages of a sync are in ``notices.py``.
 """
 
 from __future__ import annotations
@@ -38,20 +38,142 @@ from typing import Any
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
+from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, RankFailedError, VersionError
 from asyncckpt.extension import Rendezvous, Store, endpoint_scope
-from asyncckpt.integrations.verl.local_publication import LocalPublication
-from asyncckpt.integrations.verl.notices import NoticeBoard, PublishingActors
-from asyncckpt.integrations.verl.topology import Member, Peer, Role, roles
-from asyncckpt.weights import Weights
-
-BACKEND = "asyncckpt"
+from asyncckpt.integrations.verl.notices import Member, Notice, NoticeBoard, Peer, PublishingActors, Role, roles
+from asyncckpt.weights import WeightPublisher, Weights, WeightSubscriber
 
 logger = logging.getLogger(__name__)
 
+_PAUSE_S = 0.01
+
+
+class LocalPublication:
+    """The publication under ``address``, as one worker has it. Call ``close`` at the end."""
+
+    def __init__(self, address: str, slots: int, timeout: float) -> None:
+        """Publish nothing yet.
+
+        Args:
+            address, slots: As for ``WeightPublisher``.
+            timeout: Seconds to wait for a slot, and for an answer.
+        """
+        self.address = address
+        self.locator: str | None = None
+        """The locator of the publication; None: it is on this host. Set this before reading."""
+        self._slots = slots
+        self._config = Config(timeout=timeout)
+        self._publisher: WeightPublisher | None = None
+        self._actors: PublishingActors | None = None
+        self._last: tuple[int, int] | None = None
+        self._subscriber: tuple[str | None, WeightSubscriber] | None = None
+        self._checkpoints: dict[str, WeightSubscriber] = {}
+
+    def publish(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        version: int | None,
+        dtype: torch.dtype | None,
+        *,
+        actors: PublishingActors,
+        host: str,
+        key: bytes,
+    ) -> Notice:
+        """Publish ``weights``, together with the other ``actors``, which make the same call.
+
+        Args:
+            weights, dtype: As for ``WeightPublisher.publish``, which raises the errors.
+            version: The version; the first actor's value counts, and the others have None. It may be lower than before.
+            actors: The publishing actors.
+            host: Name of this host for other hosts.
+            key: Key of the readers.
+        """
+        publisher = self._publisher if actors is self._actors else None
+        told = actors.all_gather((version, None if publisher is None else self._last))
+        # Begin anew if an actor is new, or missed the end of the last sync: all actors must agree on the state.
+        if publisher is None or any(last is None or last != self._last for _, last in told):
+            if self._actors is not None and self._actors.rank != actors.rank:
+                self.withdraw()
+            actors.all_gather(None)  # else an actor may begin as a rank that another actor has not left yet
+            publisher = self._begin(actors, host, key)
+        published = publisher.publish(weights, told[0][0], dtype=dtype, roll_back=True)
+        self._last = published.version, published.epoch
+        return Notice.of(published.version, published.epoch, publisher.locator or "")
+
+    def withdraw(self) -> None:
+        """Stop publishing, because other actors publish now."""
+        if self._publisher is not None:
+            self._publisher.close()
+        self._publisher = None
+
+    def newest(self) -> int | None:
+        """Return the newest version on this host."""
+        return next(reversed(self.subscriber().versions()), None)
+
+    def acquire(self, notice: Notice, pin: str | None) -> Weights:
+        """Return the weights of a sync, once they are on this host.
+
+        ``pin`` is an argument of ``WeightSubscriber.acquire``, which raises the errors.
+        """
+        deadline = time.monotonic() + self._config.timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            weights = self.subscriber().acquire(version=notice.version, pin=pin, timeout=left)
+            if weights.epoch == notice.epoch:
+                return weights
+            # In a repeated sync this host still has the weights of the first attempt at that version.
+            weights.release()
+            if not left:
+                raise RankFailedError(f"version {notice.version} has not come to this host again", step=notice.version)
+            time.sleep(_PAUSE_S)
+
+    def subscriber(self) -> WeightSubscriber:
+        """Return the subscriber to this publication; any thread may call."""
+        if self._subscriber is None or self._subscriber[0] != self.locator:
+            # The old subscriber is not closed, because another thread may still wait in it.
+            subscriber = WeightSubscriber(self.address, locator=self.locator, config=self._config)
+            self._subscriber = self.locator, subscriber
+        return self._subscriber[1]
+
+    def checkpoints(self, folder: str) -> WeightSubscriber:
+        """Return the subscriber to the models in the images of the checkpoints in ``folder``; any thread may call."""
+        if folder not in self._checkpoints:
+            job_id = Config.from_env().job_id
+            self._checkpoints[folder] = WeightSubscriber.of_checkpoints(folder, job_id=job_id, prefix="model.")
+        return self._checkpoints[folder]
+
+    def forget_versions(self) -> None:
+        """Allow ``acquire`` to return versions older than the last."""
+        self._subscriber = None
+
+    def close(self) -> None:
+        """Release everything, including the publication."""
+        subscriber = None if self._subscriber is None else self._subscriber[1]
+        for each in (subscriber, self._publisher, *self._checkpoints.values()):
+            if each is not None:
+                each.close()
+        self._subscriber = self._publisher = None
+
+    def _begin(self, actors: PublishingActors, host: str, key: bytes) -> WeightPublisher:
+        """Begin to publish with these ``actors``, in place of earlier ones."""
+        publisher = WeightPublisher(
+            self.address, slots=self._slots, when_busy="wait", process_group=actors, config=self._config
+        )
+        try:
+            publisher.serve(host, key=key)
+        except BaseException:
+            publisher.close()
+            raise
+        self._publisher, self._actors, self._last = publisher, actors, None
+        return publisher
+
+
+BACKEND = "asyncckpt"
+
 
 class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc]  # verl has no types
-    """verl's contract for an engine with a cache, ``CheckpointEngineWithCache``; the module says who calls what."""
+    """verl's contract for an engine with a cache, ``CheckpointEngineWithCache``. The module lists the calls."""
 
     wire_format = "named_tensors"
 
@@ -69,21 +191,22 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         device: str | None = None,
         bypass_cpu: bool = False,
     ) -> None:
-        """``bucket_size`` and ``is_master`` come from verl, all else from ``engine_kwargs``.
+        """Take ``bucket_size`` and ``is_master`` from verl, and all other arguments from ``engine_kwargs``.
 
         Args:
-            bucket_size: Of no use here: tensors are copied one by one.
-            is_master: This is the first actor.
-            address: What the publication is called on each host; None: a name of this Ray job. Set it if rollouts shall
-                find it across jobs, or a restarted job its memory.
-            slots: How many versions are kept: that being written, the newest, and those that somebody still reads.
-            rollout_dtype: What floating-point weights are converted to; None: they stay as they are.
-            roll_back: Let ``global_steps`` go back in a running trainer; a restarted one always may.
+            bucket_size: Ignored, because tensors are copied one by one.
+            is_master: Whether this is the first actor.
+            address: Name of the publication on each host; None: a name of this Ray job. Set it if rollouts shall find
+                the publication across jobs, or a restarted job its memory.
+            slots: Number of versions kept: the version being written, the newest, and versions that are still being
+                read.
+            rollout_dtype: dtype for floating-point weights; None: no conversion.
+            roll_back: Let ``global_steps`` go back in a running trainer; a restarted trainer always may.
             timeout: Seconds that a worker may wait for another.
-            host: The name by which the others reach this trainer; None: as Ray has it.
-            device: Where rollouts get the weights ("cuda"), copied from pinned memory, for engines that want them so.
-                None: where they are, in shared memory.
-            bypass_cpu: Refused: verl's own backend ``nccl`` is what brings weights from device to device.
+            host: Name of this trainer's host for other hosts; None: Ray's name.
+            device: Device on which rollouts get the weights ("cuda"), copied from pinned memory, if the inference
+                engine wants that. None: the weights stay in shared memory.
+            bypass_cpu: Refused. Use verl's own backend ``nccl`` to send weights from device to device.
         """
         if bypass_cpu:
             raise ValueError("bypass_cpu is no option: for weights from device to device take verl's backend 'nccl'")
@@ -100,12 +223,12 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self._key = b""
         self._actors: PublishingActors | None = None
         self._syncs = 0
-        self._notices: NoticeBoard | None = None  # while in a sync
+        self._notices: NoticeBoard | None = None  # only during a sync
         self._sent: int | None = None  # the version last sent from here
         self.version: int | None = None  # of the weights last taken here
 
     def prepare(self) -> Peer:
-        """Who this worker is. The first actor opens the store, the first time."""
+        """Return this worker's identity. The first actor opens the store, the first time."""
         if self._is_master:
             if self._notices is not None:
                 self._notices.post_failure(RankFailedError("the trainer has begun another sync"))
@@ -124,17 +247,17 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         """Give each worker its role: the argument of ``init_process_group``, for the actors and for the rollouts.
 
         Args:
-            actor_wg_world_size, rollout_world_size: How many there are.
-            metadata: What ``prepare`` has returned on all actors and then on all rollouts.
+            actor_wg_world_size, rollout_world_size: Numbers of actors and of rollouts.
+            metadata: Results of ``prepare`` on all actors, followed by the results on all rollouts.
         """
         actors, rollouts = roles(metadata[:actor_wg_world_size], metadata[actor_wg_world_size:])
         return {"role": actors}, {"role": rollouts}
 
     def init_process_group(self, role: Role) -> None:
-        """Take that role."""
+        """Take the role for this sync."""
         if self._notices is not None:
             self._notices.close()
-        # Another connection for each sync: whoever still waits over the old one waits for what will not come.
+        # Each sync has a connection of its own: a wait over the old connection would never succeed.
         self._notices = NoticeBoard(role, self._timeout)
         if self._actors is None or role.part != "publish" or self._actors.members != role.publishers:
             self._leave()
@@ -148,9 +271,15 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     ) -> dict[str, float]:
         """Send ``weights``, taken one after the other, as version ``global_steps`` (None: the next).
 
-        Returns the first actor's metrics, in seconds. A version that is not above the newest is accepted from a trainer
-        that has just started (it resumes from an older checkpoint: newer versions are withdrawn, with a warning), for a
-        sync that is repeated, and with ``roll_back``; else it raises ``VersionError``.
+        Returns the first actor's metrics, in seconds. A version that is not above the newest is accepted in three
+        cases:
+
+        - from a trainer that has just started, and so resumes from an older checkpoint: newer versions are withdrawn,
+          with a warning;
+        - for a repeated sync;
+        - with ``roll_back``.
+
+        Any other such version raises ``VersionError``.
         """
         notices = self._current()
         if (actors := self._actors) is None:
@@ -178,10 +307,10 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         }
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The weights of this sync, which must be of version ``global_steps`` (None: whichever it is).
+        """Yield the weights of this sync, which must be of version ``global_steps`` (None: any version).
 
-        The tensors are in shared memory, may be changed in place, which nobody else sees, and stay for as long as they
-        are referred to.
+        The tensors are in shared memory, and stay there while they are referenced. Changes in place are private to the
+        caller.
         """
         weights = await asyncio.to_thread(self._mapped, self._current(), global_steps)
         for pair in self._handed_over(weights):
@@ -195,12 +324,12 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         roll_back: bool = False,
         timeout: float = 60.0,
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The newest weights that are complete on this host, or those of ``version``; nobody else takes part.
+        """Yield the newest complete weights on this host, or the weights of ``version``; no other worker takes part.
 
-        Yields the weights as ``receive_weights`` does. Once the first has come, ``self.version`` is their version.
+        The weights come as from ``receive_weights``. Once the first has come, ``self.version`` is their version.
 
         Args:
-            version, min_version, roll_back, timeout: As of ``WeightSubscriber.acquire``, which says what is raised.
+            version, min_version, roll_back, timeout: As for ``WeightSubscriber.acquire``, which raises the errors.
         """
         acquire = self.local.subscriber().acquire
         which: dict[str, Any] = {"version": version, "roll_back": roll_back, "pin": self._device, "timeout": timeout}
@@ -210,13 +339,13 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             yield pair
 
     async def get_checkpoint_weights(self, folder: str, **which: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The actor's weights out of the image of a checkpoint, which the tie to verl's FSDP engine publishes.
+        """Yield the actor's weights from the image of a checkpoint that ``verl_fsdp`` publishes.
 
-        Yields them as ``get_weights`` does. Their version is the checkpoint's step.
+        The weights come as from ``get_weights``. Their version is the checkpoint's step.
 
         Args:
-            folder: Where the trainer's checkpoints are, its ``default_local_dir``.
-            which: What ``WeightSubscriber.acquire`` takes; it says what is raised, too.
+            folder: The folder of the trainer's checkpoints, its ``default_local_dir``.
+            which: Arguments of ``WeightSubscriber.acquire``, which raises the errors.
         """
         weights = await asyncio.to_thread(self.local.checkpoints(folder).acquire, **which)
         self.version = weights.version
@@ -226,7 +355,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
                 yield name, tensor.to(self._dtype) if converts else tensor
 
     def finalize(self) -> None:
-        """The sync is over. What was published stays."""
+        """End the sync. The publication stays."""
         notices, self._notices = self._notices, None
         if notices is not None:
             if self._is_master:
@@ -236,8 +365,10 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             notices.close()
 
     def close(self) -> None:
-        """Give back what this worker holds and has published. verl does not call it: the end of a process does, and
-        where it is killed, that lingers."""
+        """Release everything that this worker holds and has published.
+
+        verl does not call this. The end of the process has the same effect; the memory of a killed process lingers.
+        """
         self.local.close()
         self._leave()
         if self._notices is not None:
@@ -252,13 +383,13 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         return self._notices
 
     def _leave(self) -> None:
-        """The actors that publish together."""
+        """Leave the actors that publish together."""
         if self._actors is not None:
             self._actors.close()
             self._actors = None
 
     def _version(self, global_steps: int | None) -> int:
-        """Which version to send. Raises ``VersionError``."""
+        """Return the version to send. Raises ``VersionError``."""
         newest = self.local.newest() if self._sent is None else self._sent
         if newest is None or global_steps is None:
             return (0 if newest is None else newest + 1) if global_steps is None else global_steps
@@ -277,7 +408,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         return global_steps
 
     def _mapped(self, notices: NoticeBoard, global_steps: int | None) -> Weights:
-        """A rollout's weights of this sync."""
+        """Return a rollout's weights of this sync."""
         notice = notices.wait()
         notice.check(global_steps)
         self.local.locator = None if notices.role.is_here else notice.locator(notices.role.key)
@@ -288,33 +419,33 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         return weights
 
     def _handed_over(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights, one by one where the rollout wants them; and the end of their lease."""
+        """Yield the weights on the rollout's device, and end their lease afterwards."""
         with weights:
             for name, tensor in weights.items():
                 yield name, tensor if self._device is None else tensor.to(self._device, non_blocking=True)
 
 
 def _exhaust(weights: Iterable[Any]) -> None:
-    """Make all that are left, though nobody needs them: other actors make each together with this one."""
+    """Iterate over the remaining weights, because other actors make each weight together with this actor."""
     for _ in weights:
         pass
 
 
 def _ray() -> Any:
-    """Ray, in one of its processes, or None."""
+    """Return the module ``ray`` in a process of Ray, else None."""
     import ray
 
     return ray if ray.is_initialized() else None
 
 
 def _own_host() -> str:
-    """The name by which other hosts reach this one."""
+    """Return the name of this host for other hosts."""
     ray = _ray()
     return str(ray.util.get_node_ip_address()).strip("[]") if ray is not None else socket.gethostname()
 
 
 def _job_address() -> str:
-    """An address that the workers of this job have in common, and no other job."""
+    """Return an address that all workers of this job share, and no other job has."""
     ray = _ray()
     return f"verl-{ray.get_runtime_context().get_job_id()}" if ray is not None else "verl"
 

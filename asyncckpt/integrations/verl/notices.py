@@ -1,7 +1,7 @@
-"""What the workers tell each other in a sync: what was published, and the actors that publish, what each of them has.
+"""Provide the roles of the workers in a sync of weights, and their messages: the notice and the rounds of the actors.
 
 The messages go over a store that the first actor hosts, in rounds (see ``asyncckpt/ranks/rounds.py``), sealed with a
-key that verl passes on with the topology. Notices are JSON. The publishing actors, all of one host, send each other
+key that verl passes on with the topology. Notices are JSON. The publishing actors, all on one host, send each other
 pickles, as ranks do. The end of the store is noticed at once.
 """
 
@@ -13,25 +13,91 @@ import logging
 import os
 import pickle
 import select
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, located
-from asyncckpt.extension import Rounds
-from asyncckpt.integrations.verl.topology import Member, Role
+from asyncckpt.extension import Rendezvous, Rounds
 
 logger = logging.getLogger(__name__)
 
+Part = Literal["publish", "iterate", "map"]
+"""The part of an actor that publishes, of an actor that only helps to make the weights, or of a rollout."""
+
+
+class Member(NamedTuple):
+    """A worker: its ``name``, and its process, by the process id in the ``namespace``."""
+
+    name: str
+    namespace: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The report of a worker before a sync.
+
+    ``host`` is a text that workers share if they can share memory. The first actor adds ``rendezvous``, its store;
+    ``sync``, the number of syncs so far; and ``key``, the key of the readers.
+    """
+
+    member: Member
+    host: str
+    rendezvous: Rendezvous | None
+    sync: int
+    key: bytes
+
+
+@dataclass(frozen=True)
+class Role:
+    """A worker's part in a sync.
+
+    ``is_here``: whether the weights are published on the worker's host. ``publishers``: the publishing actors, by their
+    ranks. Each publishing actor has its own rank in ``rendezvous``.
+    """
+
+    part: Part
+    sync: int
+    rendezvous: Rendezvous
+    key: bytes
+    is_here: bool
+    publishers: tuple[Member, ...]
+
+
+def roles(actors: Sequence[Peer], rollouts: Sequence[Peer]) -> tuple[list[Role], list[Role]]:
+    """Return the roles of the actors and of the rollouts. The actors on the first actor's host publish."""
+    first = actors[0]
+    rendezvous = first.rendezvous
+    if rendezvous is None:
+        raise ValueError("the first actor has to be the master, which opens the store")
+    publishers = tuple(actor.member for actor in actors if actor.host == first.host)
+
+    def role(part: Part, peer: Peer) -> Role:
+        here = peer.host == first.host
+        rank = publishers.index(peer.member) if part == "publish" else 0
+        meeting = replace(rendezvous, rank=rank, world_size=len(publishers))
+        return Role(part, first.sync, meeting, first.key, here, publishers)
+
+    return (
+        [role("publish" if actor.host == first.host else "iterate", actor) for actor in actors],
+        [role("map", rollout) for rollout in rollouts],
+    )
+
+
 _KIND = "weights"
-# Seconds that a worker looks for the store, which is there before a sync begins.
+# Seconds that a worker looks for the store, which exists before a sync begins.
 _PATIENCE_S = 10.0
-# Seconds beyond the first actor's limit, for its conclusion to get to the others.
+# Seconds beyond the first actor's timeout, in which its conclusion gets to the others.
 _GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What was published, and where other hosts get it: the locator without its key, which does not go this way."""
+    """The notice of a publication: its version, and its ``places``, the locator without the key.
+
+    The key never goes over the store.
+    """
 
     version: int
     epoch: int
@@ -39,15 +105,15 @@ class Notice:
 
     @classmethod
     def of(cls, version: int, epoch: int, locator: str) -> Notice:
-        """Return the notice of what is published there."""
+        """Return the notice of the publication at ``locator``."""
         return cls(version, epoch, locator.partition("@")[2])
 
     def locator(self, key: bytes) -> str:
-        """Return the locator for those who have the ``key``."""
+        """Return the locator for readers that have the ``key``."""
         return f"asyncckpt://{key.hex()}@{self.places}"
 
     def check(self, version: int | None) -> None:
-        """Raises ``RankFailedError`` if it is not of that ``version`` (None: whichever)."""
+        """Raise ``RankFailedError`` if the notice is not of that ``version`` (None: accept any)."""
         if version is not None and self.version != version:
             raise RankFailedError(f"version {version} was to come, and version {self.version} was sent", step=version)
 
@@ -55,7 +121,7 @@ class Notice:
 class NoticeBoard:
     """A worker's connection to the store, for the sync in which it has ``role``.
 
-    Where the first actor is gone, what waits raises ``RankFailedError``.
+    A wait raises ``RankFailedError`` if the first actor is gone.
     """
 
     def __init__(self, role: Role, timeout: float) -> None:
@@ -66,15 +132,15 @@ class NoticeBoard:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first actor, which says what comes."""
+        """Whether this is the first actor, which chooses the version."""
         return self.role.part == "publish" and self.role.rendezvous.rank == 0
 
     def post(self, notice: Notice) -> None:
-        """The first actor: tell what was published. What is posted first stays."""
+        """Announce the publication; only the first actor calls. The first post of a sync stays."""
         self._rounds.conclude(Rounds.name(_KIND, self.role.sync), json.dumps(asdict(notice)).encode())
 
     def post_failure(self, error: BaseException) -> None:
-        """The first actor: tell all who wait why nothing will be published in this sync."""
+        """Tell all waiting workers why nothing will be published in this sync; only the first actor calls."""
         found = located(error, otherwise=RankFailedError)
         try:
             for name in (Rounds.name(_KIND, self.role.sync), Rounds.name(self._of_actors, self._gathered + 1)):
@@ -83,13 +149,13 @@ class NoticeBoard:
             logger.warning("the other workers could not be told of a failure: %s", trouble)
 
     def wait(self) -> Notice:
-        """Wait for what is published. Raises why it is not, or ``SaveTimeoutError``."""
+        """Wait for the notice. Raise the first actor's error, or ``SaveTimeoutError``."""
         return Notice(**json.loads(self._outcome(Rounds.name(_KIND, self.role.sync), self._timeout)))
 
     def gather(self, value: bytes, processes: Processes) -> list[bytes]:
-        """What each of the actors has that publish, in their order; by the same calls on all of them.
+        """Return the values of all publishing actors, in their order. All of them make the same calls.
 
-        Raises ``RankFailedError``: one of the ``processes`` has died, or does not answer.
+        Raises ``RankFailedError`` if one of the ``processes`` has died, or does not answer.
         """
         self._gathered += 1
         name, rounds = Rounds.name(self._of_actors, self._gathered), self._rounds
@@ -99,7 +165,7 @@ class NoticeBoard:
                 return list(pickle.loads(self._outcome(name, self._timeout + _GRACE_S)))
             values = rounds.collect(name, self._timeout, lost=processes.lost)
             rounds.conclude(name, pickle.dumps(values))
-            rounds.clear(self._of_actors, self._gathered, keep=1)  # all have had what came of the one before
+            rounds.clear(self._of_actors, self._gathered, keep=1)  # all actors have read the round before
             return values
         except CheckpointError as error:
             if not self.role.rendezvous.rank:
@@ -111,12 +177,12 @@ class NoticeBoard:
             raise RankFailedError(message, rank=error.rank) from error
 
     def clear(self) -> None:
-        """The first actor: the sync is over. What it left in the store is removed, now or in time."""
+        """End the sync; only the first actor calls. The remains in the store are removed, now or later."""
         self._rounds.clear(_KIND, self.role.sync)
         self._rounds.clear(self._of_actors, self._gathered + 1, keep=1)
 
     def close(self) -> None:
-        """Drop the connection; a wait over it ends."""
+        """Drop the connection. A wait over it ends."""
         self._rounds.close()
 
     @property
@@ -134,10 +200,10 @@ class NoticeBoard:
 
 
 class Processes:
-    """The processes of workers of this host, of which this one hears when they die. ``close`` it."""
+    """The watched processes of workers on this host. Call ``close`` at the end."""
 
     def __init__(self, members: tuple[Member, ...], own: Member) -> None:
-        """``members``: by their ranks. Those whose ids mean something else here are not watched."""
+        """Watch the ``members``, by their ranks. Members of another process id namespace are not watched."""
         self._fds: dict[int, int] = {}
         for rank, member in enumerate(members):
             if member != own and member.namespace == own.namespace:
@@ -145,7 +211,7 @@ class Processes:
                     self._fds[rank] = os.pidfd_open(member.pid)
 
     def lost(self, rank: int) -> CheckpointError | None:
-        """Why nothing more will come of ``rank``; None: it may."""
+        """Return the error if the process of ``rank`` has died; None if it may still answer."""
         poll = select.poll()
         if (fd := self._fds.get(rank)) is not None:
             poll.register(fd, select.POLLIN)
@@ -159,13 +225,13 @@ class Processes:
 
 
 class PublishingActors:
-    """The actors that publish together, as ``WeightPublisher`` is to have its ranks, in one sync after the other."""
+    """The actors that publish together, as the ranks of a ``WeightPublisher``, in one sync after the other."""
 
     def __init__(self, notices: NoticeBoard, own: Member) -> None:
         self.members = notices.role.publishers
         self.rank, self.ranks = notices.role.rendezvous.rank, len(self.members)
         self.notices = notices
-        """Those of the sync."""
+        """The board of the current sync."""
         self._processes = Processes(self.members, own)
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -174,5 +240,5 @@ class PublishingActors:
         return [pickle.loads(each) for each in self.notices.gather(pickle.dumps(value), self._processes)]
 
     def close(self) -> None:
-        """Watch no process any more."""
+        """Stop watching processes."""
         self._processes.close()

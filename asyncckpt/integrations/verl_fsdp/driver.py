@@ -1,26 +1,194 @@
-"""The driver of a job of verl's: its trainers save in the background, and a step is named when all of it is durable.
+"""Drive a verl job: its trainers save in the background, and the tracker names a step when all parts are durable.
 
 A trainer has the workers save the actor and the critic, writes the state of its data loader, and then names the step in
-the tracker, unless ``async_save`` says that somebody else does. So ``async_save`` is set meanwhile, and the type of the
-step tells the workers that they need not wait (``deferred.py``). The tracker is advanced by the last that completes the
-step (``tracker.py``).
+the tracker, unless ``async_save`` is set. So ``async_save`` is set during a save. The type ``DeferredStep`` tells the
+workers that they need not wait.
+
+A step has several parts: the checkpoints of actor and critic, saved by different workers, and the driver's own files.
+The driver ends with a note in the folder of the step, which names the parts. Each worker tries to advance the tracker
+when its part is durable, and the driver when its note is. An attempt succeeds only if the note and all parts exist.
+The last of them therefore advances the tracker, even if the trainers are dead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import json
+import logging
 import os
-from collections.abc import Callable, Iterator
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from asyncckpt.config import Config
+from asyncckpt.errors import StorageError
+from asyncckpt.extension import Pointer, advance, storage_for, wait_for_attempts
 from asyncckpt.integrations.capture import replaced
-from asyncckpt.integrations.verl_fsdp.deferred import DeferredStep
-from asyncckpt.integrations.verl_fsdp.tracker import StepTracker
+
+logger = logging.getLogger(__name__)
+
+
+class DeferredStep(int):
+    """A step that its caller does not report as saved: the worker that completes the step names it as the latest.
+
+    The driver of a job gives this step to the workers in place of verl's ``int``, so they need not wait until it is
+    durable. For any other step the workers have to wait, because the caller names it at once.
+    """
+
+    parts: tuple[str, ...]
+    """The folders that make up the step, such as ``actor`` and ``critic``."""
+
+    def __new__(cls, step: int, parts: Sequence[str]) -> DeferredStep:
+        new = super().__new__(cls, step)
+        new.parts = tuple(parts)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (int(self), self.parts)
+
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_STEP = re.compile(r"global_step_(\d+)")
+_NOTE = "asyncckpt_parts.json"
+
+
+def folder_of_tracker(path: str) -> str | None:
+    """Return the folder with the tracker for a checkpoint of verl's; None: it has none.
+
+    Args:
+        path: Path of the checkpoint: ``folder/global_step_10``, or ``folder/global_step_10/actor``.
+    """
+    above = os.path.dirname(path)
+    if _STEP.fullmatch(os.path.basename(path)):
+        return above
+    return os.path.dirname(above) if _STEP.fullmatch(os.path.basename(above)) else None
+
+
+def latest_step(folder: str) -> int | None:
+    """Return the step that the tracker in ``folder`` names; None if it names no step. Raises ``OSError``."""
+    try:
+        with open(os.path.join(folder, _TRACKER), encoding="utf-8") as file:
+            return int(file.read())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def pointer_to(step_folder: str, parts: Sequence[str]) -> Pointer:
+    """Return the tracker as a pointer to a step, which advances when its note and all its ``parts`` exist."""
+    folder, name = os.path.split(step_folder)
+    needs = tuple(os.path.join(step_folder, each) for each in (*parts, _NOTE))
+    return Pointer(os.path.join(folder, _TRACKER), name.removeprefix("global_step_"), needs)
+
+
+class StepTracker:
+    """The tracker of one folder, as the driver of a job advances it."""
+
+    def __init__(self, folder: str, timeout: float) -> None:
+        """Start nothing yet.
+
+        Args:
+            folder: The folder of the tracker, and of the steps.
+            timeout: Seconds to wait for the workers of a killed job.
+        """
+        self._folder, self._timeout = folder, timeout
+        self._littered: list[str] = []
+        """Folders of steps that have remains of killed workers."""
+
+    def step_folder(self, step: int) -> str:
+        """Return the folder in which verl has the checkpoints of ``step``."""
+        return os.path.join(self._folder, f"global_step_{step}")
+
+    def complete(self, step: int, parts: Sequence[str]) -> None:
+        """Advance to ``step``, now or as soon as its parts exist. The driver has written its own files already.
+
+        Args:
+            step: The step.
+            parts: Names of folders in the step's folder. They appear when they are durable.
+
+        Raises:
+            OSError: The driver's own files cannot be made durable.
+            StorageError: The tracker cannot be written.
+        """
+        folder = self.step_folder(step)
+        _sync_files(folder, parts)
+        advance(Pointer(os.path.join(folder, _NOTE), json.dumps(list(parts))))
+        _sync(self._folder)
+        if advance(pointer_to(folder, parts)):
+            logger.info("step %d is durable, and the latest", step)
+        self._clean_up()
+
+    def catch_up(self) -> None:
+        """Advance to the step that became complete last, if the job before this one was killed just then.
+
+        Wait for its workers to finish writing. Raises ``StorageError`` on a timeout.
+        """
+        noted: list[tuple[int, str]] = []
+        for name in filter(_STEP.fullmatch, storage_for(self._folder).names_in(self._folder)):
+            folder = os.path.join(self._folder, name)
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(folder, f".{_NOTE}.new"))  # from a driver that was killed while writing
+            if _is_littered(folder):
+                self._littered.append(folder)
+            if (stamp := storage_for(folder).stamp(os.path.join(folder, _NOTE))) is not None:
+                noted.append((stamp.modified, folder))
+        for at, folder in sorted(noted):
+            wait_for_attempts(folder, self._timeout)
+            parts = json.loads(storage_for(folder).read(os.path.join(folder, _NOTE)))
+            its = pointer_to(folder, parts)
+            advance(Pointer(its.path, its.text, its.needs, at))
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Remove the remains of killed workers, once they are too old to be still written.
+
+        A save removes old remains in its own folder. The folder of a step is saved to again only if the step is.
+        """
+        storage, left = storage_for(self._folder), []
+        for folder in self._littered:
+            try:
+                if _is_littered(folder):  # the folder may be gone
+                    # A save attempt, soon discarded, makes the storage remove old remains beside it.
+                    path, attempt = os.path.join(folder, "nothing"), f"{secrets.token_hex(6)}-0"
+                    storage.begin_checkpoint(path, attempt, 0, self._timeout).discard()
+                if not _is_littered(folder):
+                    continue
+            except StorageError as error:
+                logger.info("what was left in %s stays: %s", folder, error)
+            left.append(folder)
+        self._littered = left
+
+
+def _is_littered(folder: str) -> bool:
+    return any(name.startswith(".") for name in storage_for(folder).names_in(folder))
+
+
+def _sync_files(folder: str, but: Sequence[str]) -> None:
+    """Make the files in ``folder`` durable, except the folders ``but`` in it, and except hidden ones."""
+    for above, folders, names in os.walk(folder):
+        if above == folder:
+            folders[:] = [name for name in folders if name not in but and not name.startswith(".")]
+        for name in names:
+            _sync(os.path.join(above, name))
+        _sync(above)
+
+
+def _sync(path: str) -> None:
+    """Make a file durable, or the names in a folder. Raises ``OSError``."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems have nothing to sync for a folder
+            raise
+    finally:
+        os.close(fd)
+
 
 _FSDP = ("fsdp", "fsdp2")
-_TRACKER = "_asyncckpt_tracker"
+_TRACKER_ATTRIBUTE = "_asyncckpt_tracker"
 _PARTS = ("actor", "critic")  # as verl's trainers call their folders
 
 
@@ -28,7 +196,7 @@ def wrap(trainer_class: Any) -> None:
     """Have the trainers of a class save in the background. Trainers with a save of their own keep it.
 
     Args:
-        trainer_class: ``RayPPOTrainer``, or one that saves as it does.
+        trainer_class: ``RayPPOTrainer``, or a class that saves in the same way.
     """
     stock_save, stock_load = trainer_class._save_checkpoint, trainer_class._load_checkpoint
 
@@ -49,7 +217,7 @@ def _save(trainer: Any, stock: Callable[[], None]) -> None:
     if groups is None:
         stock()
         return
-    # A step that is saved again is replaced while its tracker may name it, so all wait until that is done.
+    # Saving a step again replaces it while the tracker may name it, so all wait for the save.
     is_there = os.path.lexists(tracker.step_folder(step))
     parts = _PARTS[: len(groups)]
     with contextlib.ExitStack() as replacements:
@@ -59,8 +227,8 @@ def _save(trainer: Any, stock: Callable[[], None]) -> None:
         replacements.enter_context(_not_naming_it(trainer.config.actor_rollout_ref.actor))
         stock()
     tracker.complete(step, parts)
-    if step >= trainer.total_training_steps:  # the job ends, and with it all who could name this step
-        for _ in range(2):  # waits for the saves, and raises what has failed; then removes what is too old now
+    if step >= trainer.total_training_steps:  # nothing could name this step after the job's end
+        for _ in range(2):  # first wait for the saves and raise failures, then remove old steps
             for group in groups:
                 group.save_checkpoint(None)
 
@@ -81,7 +249,7 @@ def _save_deferred(
 
 @contextlib.contextmanager
 def _not_naming_it(actor: Any) -> Iterator[None]:
-    """Have the trainer leave the tracker alone, and tell its callbacks that the step may not be durable yet."""
+    """Keep the trainer from writing the tracker. Its callbacks learn that the step may not be durable yet."""
     from omegaconf import open_dict
 
     before = actor.checkpoint.get("async_save", False)
@@ -95,7 +263,7 @@ def _not_naming_it(actor: Any) -> Iterator[None]:
 
 
 def _fsdp_groups(trainer: Any) -> list[Any] | None:
-    """Those who save; None: one of them is no FSDP engine, and may name the step itself."""
+    """Return the worker groups that save. Return None if one is no FSDP engine, because it may name the step itself."""
     config, groups = trainer.config, [trainer.actor_rollout_wg]
     strategies = [config.actor_rollout_ref.actor.strategy]
     if trainer.use_critic:
@@ -105,10 +273,10 @@ def _fsdp_groups(trainer: Any) -> list[Any] | None:
 
 
 def _tracker(trainer: Any) -> StepTracker:
-    known: StepTracker | None = vars(trainer).get(_TRACKER)
+    known: StepTracker | None = vars(trainer).get(_TRACKER_ATTRIBUTE)
     if known is None:
         config = Config.from_env()
         folder = os.path.abspath(trainer.config.trainer.default_local_dir)
         known = StepTracker(folder, config.timeout + config.commit_timeout)
-        setattr(trainer, _TRACKER, known)
+        setattr(trainer, _TRACKER_ATTRIBUTE, known)
     return known

@@ -1,49 +1,236 @@
-"""The manager of checkpoints that verl's FSDP engine makes, one on each rank."""
+"""Provide the checkpoint manager that verl's FSDP engine makes on each rank.
+
+``model`` and ``optimizer`` are in one checkpoint of DCP, each parameter by its full name, so that another number of
+ranks can load them. The schedule and the states of the random number generators are files of each rank, with verl's
+file names.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+import pickle
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fs import is_non_local
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, StorageError
+from asyncckpt.errors import CheckpointError, MismatchError, StorageError, UntrustedValueError
 from asyncckpt.extension import (
     MANIFEST_NAME,
+    METADATA_NAME,
+    CheckpointReader,
     Save,
+    StorageSource,
     absolute_path,
     engines,
     from_first,
     job_of_checkpoints,
+    load,
     on_all,
     storage_for,
 )
 from asyncckpt.integrations.capture import begin_save, capturing, replaced, told_to_all
-from asyncckpt.integrations.verl_fsdp.contents import (
-    extra_file,
-    extra_name,
-    load_state,
-    model_state,
-    optimizer_state,
-    read_extra,
-    stored_names,
-)
-from asyncckpt.integrations.verl_fsdp.deferred import DeferredStep
-from asyncckpt.integrations.verl_fsdp.tracker import folder_of_tracker, latest_step, pointer_to
+from asyncckpt.integrations.verl_fsdp.driver import DeferredStep, folder_of_tracker, latest_step, pointer_to
 
 logger = logging.getLogger(__name__)
 
+_LORA = ("lora_", ".adapter_")  # as verl recognizes them
+_STATE = "optimizer.state."
+
+
+def stored_names(path: str) -> list[str] | None:
+    """Return the names of the values in the checkpoint ``path``; None: asyncckpt has not saved it.
+
+    Raises ``DamagedCheckpointError``, ``StorageError``.
+    """
+    if not storage_for(path).exists(os.path.join(path, MANIFEST_NAME)):
+        return None
+    if METADATA_NAME not in StorageSource(path).manifest.files:
+        return []
+    return list(CheckpointReader(path).read_metadata().state_dict_metadata)
+
+
+def model_state(model: Any, *, lora_only: bool = False) -> dict[str, Any]:
+    """Return this rank's shards of the parameters and buffers, by their full names, without copies.
+
+    Args:
+        model: The model as verl has wrapped it. With FSDP1 all ranks have to call.
+        lora_only: Return only the adapters' parameters, if the model has adapters.
+
+    Raises:
+        ValueError: As verl raises, for a model with adapters that has no parameters of adapters.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as verl does: FSDP1 warns of itself
+        state = get_model_state_dict(model)
+    if lora_only and hasattr(getattr(model, "_fsdp_wrapped_module", model), "peft_config"):
+        state = {name: value for name, value in state.items() if _is_lora(name)}
+        if not state:
+            raise ValueError("save_lora_only is set, and none of the model's parameters is one of an adapter")
+    return state
+
+
+def optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state, by the names of the parameters. The state of a fresh optimizer is empty."""
+    is_fresh = not optimizer.state
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    if is_fresh and optimizer.state:  # torch makes a state by a step, which would count
+        optimizer.state.clear()
+        state["state"] = {}
+    return state
+
+
+def extra_name(rank: int, ranks: int) -> str:
+    """Return the name of a rank's own file."""
+    return f"extra_state_world_size_{ranks}_rank_{rank}.pt"
+
+
+def extra_file(lr_scheduler: Any, rng: Mapping[str, Any]) -> bytes:
+    """Return a file with the schedule and the state of the generators. Reading it runs no code.
+
+    Args:
+        lr_scheduler: torch's, or None.
+        rng: The result of verl's ``get_rng_state``.
+    """
+    kind, keys, *rest = rng["numpy"]
+    plain = {**rng, "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)}
+    file = io.BytesIO()
+    torch.save({"lr_scheduler": lr_scheduler and lr_scheduler.state_dict(), "rng": plain}, file)
+    return file.getvalue()
+
+
+def read_extra(path: str, rank: int, ranks: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return the state of the schedule, and the state of this rank's generators; None for a missing state.
+
+    If another number of ranks has saved, the schedule is the first rank's, because all ranks have the same. Each rank
+    takes the generators of the rank with its number, if there was such a rank.
+
+    Raises:
+        DamagedCheckpointError, StorageError: A file cannot be read, or has other bytes than were written.
+        UntrustedValueError: The schedule has objects that could run code.
+        MismatchError: No rank has saved any.
+    """
+    source = StorageSource(path)
+    worlds = {name.split("_")[4] for name in source.manifest.files if name.startswith("extra_state_world_size_")}
+    if not worlds:
+        raise MismatchError("no state of a schedule, or of generators, was saved: take 'extra' out of load_contents")
+    saved = ranks if str(ranks) in worlds else int(min(worlds))
+
+    def read(of: int) -> Any:
+        name = extra_name(of, saved)
+        try:
+            return torch.load(io.BytesIO(source.read(name)), weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise UntrustedValueError(f"{name} has an object that could run code: {error}", path=path) from error
+
+    own = read(rank if rank < saved else 0)
+    if rank >= saved:
+        return own["lr_scheduler"], None
+    kind, keys, *rest = own["rng"]["numpy"]
+    own["rng"]["numpy"] = (kind, keys.numpy().astype(np.uint32), *rest)
+    return own["lr_scheduler"], own["rng"]
+
+
+def load_state(
+    path: str,
+    names: Iterable[str],
+    model: Any,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    with_model: bool = True,
+    with_optimizer: bool = True,
+) -> None:
+    """Load a checkpoint that any number of ranks has saved, and check every byte that is read.
+
+    Args:
+        path: The checkpoint's folder.
+        names: Names of the stored values.
+        model, optimizer: The objects to fill; the optimizer is the model's.
+        with_model, with_optimizer: Which of the two to load.
+
+    Raises:
+        CheckpointError: As ``loading.load`` raises.
+        ValueError: The checkpoint has only parameters of adapters, and the model lacks some of them.
+    """
+    stored = set(names)
+    of_model = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+    is_lora_only = bool(of_model) and all(map(_is_lora, of_model))
+    states: dict[str, Any] = {}
+    if with_model:
+        states["model"] = model_state(model)
+        if is_lora_only:
+            if unknown := sorted(of_model - states["model"].keys()):
+                raise ValueError(f"the checkpoint has adapters that the model has not: {', '.join(unknown[:5])}")
+            states["model"] = {name: value for name, value in states["model"].items() if name in of_model}
+    if with_optimizer and optimizer is not None:
+        states["optimizer"] = _stored_of_optimizer(model, optimizer, stored)
+    if not states:
+        return
+    load(states, path, warns=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if with_model:
+            set_model_state_dict(model, states["model"], options=StateDictOptions(strict=not is_lora_only))
+        if with_optimizer and optimizer is not None:
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(model, optimizer, states["optimizer"], options=options)
+
+
+def _stored_of_optimizer(model: Any, optimizer: torch.optim.Optimizer, stored: set[str]) -> dict[str, Any]:
+    """Return the optimizer's state, reduced to the values that the checkpoint has.
+
+    A parameter that has never had a gradient has no stored state. Options of param groups come and go with releases of
+    torch. Both stay unchanged. A parameter with only a part of its state in the checkpoint keeps all its names here, so
+    that the load refuses.
+    """
+    if not optimizer.state:
+        optimizer.zero_grad(set_to_none=True)  # else torch makes no state to load into
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    if not any(name.startswith("optimizer.") for name in stored):
+        return state
+    state["state"] = {
+        name: values
+        for name, values in state["state"].items()
+        if any(isinstance(value, Mapping) or f"{_STATE}{name}.{key}" in stored for key, value in values.items())
+    }
+    for number, group in enumerate(state["param_groups"]):
+        for key in [key for key in group if f"optimizer.param_groups.{number}.{key}" not in stored]:
+            logger.info("the checkpoint has no %r of param group %d: it stays %r", key, number, group[key])
+    state["param_groups"] = [
+        {key: value for key, value in group.items() if f"optimizer.param_groups.{number}.{key}" in stored}
+        for number, group in enumerate(state["param_groups"])
+    ]
+    return state
+
+
+def _is_lora(name: str) -> bool:
+    return any(each in name for each in _LORA)
+
+
 PUBLISH_VARIABLE = "ASYNC_CKPT_VERL_PUBLISH"
-"""An environment variable: with "1" the weights of each checkpoint of the actor are published, as its step."""
+"""Environment variable. If "1", the weights of each actor checkpoint are published; the step is the version."""
 
 _ACTOR = "actor"  # as verl's trainers call its folder
 _made = itertools.count()
@@ -51,13 +238,13 @@ _made = itertools.count()
 
 @dataclass(frozen=True)
 class _Begun:
-    """A checkpoint of this job for which older ones have not gone yet."""
+    """A checkpoint of this job. Older checkpoints have not been removed for it yet."""
 
     save: Save
     max_ckpt_to_keep: int | None
 
     def is_latest(self) -> bool:
-        """Whether it is durable, and a job that is resumed would load it. Raises ``OSError``."""
+        """Return whether the checkpoint is durable and a resumed job would load it. Raises ``OSError``."""
         if not self.save.done() or self.save.failure is not None:
             return False
         folder = folder_of_tracker(str(self.save.path))
@@ -65,12 +252,12 @@ class _Begun:
 
 
 class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl has no types
-    """Saves what verl's ``FSDPCheckpointManager`` saves, through our engine, and loads what either has saved."""
+    """Saves as verl's ``FSDPCheckpointManager``, through our engine, and loads checkpoints of either."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Start nothing yet; the arguments are those of verl's own."""
+        """Start nothing yet. The arguments are the same as for verl's own manager."""
         super().__init__(*args, **options)
-        self._kind = f"verl's manager {next(_made)}"  # those of actor and critic may be in one process
+        self._kind = f"verl's manager {next(_made)}"  # the managers of actor and critic may be in one process
         self._begun: list[_Begun] = []
         self._warned = False
 
@@ -81,20 +268,20 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Save one checkpoint, of all ranks.
+        """Save one checkpoint, with all ranks.
 
-        It gets its name when it is complete and durable. This returns then, or, for a ``DeferredStep``, as soon as the
-        tensors are copied. Older ones go later, when verl's tracker has passed them.
+        The checkpoint gets its name when it is complete and durable. This returns then, or, for a ``DeferredStep``, as
+        soon as the tensors are copied. Older checkpoints are removed later, when verl's tracker has passed them.
 
         Args:
-            local_path: Its folder. None: wait for those under way.
-            hdfs_path: verl does not use it.
-            global_step: The step it is of.
-            max_ckpt_to_keep: As verl has it: how many of those that this job has saved stay.
+            local_path: The checkpoint's folder. If None, only wait for the saves under way.
+            hdfs_path: Unused by verl.
+            global_step: The training step.
+            max_ckpt_to_keep: As for verl: the number of this job's checkpoints that stay.
 
         Raises:
-            AssertionError: There is nothing to take what is to be saved from.
-            CheckpointError: As ``Engine.save`` and ``Save.result`` raise; an earlier save failed, and nobody was told.
+            AssertionError: The model or the optimizer to save is missing.
+            CheckpointError: As ``Engine.save`` and ``Save.result`` raise; or an earlier save failed, unreported so far.
         """
         if local_path is None:
             engines.get().wait()
@@ -125,22 +312,22 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         if publishes:
             _publish(save, step)
         if not is_deferred:
-            save.result()  # whoever asked names the step as the latest when this returns
+            save.result()  # the caller names the step as the latest when this returns
             self._remove_older()
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load one checkpoint, that any number of ranks has saved, and check every byte. verl loads its own.
+        """Load one checkpoint that any number of ranks has saved, and check every byte. verl loads its own checkpoints.
 
         Args:
-            local_path: Its folder. None: do nothing.
-            hdfs_path, del_local_after_load: As verl's own: copies that it has made of remote files go.
+            local_path: The checkpoint's folder. If None, do nothing.
+            hdfs_path, del_local_after_load: As for verl: whether verl removes its local copies of remote files.
 
         Raises:
-            AssertionError: There is nothing to load into.
+            AssertionError: The model or the optimizer to load into is missing.
             CheckpointError: As ``loading.load`` raises.
-            ValueError: A checkpoint of adapters has some that the model has not.
+            ValueError: The checkpoint has adapters that the model lacks.
         """
         path = None if local_path is None or is_non_local(local_path) else absolute_path(local_path)
         names = None if path is None else from_first(partial(stored_names, path))
@@ -161,7 +348,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         torch.distributed.barrier()
 
     def remove_previous_save_local_path(self, path: str | Sequence[str]) -> None:
-        """Remove checkpoints; those of ours lose their names first, and stay while somebody reads them."""
+        """Remove checkpoints. Ours lose their names first, and stay while they are being read."""
         for each in [path] if isinstance(path, str) else path:
             if os.path.lexists(os.path.join(each, MANIFEST_NAME)):
                 try:
@@ -173,11 +360,11 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
 
     def _check(self, what: str, *, has_model: bool, has_optimizer: bool) -> None:
         for name, is_wanted in (("model", has_model), ("optimizer", has_optimizer)):
-            if is_wanted and getattr(self, name) is None:  # verl asserts it, in these words
+            if is_wanted and getattr(self, name) is None:  # the text is verl's
                 raise AssertionError(f"{name} must be provided when checkpoint_contents.{what} includes ['{name}']")
 
     def _begin_publishing(self, place: str) -> bool:
-        """Whether rollouts are to have the weights out of the image of this save. Then its engine is one they find."""
+        """Return whether to publish the weights of this save. If so, make the job's engine one that rollouts find."""
         root = folder_of_tracker(place)
         if root is None or os.path.basename(place) != _ACTOR or not self.should_save_model:
             return False
@@ -187,7 +374,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         return True
 
     def _why_stock(self, local_path: str) -> str | None:
-        """Why verl has to save itself; None: it need not."""
+        """Return why verl has to save itself; None: asyncckpt can."""
         if is_non_local(local_path):
             return f"{local_path} is remote"
         if self.should_save_optimizer and not isinstance(self.optimizer, torch.optim.Optimizer | None):
@@ -205,10 +392,9 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         return state
 
     def _capture_small_files(self, folder: str, step: int) -> None:
-        """Have verl write what it writes beside model, optimizer and schedule: configuration, tokenizer, weights for
-        Hugging Face."""
+        """Have verl write its other files: configuration, tokenizer, weights for Hugging Face."""
         if self.should_save_hf_model:
-            # Before all ranks gather the weights: whoever fails would not come.
+            # Before all ranks gather the weights, because a failed rank would not take part.
             on_all(partial(self._have_verl_write, folder, step, []))
             self._have_verl_write(folder, step, ["hf_model"])
         else:
@@ -218,21 +404,21 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         with (
             replaced(self, "checkpoint_save_contents", contents),
             replaced(self, "register_checkpoint", lambda *_: None),
-            # The ranks write to folders of their own, and who fails tells the others otherwise.
+            # Each rank writes to its own folder, and a failure reaches the others in another way.
             replaced(torch.distributed, "barrier", lambda *_, **__: None),
         ):
             super().save_checkpoint(folder, global_step=step)
 
     def _remove_older(self) -> None:
-        """Have verl remove what is older than the newest that a resumed job would load, which is durable."""
+        """Have verl remove the checkpoints older than the newest durable one that a resumed job would load."""
         passed = 0
-        with contextlib.suppress(OSError):  # of the tracker: nothing goes then
+        with contextlib.suppress(OSError):  # from the tracker: nothing is removed then
             for number, each in enumerate(self._begun, 1):
                 passed = number if each.is_latest() else passed
         for each in self._begun[:passed]:
             if self.rank == 0 and each.save.failure is None:
                 path = str(each.save.path)
-                # Saved again: verl would count it twice, and remove it as an older one than itself.
+                # verl would count a step that is saved again twice, and remove it as older than itself.
                 if path in self.previous_saved_paths:
                     self.previous_saved_paths.remove(path)
                 self.register_checkpoint(path, each.max_ckpt_to_keep)
@@ -240,9 +426,9 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
 
 
 def _publish(save: Save, step: int) -> None:
-    """Let readers have the weights where they are staged. What is wrong with that is no fault of the checkpoint."""
+    """Publish the staged weights to readers. An error in publishing does not fail the checkpoint."""
     try:
-        # A training that is resumed goes back, and so do its readers.
+        # A resumed training goes back, and so do its readers.
         engines.get().publish(save, step, roll_back=True)
     except CheckpointError as error:
         logger.warning("the weights of step %d are not published: %s", step, error)

@@ -1,8 +1,8 @@
-"""vLLM: engines load each version of a trainer's weights from shared memory, as their weight transfer "asyncckpt".
+"""Load each version of a trainer's weights into vLLM engines from shared memory, by the weight transfer "asyncckpt".
 
-vLLM finds ``register`` by itself, as a plugin of the group "vllm.general_plugins". ``worker.py`` is what runs in the
-engine's workers. Beside a ``WeightPublisher`` in any trainer, ``updater.py`` is what a rollout process calls; a trainer
-that drives its engines through vLLM's own interface has ``trainer.py``.
+vLLM finds ``register`` by itself, as a plugin of the group "vllm.general_plugins". ``worker.py`` runs in the engine's
+workers. With a ``WeightPublisher`` in any trainer, a rollout process calls ``updater.py``. A trainer that drives its
+engines through vLLM's own interface uses ``trainer.py``.
 
 Nothing of vLLM is imported before it is used.
 """
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 BACKEND = "asyncckpt"
 
 _TRANSFER = "vllm.distributed.weight_transfer"
-# What ``worker.py`` and ``trainer.py`` stand on. The interface has changed from version to version, under one name.
+# The names that ``worker.py`` and ``trainer.py`` need. The interface has changed between versions, under one name.
 _NEEDED = {
     f"{_TRANSFER}.factory": ("WeightTransferEngineFactory", "WeightTransferTrainerFactory"),
     f"{_TRANSFER}.base": ("TrainerInitInfo", "TrainerWeightTransferEngine", "WeightSource", "WeightTransferEngine"),
@@ -32,8 +32,8 @@ def register() -> bool:
     """Make "asyncckpt" a backend of vLLM's weight transfer, for engines and for trainers. Safe to call again.
 
     Returns:
-        Whether it is one. False where this vLLM has no such interface, or another one, which is logged: then vLLM
-        refuses the backend by its name.
+        Whether the backend is registered. If this vLLM lacks the interface, or has another one, a warning is logged and
+        the result is False. vLLM then refuses the backend by its name.
     """
     if (lack := _lack()) is not None:
         logger.warning(
@@ -45,13 +45,13 @@ def register() -> bool:
         (factories.WeightTransferEngineFactory, "worker", "SharedMemoryWeightTransferEngine"),
         (factories.WeightTransferTrainerFactory, "trainer", "SharedMemoryTrainerEngine"),
     ):
-        with contextlib.suppress(ValueError):  # it is registered already: a process may load its plugins twice
+        with contextlib.suppress(ValueError):  # registered already: a process may load plugins twice
             factory.register_engine(BACKEND, f"{__name__}.{module}", name)
     return True
 
 
 def _lack() -> str | None:
-    """What this vLLM lacks, or None."""
+    """Return the name that this vLLM lacks, in words, or None."""
     for module, names in _NEEDED.items():
         try:
             found = importlib.import_module(module)

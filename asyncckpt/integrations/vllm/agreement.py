@@ -1,7 +1,7 @@
-"""How the workers of one engine come to load the same version: the first picks it, the others take exactly that.
+"""Make all workers of an engine load the same version: the first worker picks it, and the others take exactly that.
 
-The workers stand in a grid, and are in one group for each way in which the engine is split, which is a line of it. All
-``groups`` here are those of one worker, innermost first; none where it is the only one.
+The workers form a grid. An engine is split in several ways. For each way a worker is in one group, which is a line of
+the grid. All ``groups`` here are the groups of one worker, innermost first; empty for a single worker.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 def acquire_together(subscriber: WeightSubscriber, groups: Sequence[ProcessGroup], **wanted: Any) -> Weights:
     """Lease the same version on all workers of an engine, or raise on all of them.
 
-    The first worker's lease keeps its version there until the others have theirs, so none can come too late for it.
+    The first worker's lease keeps its version alive until the others have their leases, so none can be too late.
 
     Args:
-        subscriber: This worker's.
-        groups: See the module.
-        wanted: As of ``WeightSubscriber.acquire``.
+        subscriber: This worker's subscriber.
+        groups: The worker's groups, see the module.
+        wanted: As for ``WeightSubscriber.acquire``.
 
     Raises:
-        CheckpointError: What a worker has raised, with its rank.
+        CheckpointError: The error of a worker, with its rank.
     """
     if not groups:
         return subscriber.acquire(**wanted)
@@ -55,11 +55,11 @@ def acquire_together(subscriber: WeightSubscriber, groups: Sequence[ProcessGroup
 
 
 def raise_together(failure: CheckpointError | None, groups: Sequence[ProcessGroup]) -> None:
-    """Raise what any worker has failed with, the first one's with its rank, on all of them.
+    """Raise the failure of the first failed worker, with its rank, on all workers.
 
     Args:
-        failure: This worker's; None: it has not failed.
-        groups: See the module.
+        failure: This worker's failure; None: it has not failed.
+        groups: The worker's groups, see the module.
     """
     failures = _of_all(failure, groups)
     for rank, each in enumerate(failures):
@@ -68,12 +68,12 @@ def raise_together(failure: CheckpointError | None, groups: Sequence[ProcessGrou
 
 
 def is_last(groups: Sequence[ProcessGroup]) -> bool:
-    """Whether this worker is the last one of all, of which vLLM reads the answer after those of all others."""
+    """Return whether this worker is the last of all. vLLM reads the last worker's answer after all others."""
     return all(dist.get_rank(group) == dist.get_world_size(group) - 1 for group in groups)
 
 
 def _leased(subscriber: WeightSubscriber, wanted: dict[str, Any]) -> tuple[Weights | None, CheckpointError | None]:
-    """The weights, or why there are none: who raises by itself leaves the others waiting."""
+    """Return the weights, or the error, because a worker that raised alone would leave the others waiting."""
     try:
         return subscriber.acquire(**wanted), None
     except Exception as error:
@@ -81,14 +81,14 @@ def _leased(subscriber: WeightSubscriber, wanted: dict[str, Any]) -> tuple[Weigh
 
 
 def _of_the_first(said: object, groups: Sequence[ProcessGroup]) -> Any:
-    """What the first worker says: along the outermost line that it is in, then from there along the next."""
+    """Return the first worker's value: pass it along the outermost line of that worker, then along the next lines."""
     for group in reversed(groups):
         said = _gather(said, group)[0]
     return said
 
 
 def _of_all(said: object, groups: Sequence[ProcessGroup]) -> list[Any]:
-    """What all workers say, in their order."""
+    """Return the values of all workers, in their order."""
     each = [said]
     for group in groups:
         each = [one for line in _gather(each, group) for one in line]

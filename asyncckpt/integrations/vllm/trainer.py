@@ -1,11 +1,11 @@
-"""The trainer's half of vLLM's weight transfer: each ``send_weights`` publishes once, and has the engine load that.
+"""Drive vLLM's weight transfer from the trainer: each ``send_weights`` publishes once, and has the engine load it.
 
     info = SharedMemoryTrainerInfo("policy", rank=0)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
     engine.send_weights()
 
-``client`` is one of vLLM's, or anything with those four methods. To import this module makes the backend known to
-vLLM, whose plugins are loaded in engines alone.
+``client`` is one of vLLM's, or any object with the same four methods. Importing this module registers the backend with
+vLLM, because vLLM loads its plugins in engines only.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 class SharedMemoryTrainerInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM has no types here
     """The argument of ``trainer_init``, on each rank with its ``rank``.
 
-    ``address``: any text, by which the engine finds the weights. ``dtype``, of ``WeightPublisher.publish``, and
-    ``slots``, of ``WeightPublisher``. ``timeout``: seconds that an engine waits for weights. ``background``:
-    ``send_weights`` returns when the weights are published, and the engine is told by a thread; the next call raises
-    what came of that. ``host``: name or address of this host, for engines on others; None: they are all here.
+    ``address``: any text; the engine finds the weights by it. ``dtype``, of ``WeightPublisher.publish``, and ``slots``,
+    of ``WeightPublisher``. ``timeout``: seconds that an engine waits for weights. ``background``: ``send_weights``
+    returns when the weights are published, and a thread calls the engine. The next call raises the thread's error.
+    ``host``: name or address of this host, for engines on other hosts; None: all engines are on this host.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -54,8 +54,9 @@ class SharedMemoryTrainerInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM ha
 class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     """vLLM's contract for a trainer, ``TrainerWeightTransferEngine``. All ranks make the same calls.
 
-    The first rank publishes what its source yields, and talks to the engine; the others only iterate over theirs, for
-    gathering a parameter is a collective. The trainer may change its weights when ``send_weights`` returns.
+    The first rank publishes the weights of its source, and talks to the engine. The others only iterate over their
+    source, because gathering a parameter is a collective. The trainer may change its weights when ``send_weights``
+    returns.
     """
 
     init_info_cls = SharedMemoryTrainerInfo
@@ -63,7 +64,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
     def __init__(self, info: SharedMemoryTrainerInfo, *, client: Any, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         self.version: int | None = None
-        """That which was published last, on the sender."""
+        """The version published last, on the sender."""
         self._info = info
         self._publisher: WeightPublisher | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -73,17 +74,17 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
     def trainer_init(
         cls, init_info: SharedMemoryTrainerInfo, *, client: Any, source: Any = None
     ) -> SharedMemoryTrainerEngine:
-        """Tell the engine where the weights will be, and take the memory for them.
+        """Tell the engine the address of the weights, and allocate memory for them.
 
         Args:
-            init_info: As it says.
+            init_info: The options, see ``SharedMemoryTrainerInfo``.
             client: vLLM's ``VLLMWeightSyncClient``.
-            source: vLLM's ``WeightSource``, or a state dict whose tensors are always the same.
+            source: vLLM's ``WeightSource``, or a state dict that always has the same tensors.
 
         Raises:
             ValueError: There is no source.
-            UnsavableStateError: It holds a part of the model only.
-            CheckpointError: As ``WeightPublisher.prepare`` does; or the engine could not be told.
+            UnsavableStateError: The source holds only a part of the model.
+            CheckpointError: As ``WeightPublisher.prepare`` raises; or the engine could not be told.
         """
         if source is None:
             raise ValueError("what shall be sent? give a WeightSource, or a state dict")
@@ -93,7 +94,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
                 " publish it from all ranks, by WeightPublisher(process_group=...)"
             )
         engine = cls(init_info, client=client, source=source)
-        structure = engine._structure()  # on all ranks: for some sources it is a collective
+        structure = engine._structure()  # on all ranks, because it is a collective for some sources
         if engine.is_sender:
             engine._publisher = WeightPublisher(init_info.address, slots=init_info.slots, when_busy="wait")
             engine._publisher.prepare(structure, dtype=init_info.dtype)
@@ -106,18 +107,18 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         return engine
 
     def send_weights(self, version: int | None = None, *, roll_back: bool = False) -> Publication | None:
-        """Publish the weights as they are now, by one copy, and have the engine load them.
+        """Publish the present weights, by one copy, and have the engine load them.
 
         Args:
-            version: As of ``WeightPublisher.publish``; None: the next one.
-            roll_back: As there.
+            version: As for ``WeightPublisher.publish``; None: the next version.
+            roll_back: As for ``WeightPublisher.publish``.
 
         Returns:
-            What was published; None on ranks that do not send.
+            The publication; None on ranks that do not send.
 
         Raises:
-            CheckpointError: As ``WeightPublisher.publish`` does, and the engine keeps what it has; or the engine has
-                not loaded what is published, and the text says whether it may serve.
+            CheckpointError: As ``WeightPublisher.publish`` raises, and the engine keeps its weights; or the engine has
+                not loaded the published version, and the text says whether it may serve.
         """
         publisher = self._publisher
         if publisher is None:
@@ -134,13 +135,13 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         return publication
 
     def wait(self) -> None:
-        """Wait until the engine has loaded what was sent last. Raises what came of that, once."""
+        """Wait until the engine has loaded the last version. Raise an error of that load, once."""
         update, self._update = self._update, None
         if update is not None:
             update.result()
 
     def shutdown(self) -> None:
-        """Wait for the engine, and give the memory back. The engine keeps its weights."""
+        """Wait for the engine, and free the memory. The engine keeps its weights."""
         try:
             self.wait()
         finally:
@@ -157,7 +158,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
             yield from self.source
 
     def _structure(self) -> dict[str, torch.Tensor]:
-        """Tensors like those that will be sent, which take no memory."""
+        """Return tensors with the types and shapes of the weights, which take no memory."""
         if isinstance(self.source, Mapping):
             shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.source.items()}
         else:
@@ -167,15 +168,15 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
     def _publish(self, publisher: WeightPublisher, version: int | None, roll_back: bool) -> Publication:
         pairs = self._pairs()
         weights: Any = pairs
-        # Without process groups there are no sharded parameters: these yield what is there already, and all of it can
-        # be copied at once, by several threads.
+        # Without process groups no parameter is sharded. These sources then yield existing tensors, and several
+        # threads can copy all of them at once.
         if isinstance(self.source, (Mapping, ModuleSource)) and not torch.distributed.is_initialized():
             weights = dict(pairs)
         try:
             version = self._next() if version is None else version
             publication = publisher.publish(weights, version, dtype=self._info.dtype, roll_back=roll_back)
         except Exception:
-            for _ in pairs:  # other ranks are about to gather the rest
+            for _ in pairs:  # because the other ranks gather the rest
                 pass
             raise
         if publication.skipped:
@@ -183,7 +184,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         return publication
 
     def _next(self) -> int:
-        """The version after the last one: also of a trainer before this one, whose worker still has it."""
+        """Return the version after the last, which an earlier trainer may have published if its worker still has it."""
         if self.version is None:
             with WeightSubscriber(self._info.address) as subscriber:
                 return max(subscriber.versions(), default=0) + 1
@@ -193,7 +194,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         try:
             self.client.start_weight_update()
         except Exception:
-            self._end_update()  # which a trainer before this one had begun when it died
+            self._end_update()  # a dead trainer had begun this update
             self._told("start_weight_update")
         try:
             self._told("update_weights", {"version": version, "timeout": self._info.timeout})
@@ -203,12 +204,12 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         self._told("finish_weight_update", str(version))
 
     def _end_update(self) -> None:
-        """Have the engine begin anew. It changes nothing of its weights, and is refused where no update is begun."""
+        """Have the engine begin anew. Its weights stay unchanged. The engine refuses if no update has begun."""
         with contextlib.suppress(Exception):
             self.client.finish_weight_update()
 
     def _told(self, call: str, *arguments: Any) -> None:
-        """Call the engine. What it raises is not ours, and may be anything: a reply of HTTP, or of Ray."""
+        """Call the engine. Errors of any type, such as HTTP or Ray errors, become a ``CheckpointError``."""
         try:
             getattr(self.client, call)(*arguments)
         except CheckpointError:

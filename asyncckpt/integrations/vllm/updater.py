@@ -1,4 +1,4 @@
-"""What a rollout process calls to have its vLLM engine load what a trainer has published: the trainer needs no vLLM."""
+"""Have a rollout process load a trainer's publications into its vLLM engine; the trainer needs no vLLM."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from asyncckpt.weights import Weights, WeightSubscriber
 
 
 class _Updater:
-    """What both have."""
+    """The common part of both updaters."""
 
     def __init__(self, engine: Any, address: str, *, prefix: str = "", locator: str | None = None) -> None:
-        """Nothing is loaded, and nothing waited for, before ``update``.
+        """Load nothing, and wait for nothing, before ``update``.
 
         Args:
-            engine: vLLM's, made with ``weight_transfer_config={"backend": "asyncckpt"}``.
-            address: That of the ``WeightPublisher``.
-            prefix: Only tensors whose names begin with that, and without it.
-            locator: Of a publisher on another host, as of ``WeightSubscriber``.
+            engine: vLLM's engine, made with ``weight_transfer_config={"backend": "asyncckpt"}``.
+            address: Address of the ``WeightPublisher``.
+            prefix: Load only tensors with this prefix of their names, and without the prefix.
+            locator: Locator of a publisher on another host, as for ``WeightSubscriber``.
         """
         self._engine = engine
         self._subscriber = WeightSubscriber(address, prefix=prefix, locator=locator)
@@ -30,7 +30,7 @@ class _Updater:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine has; None: none of these."""
+        """The version that the engine has; None: it has none of the publisher's versions."""
         return None if self._loaded is None else self._loaded[0]
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class _Updater:
 
 
 class EngineUpdater(_Updater):
-    """Has an ``LLM`` load versions, each on all of its workers. ``close`` it, or use it as a context manager."""
+    """Has an ``LLM`` load versions, each on all of its workers. Call ``close`` at the end, or use a ``with`` block."""
 
     def update(
         self,
@@ -52,28 +52,25 @@ class EngineUpdater(_Updater):
         roll_back: bool = False,
         timeout: float = 60.0,
     ) -> int:
-        """Load the newest version, where the engine does not have it yet, and forget prefixes cached with older ones.
+        """Load the newest version, unless the engine has it already, and forget prefixes cached with older versions.
 
-        It is leased until the engine has it, so it cannot be gone when a worker comes for it. vLLM is told the version:
-        it is the engine's ``get_weight_version``, and that of each output.
+        The version is leased until the engine has it, so it cannot disappear before a worker loads it. vLLM is told the
+        version as the engine's ``get_weight_version``, and each output has it, too.
 
         Args:
-            min_version: As of ``WeightSubscriber.acquire``.
-            version: As there.
-            roll_back: As there.
-            timeout: As there.
+            min_version, version, roll_back, timeout: As for ``WeightSubscriber.acquire``.
 
         Returns:
             The version that the engine has now.
 
         Raises:
-            CheckpointError: As of ``WeightSubscriber.acquire``: the engine is as it was.
-            Exception: What vLLM makes of an error in a worker, with its text, which says whether the engine may serve.
+            CheckpointError: As ``WeightSubscriber.acquire`` raises; the engine is unchanged.
+            Exception: vLLM's form of an error in a worker, with its text, which says whether the engine may serve.
         """
         wanted: dict[str, Any] = {"version": version, "roll_back": roll_back, "timeout": timeout, "readonly": True}
         with self._subscriber.acquire(min_version, **wanted) as weights:
             if self._is_new(weights):
-                self._loaded = None  # should it fail half-way, no version is there
+                self._loaded = None  # after a failure half-way the engine has no version
                 self._load(weights.version, timeout)
                 self._loaded = weights.version, weights.epoch
         return weights.version
@@ -102,7 +99,7 @@ class EngineUpdater(_Updater):
 
 
 class AsyncEngineUpdater(_Updater):
-    """Has an ``AsyncLLM`` load versions while it serves. ``close`` it when it is not needed any more."""
+    """Has an ``AsyncLLM`` load versions while it serves. Call ``close`` at the end."""
 
     async def update(
         self,
@@ -113,17 +110,14 @@ class AsyncEngineUpdater(_Updater):
         timeout: float = 60.0,
         requests: Literal["wait", "abort", "keep"] = "wait",
     ) -> int:
-        """As ``EngineUpdater.update``, with the engine paused meanwhile.
+        """Load the newest version as ``EngineUpdater.update`` does, with the engine paused meanwhile.
 
         After an error of the engine it stays paused: ``await engine.resume_generation()`` once it may serve.
 
         Args:
-            min_version: As of ``WeightSubscriber.acquire``.
-            version: As there.
-            roll_back: As there.
-            timeout: As there.
-            requests: What becomes of requests under way. They are done first, with the old weights ("wait"), or given
-                up ("abort"), or go on with the new weights from the next token on ("keep").
+            min_version, version, roll_back, timeout: As for ``WeightSubscriber.acquire``.
+            requests: The handling of requests under way. "wait": they finish first, with the old weights. "abort": they
+                are given up. "keep": they go on with the new weights from the next token on.
 
         Returns:
             The version that the engine has now.

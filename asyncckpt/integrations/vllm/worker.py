@@ -1,12 +1,12 @@
-"""What runs in each worker of a vLLM engine: it maps the version asked for, and loads it into the worker's model.
+"""Map the requested version in each worker of a vLLM engine, and load it into the worker's model.
 
-vLLM calls it by RPCs to all workers of an engine:
+vLLM calls this by RPCs to all workers of an engine:
 
-1. ``init_transfer_engine``, once: where the weights are published.
-2. For each update ``start_weight_update``, ``update_weights`` and ``finish_weight_update``. All of the work is done in
-   the second: first the version is leased, on all workers or on none, and only then the model is touched. So an update
-   that finds no weights leaves the engine as it was, and one whose trainer dies between two calls, too. vLLM answers an
-   RPC between two steps of the model, so no step sees a part of an update.
+1. ``init_transfer_engine``, once, with the address of the weights.
+2. For each update ``start_weight_update``, ``update_weights`` and ``finish_weight_update``. The second does all of the
+   work: all workers or none lease the version, and only then the model is changed. So an update without weights leaves
+   the engine unchanged. So does a trainer that dies between two calls. vLLM answers an RPC between two steps of the
+   model, so no step sees a part of an update.
 3. ``shutdown``.
 """
 
@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from asyncckpt.errors import CheckpointNotFoundError, MismatchError
+from asyncckpt.extension import wait_for_device
 from asyncckpt.integrations.vllm.agreement import acquire_together, is_last, raise_together
 from asyncckpt.weights import Weights, WeightSubscriber
 
@@ -41,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
-    """Where the weights are: the argument of ``init_weight_transfer_engine``.
+    """The address of the weights: the argument of ``init_weight_transfer_engine``.
 
-    ``address``, ``prefix`` and ``locator`` are those of ``WeightSubscriber``; ``timeout``: seconds that an update waits
-    for weights.
+    ``address``, ``prefix`` and ``locator`` are arguments of ``WeightSubscriber``. ``timeout``: seconds that an update
+    waits for weights.
     """
 
     address: str
@@ -55,11 +56,11 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLL
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What to load: the argument of ``update_weights``. With nothing in it, the newest version.
+    """The version to load: the argument of ``update_weights``. An empty argument means the newest version.
 
-    ``version``, ``min_version`` and ``roll_back`` are those of ``WeightSubscriber.acquire``. ``timeout``, ``address``
-    and ``prefix`` stand in the place of those that the engine was initialized with: a draft model may have an address
-    or a prefix of its own.
+    ``version``, ``min_version`` and ``roll_back`` are arguments of ``WeightSubscriber.acquire``. ``timeout``,
+    ``address`` and ``prefix`` replace the values of ``SharedMemoryInitInfo``, because a draft model may have its own
+    address or prefix.
     """
 
     version: int | None = None
@@ -75,7 +76,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """vLLM's contract for a worker, ``WeightTransferEngine``; the module says who calls what."""
+    """vLLM's contract for a worker, ``WeightTransferEngine``. The module lists the calls."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -83,32 +84,32 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self.version: int | None = None
-        """That which the model has; None: not one of ours."""
+        """The model's version; None: no published version."""
         self.draft_version: int | None = None
-        """That of the draft model."""
-        self._main_model = model  # while ``model`` may be the draft model
+        """The draft model's version."""
+        self._main_model = model  # ``model`` may be the draft model at times
         self._info: SharedMemoryInitInfo | None = None
         self._subscribers: dict[tuple[str, str, str | None], WeightSubscriber] = {}
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Keep where the weights are. Nothing is waited for: the trainer may come later."""
+        """Keep the address of the weights. Nothing waits, because the trainer may come later."""
         self._info = init_info
 
     def start_weight_update(self) -> None:
-        """Nothing: the model stays as it is until its new weights are leased."""
+        """Do nothing: the model is unchanged until its new weights are leased."""
 
     def finish_weight_update(self) -> None:
-        """Nothing: the update is complete when ``update_weights`` returns."""
+        """Do nothing: the update is complete when ``update_weights`` returns."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load what ``SharedMemoryUpdateInfo`` says, on all workers of this engine the same version.
+        """Load the version of a ``SharedMemoryUpdateInfo``, the same version on all workers of this engine.
 
-        Whatever goes wrong on one of them is raised by the last one alone: vLLM reads the answers of the workers in
-        turn, leaves those after an error where they are, and takes them for answers to its next call. It also makes
-        ``finish_weight_update`` necessary after an error, which the last one then refuses.
+        An error on any worker is raised by the last worker alone. vLLM reads the answers of the workers in turn, and
+        leaves the answers after an error unread. It would take these for answers to its next call. After an error vLLM
+        also requires ``finish_weight_update``, which the last worker then refuses.
 
         Raises:
-            CheckpointError: As ``WeightSubscriber.acquire`` does; the model is as it was.
+            CheckpointError: As ``WeightSubscriber.acquire`` raises; the model is unchanged.
             MismatchError: The model cannot load these weights. It has some of its layers from them, and must not
                 serve before an update has worked.
         """
@@ -120,11 +121,11 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
                 raise
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """As ``update_weights``, but an error is raised by all workers."""
+        """Load as ``update_weights`` does, but raise an error on all workers."""
         self._update(update_info, _groups())
 
     def shutdown(self) -> None:
-        """Let go of the trainer's memory; the model keeps its weights."""
+        """Release the trainer's memory. The model keeps its weights."""
         while self._subscribers:
             self._subscribers.popitem()[1].close()
 
@@ -169,7 +170,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
             with disable_mtp_completeness_check():
                 self.model.load_weights(weights.items())
             finalize_layerwise_reload(self.model, self.model_config)
-            _wait_for(self.device)  # the copies that are queued read from what is leased
+            wait_for_device(self.device)  # the queued copies read from the lease
         except Exception as error:
             logger.exception("version %d of the weights at %r is not loaded", weights.version, address)
             _leave_half_loaded(self.model, self.model_config)
@@ -182,15 +183,15 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
 
 
 def _groups() -> list[ProcessGroup]:
-    """Those by which the workers of this engine are split, innermost first; not those of other replicas of it."""
+    """Return the groups that split the workers of this engine, innermost first, without the groups of its replicas."""
     groups = get_tp_group(), get_pcp_group(), get_pp_group()
     return [group.cpu_group for group in groups if group.world_size > 1]
 
 
 def _leave_half_loaded(model: torch.nn.Module, model_config: Any) -> None:
-    """Give each layer that is not loaded its old weights, and let go of the new ones, so that another update can begin.
+    """Restore the old weights of each unloaded layer, and release the new weights, so that another update can begin.
 
-    vLLM keeps with each layer what has arrived for it, and would take it for a part of the next update.
+    vLLM keeps the weights that have arrived for a layer with the layer, and would count them for the next update.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -204,7 +205,7 @@ def _leave_half_loaded(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def _own(model: torch.nn.Module, weights: Weights) -> None:
-    """Copy what ``model`` has kept of what is leased: it would keep the memory from the trainer for good."""
+    """Copy the leased tensors that ``model`` has kept, because they would hold the trainer's memory for good."""
     leased = {tensor.untyped_storage().data_ptr() for tensor in weights.values() if tensor.numel()}
     for kept in (*model.parameters(), *model.buffers()):
         if kept.is_cpu and kept.numel() and kept.untyped_storage().data_ptr() in leased:
@@ -212,16 +213,10 @@ def _own(model: torch.nn.Module, weights: Weights) -> None:
 
 
 class LoadedVersion:
-    """For ``LLM(worker_extension_cls="asyncckpt.integrations.vllm.worker.LoadedVersion")``."""
+    """Worker extension for ``LLM(worker_extension_cls="asyncckpt.integrations.vllm.worker.LoadedVersion")``."""
 
     weight_transfer_engine: SharedMemoryWeightTransferEngine
 
     def loaded_version(self) -> int | None:
-        """The version that this worker's model has: ``llm.collective_rpc("loaded_version")`` asks all of them."""
+        """Return the version of this worker's model: ``llm.collective_rpc("loaded_version")`` asks all workers."""
         return self.weight_transfer_engine.version
-
-
-def _wait_for(device: torch.device) -> None:
-    """Wait until ``device`` has done all that it was given."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
