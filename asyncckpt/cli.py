@@ -10,15 +10,13 @@ import select
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import asyncckpt
 from asyncckpt import demo
-from asyncckpt.loading.data_file import CheckedFiles
 from asyncckpt.report.advice import advise
 from asyncckpt.report.answers import UNUSABLE, Answers
 from asyncckpt.report.diff import show_diff
-from asyncckpt.report.exports import add_export
+from asyncckpt.report.exports import show_export
 from asyncckpt.report.listing import DiskUse, inspect_checkpoint, list_checkpoints
 from asyncckpt.report.timeline import show_timeline
 from asyncckpt.report.verification import verify_checkpoints
@@ -90,100 +88,128 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"asyncckpt {asyncckpt.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[..., None], text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}. Exits with 0 if all is good, with 1 if a checkpoint is damaged,"
-            " and with 2 if something is not there or cannot be used (141: nobody has read all of the answer).",
-            epilog=f"examples: asyncckpt {name} checkpoints; asyncckpt {name} checkpoints/step-00000100",
+    def command(
+        name: str, run: Callable[..., None], text: str, ends: str, examples: str, **defaults: object
+    ) -> argparse.ArgumentParser:
+        about = f"{text[0].upper()}{text[1:]}{ends}"
+        added = commands.add_parser(name, help=text, description=about, epilog=f"examples: {examples}")
+        if "json" not in defaults:
+            added.add_argument("--json", action="store_true", help="print JSON")
+        added.set_defaults(run=run, **defaults)
+        return added
+
+    def command_on_paths(name: str, run: Callable[..., None], text: str, **defaults: object) -> argparse.ArgumentParser:
+        ends = (
+            ". Exits with 0 if all is good, with 1 if a checkpoint is damaged, and with 2 if something is not there or"
+            " cannot be used (141: nobody has read all of the answer)."
         )
+        examples = f"asyncckpt {name} checkpoints; asyncckpt {name} checkpoints/step-00000100"
+        added = command(name, run, text, ends, examples, **defaults)
         added.add_argument(
             "paths",
             metavar="PATH",
             nargs="+",
             help="a folder of checkpoints, or a checkpoint; also stock DCP's, which have no checksums",
         )
-        added.add_argument("--json", action="store_true", help="print JSON")
-        added.set_defaults(run=run)
         return added
 
-    command("ls", list_checkpoints, "list checkpoints").set_defaults(disk_use=DiskUse())
-    inspect = command("inspect", inspect_checkpoint, "show what is in a checkpoint; of a folder of them, in the newest")
+    command_on_paths("ls", list_checkpoints, "list checkpoints", disk_use=DiskUse())
+    text = "show what is in a checkpoint; of a folder of them, in the newest"
+    inspect = command_on_paths("inspect", inspect_checkpoint, text)
     inspect.add_argument("--shards", action="store_true", help="show the shards of each tensor, and where they are")
-    verify = command(
-        "verify", verify_checkpoints, "check every byte of checkpoints, and name what files and tensors are bad"
-    )
-    verify.set_defaults(checked=CheckedFiles())
-    _add_diff(commands)
-    add_export(commands)
-    _add_timeline(commands)
-    advice = command("advise", advise, "say how often to save, from what the saves of a run have cost")
-    advice.add_argument("--mtbf", metavar="TIME", required=True, help="mean time between failures, as 4h")
-    advice.epilog = "example: asyncckpt advise checkpoints --mtbf 4h --restart 2m"
-    advice.add_argument("--restart", metavar="TIME", help="how long a restart takes, as 2m; left out where not given")
-    _add_workers(commands)
-    commands.add_parser("demo", help="train a small transformer, kill it, resume it, show what its checkpoints cost")
-    return parser
-
-
-def _add_diff(commands: Any) -> None:
-    text = "show what was added, removed or changed from one checkpoint to another"
-    added = commands.add_parser(
+    text = "check every byte of checkpoints, and name what files and tensors are bad"
+    command_on_paths("verify", verify_checkpoints, text, checked={})
+    diff = command(
         "diff",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}, the largest first. Indexes are compared, by names, dtypes, shapes"
-        " and checksums; only a value that stands in other parts is read. Exits with 0 if all values are the same, with"
-        " 1 if some differ, and with 2 if something is damaged, not there or cannot be used.",
-        epilog="example: asyncckpt diff checkpoints/step-00000100 checkpoints/step-00000200 --values",
+        show_diff,
+        "show what was added, removed or changed from one checkpoint to another",
+        ", the largest first. Indexes are compared, by names, dtypes, shapes and checksums. Exits with 0 if all values"
+        " are the same, with 1 if some differ, and with 2 if something is damaged, not there or cannot be used.",
+        "asyncckpt diff checkpoints/step-00000100 checkpoints/step-00000200 --values",
+        paths=[None],
     )
     for name in ("a", "b"):
-        added.add_argument(name, metavar=name.upper(), help="a checkpoint; a folder of them, for the newest")
-    added.add_argument(
+        diff.add_argument(name, metavar=name.upper(), help="a checkpoint; a folder of them, for the newest")
+    diff.add_argument(
         "--values",
         action="store_true",
-        help="read the tensors that differ, and show how many elements differ, and the largest absolute difference",
+        help="read values that differ by their indexes; count elements that differ, and show the largest difference",
     )
-    added.add_argument("--json", action="store_true", help="print JSON")
-    added.set_defaults(run=show_diff, paths=[None])
-
-
-def _add_timeline(commands: Any) -> None:
-    text = "show when each rank did what for each save, as a trace for Perfetto"
-    added = commands.add_parser(
+    _add_export(
+        command(
+            "export",
+            show_export,
+            "write a checkpoint as safetensors, as a file of torch.save, or as another checkpoint",
+            ", tensor by tensor, checked on the way. OUT appears when complete: then this exits with 0; with 1 if the"
+            " checkpoint is damaged, with 2 if something is not there or cannot be used.",
+            "asyncckpt export checkpoints model --only model --dtype bf16; asyncckpt export"
+            " checkpoints/step-00000100 state.pt --to torch",
+        )
+    )
+    timeline = command(
         "timeline",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]} (ui.perfetto.dev, chrome://tracing), from the manifests alone. Exits"
-        " as ls does.",
-        epilog="example: asyncckpt timeline checkpoints -o trace.json",
+        show_timeline,
+        "show when each rank did what for each save, as a trace for Perfetto",
+        " (ui.perfetto.dev, chrome://tracing), from the manifests alone. Exits as ls does.",
+        "asyncckpt timeline checkpoints -o trace.json",
+        paths=[None],
+        json=False,
     )
-    added.add_argument("places", metavar="PATH", nargs="+", help="a folder of checkpoints, or a checkpoint")
-    added.add_argument(
+    timeline.add_argument("places", metavar="PATH", nargs="+", help="a folder of checkpoints, or a checkpoint")
+    timeline.add_argument(
         "-o", "--out", metavar="FILE", help="the trace; without this it goes to stdout, unless that is a terminal"
     )
-    added.set_defaults(run=show_timeline, paths=[None], json=False)
-
-
-def _add_workers(commands: Any) -> None:
-    text = "list the workers of this user on this host, or end some of them"
-    added = commands.add_parser(
+    advice = command_on_paths("advise", advise, "say how often to save, from what the saves of a run have cost")
+    advice.epilog = "example: asyncckpt advise checkpoints --mtbf 4h --restart 2m"
+    advice.add_argument("--mtbf", metavar="TIME", required=True, help="mean time between failures, as 4h")
+    advice.add_argument("--restart", metavar="TIME", help="how long a restart takes, as 2m; left out where not given")
+    workers = command(
         "workers",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}. A worker ends by itself when its trainer closes, or, where that has"
-        " died, after Config.linger seconds. Exits with 0 if all is good, and with 2 if a worker is not there, or does"
-        " not end.",
-        epilog="examples: asyncckpt workers; asyncckpt workers --end 4711",
+        show_workers,
+        "list the workers of this user on this host, or end some of them",
+        ". A worker ends by itself when its trainer closes, or, where that has died, after Config.linger seconds. Exits"
+        " with 0 if all is good, and with 2 if a worker is not there, or does not end.",
+        "asyncckpt workers; asyncckpt workers --end 4711",
+        paths=[None],
     )
-    added.add_argument(
+    workers.add_argument(
         "--end", metavar="ID", nargs="+", type=int, help="end these, when they have written what is left"
     )
-    added.add_argument(
+    workers.add_argument(
         "--force",
         action="store_true",
         help="with --end: kill them, also where a trainer lives; what is not written is lost",
     )
-    added.add_argument(
+    workers.add_argument(
         "--timeout", metavar="S", type=float, default=60.0, help="with --end: seconds to wait for each (60)"
     )
-    added.add_argument("--json", action="store_true", help="print JSON")
-    added.set_defaults(run=show_workers, paths=[None])
+    commands.add_parser("demo", help="train a small transformer, kill it, resume it, show what its checkpoints cost")
+    return parser
+
+
+def _add_export(added: argparse.ArgumentParser) -> None:
+    added.add_argument(
+        "paths", metavar="PATH", nargs=1, help="a checkpoint, also stock DCP's; a folder of them, for the newest"
+    )
+    added.add_argument("out", metavar="OUT", help="what is made: a folder, or with --to torch a file")
+    added.add_argument(
+        "--to",
+        choices=("hf", "torch", "dcp"),
+        default="hf",
+        help="hf: safetensors for from_pretrained, tensors alone (the default); torch: one file for torch.load; dcp: a"
+        " checkpoint, to resume from",
+    )
+    added.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="convert floating point tensors")
+    added.add_argument("--only", metavar="KEY", help="the part of the state to export, as model; names begin behind it")
+    added.add_argument(
+        "--rename",
+        metavar="FILE|PATTERN=REPLACEMENT",
+        help="a JSON file of new names by old ones, or what re.sub replaces in names",
+    )
+    added.add_argument("--max-shard-size", metavar="SIZE", help="hf: bytes of a file (5GB)")
+    added.add_argument(
+        "--weights-only",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="refuse values that could run code when they are unpickled (the default)",
+    )

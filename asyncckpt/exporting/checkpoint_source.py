@@ -52,7 +52,7 @@ def open_checkpoint(folder: SourceFiles, source: StorageSource, within: str = ""
             )
         if isinstance(known, TensorStorageMetadata):
             dtypes = {dtype_named(item.dtype) for _, item in its} or {known.properties.dtype}
-            boxes = [_box(file, item) for file, item in its]
+            boxes = [box_of(file, item) for file, item in its]
             state.tensors[name] = whole(name, dtypes, tuple(known.size), boxes, path)
         else:
             ((file_name, item),) = its
@@ -87,5 +87,6 @@ def whole(name: str, dtypes: set[torch.dtype], shape: tuple[int, ...], boxes: li
     return tensor
 
 
-def _box(file: str, item: Item) -> Box:
+def box_of(file: str, item: Item) -> Box:
+    """Return the place of an item of the data file ``file``."""
     return Box(file, item.payload_at, tuple(item.offsets), tuple(item.shape), contiguous_strides(item.shape))

@@ -9,7 +9,7 @@ to the next batch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
@@ -185,7 +185,8 @@ class _Writing:
     def _fill(self, batch: Batch, window: Window) -> None:
         """Read the bytes of the tensors of a batch."""
         base = address_of(window.data) - window.begin if window.data else 0
-        self._fetch((move.file, move.begin, move.end, base + move.to) for move in batch.moves)
+        parts = ((move.file, move.begin, move.end, base + move.to) for move in batch.moves)
+        fetch(self._state.files, parts, self._readers)
         some: list[Conversion] = []
         nbytes = 0
         for each in batch.conversions:
@@ -198,19 +199,13 @@ class _Writing:
         if some:
             self._convert(some, nbytes, window)
 
-    def _fetch(self, parts: Iterable[tuple[str, int, int, int]]) -> None:
-        per_file: dict[str, list[tuple[int, int, int]]] = {}
-        for file, *part in parts:
-            per_file.setdefault(file, []).append(tuple(part))  # type: ignore[arg-type]
-        for file, some in per_file.items():
-            fetch(self._state.files[file], some, self._readers)
-
     def _convert(self, conversions: Sequence[Conversion], nbytes: int, window: Window) -> None:
         """Read elements, ``nbytes`` in total, and copy them, converted, to their places."""
         scratch = _scratch(nbytes)
         base = address_of(scratch)
         begins = list(accumulate((round_up(each.end - each.begin, _ALIGNMENT) for each in conversions), initial=0))
-        self._fetch((each.file, each.begin, each.end, base + at) for each, at in zip(conversions, begins, strict=False))
+        parts = ((each.file, each.begin, each.end, base + at) for each, at in zip(conversions, begins, strict=False))
+        fetch(self._state.files, parts, self._readers)
         source, target = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (scratch, window.data))
         with torch.no_grad():
             for each, at in zip(conversions, begins, strict=False):

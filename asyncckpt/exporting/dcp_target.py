@@ -26,7 +26,7 @@ from asyncckpt.exporting.selection import Selection
 from asyncckpt.format.index import Index, Item, spans
 from asyncckpt.format.manifest import METADATA_NAME, Manifest, data_name, index_name, of_all_ranks, own_version
 from asyncckpt.format.storage_meta import storage_meta
-from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
+from asyncckpt.planning.layout import DataLayout, TensorSpec
 from asyncckpt.planning.metadata import pickle_metadata
 from asyncckpt.storage import step_of
 from asyncckpt.storage.history import time_of_creation
@@ -46,20 +46,26 @@ class CheckpointTarget:
         ]
         objects = [pickles[stored] for stored in selection.objects.values()]
         layout = DataLayout.lay_out(specs, list(map(len, objects)))
-        self._items = [*_tensor_items(specs, layout.tensors), *_object_items(selection.objects, layout.objects)]
+        self._items = [
+            Item(spec.name, "tensor", str(spec.dtype).removeprefix("torch."), [*spec.shape], [0] * len(spec.shape), *at)
+            for spec, at in zip(specs, layout.tensors, strict=True)
+        ]
+        self._items += [
+            Item(name, "object", "", [], [], *at) for name, at in zip(selection.objects, layout.objects, strict=True)
+        ]
         self._sums = _SpanSums(spans((item.at for item in self._items), layout.nbytes))
         constants = [
             *layout.constants,
             *((place.at, data) for place, data in zip(layout.objects, objects, strict=True)),
         ]
-        placed = list(_placed(selection, layout))
-        gaps = _gaps([*((at, at + len(data)) for at, data in constants), *_extents(placed)], layout.nbytes)
-        everything = sorted([*constants, *gaps])
-        self.plan = FilePlan(data_name(0), placed, everything, layout.nbytes, self._sums.add)
-
-    def index(self) -> bytes:
-        """Return the index of the data file. Call this after the file is written."""
-        return Index.head(self.plan.name, self._items) + Index.tail(self.plan.nbytes, self._sums.found)
+        placed = [
+            PlacedTensor(tensor, dtype, place.payload_at, place.at + place.nbytes)
+            for (name, (tensor, dtype)), place in zip(selection.tensors.items(), layout.tensors, strict=True)
+            if name not in selection.tied
+        ]
+        covered = [(at, at + len(data)) for at, data in constants]
+        gaps = _gaps([*covered, *((each.payload_at, each.payload_end) for each in placed)], layout.nbytes)
+        self.plan = FilePlan(data_name(0), placed, sorted([*constants, *gaps]), layout.nbytes, self._sums.add)
 
     def metadata(self, path: str, attempt: str) -> bytes:
         """Return DCP's metadata for a checkpoint at ``path``. ``attempt`` is unique to the checkpoint."""
@@ -102,7 +108,8 @@ class CheckpointTarget:
     @without_gc
     def small_files(self, path: str, attempt: str) -> dict[str, bytes]:
         """Return the other files that the manifest names. Call this after the data file is written."""
-        return {index_name(0): self.index(), METADATA_NAME: self.metadata(path, attempt)}
+        index = Index.head(self.plan.name, self._items) + Index.tail(self.plan.nbytes, self._sums.found)
+        return {index_name(0): index, METADATA_NAME: self.metadata(path, attempt)}
 
 
 class _SpanSums:
@@ -124,27 +131,6 @@ class _SpanSums:
                 self.found.append(self._digest.intdigest())
                 self._digest.reset()
             begin = end
-
-
-def _tensor_items(specs: Sequence[TensorSpec], places: Sequence[Place]) -> Iterator[Item]:
-    for spec, place in zip(specs, places, strict=True):
-        dtype = str(spec.dtype).removeprefix("torch.")
-        yield Item(spec.name, "tensor", dtype, [*spec.shape], [0] * len(spec.shape), *place)
-
-
-def _object_items(names: Mapping[str, str], places: Sequence[Place]) -> Iterator[Item]:
-    for name, place in zip(names, places, strict=True):
-        yield Item(name, "object", "", [], [], *place)
-
-
-def _placed(selection: Selection, layout: DataLayout) -> Iterator[PlacedTensor]:
-    for (name, (tensor, dtype)), place in zip(selection.tensors.items(), layout.tensors, strict=True):
-        if name not in selection.tied:
-            yield PlacedTensor(tensor, dtype, place.payload_at, place.at + place.nbytes)
-
-
-def _extents(placed: Sequence[PlacedTensor]) -> Iterator[tuple[int, int]]:
-    return ((each.payload_at, each.payload_end) for each in placed)
 
 
 def _gaps(covered: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, bytes]]:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.format.index import Index, Item
@@ -22,67 +19,7 @@ from asyncckpt.storage.storage import FileStamp, InputFile
 
 # The divisor of the process's limit of descriptors; the rest is for the other work of the process.
 _SHARE = 4
-_FEWEST, _MOST = 8, 4096
-
-
-@dataclass
-class _Held:
-    """An open file, and the number of its readers."""
-
-    file: InputFile
-    readers: int = 0
-
-
-class OpenFiles:
-    """The open files among the files to read: the last ones that were read, and all files that are being read."""
-
-    def __init__(self) -> None:
-        """Open nothing yet."""
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE  # negative: no limit
-        self._most = _MOST if most < 0 else min(max(most, _FEWEST), _MOST)
-        self._lock = threading.Lock()
-        self._held: OrderedDict[_Reopened, _Held] = OrderedDict()
-
-    def open(self, path: str) -> InputFile:
-        """Open a file.
-
-        The caller closes it. Raises ``DamagedCheckpointError``, ``StorageError``; reading does so, too.
-        """
-        if is_address(path):  # no descriptor is held
-            return storage_for(path).open(path)
-        file = _Reopened(self, path)
-        with self.reading(file):
-            return file
-
-    @contextmanager
-    def reading(self, file: _Reopened) -> Iterator[InputFile]:
-        """Yield the real file, open until the context ends."""
-        with self._lock:
-            held = self._held.pop(file, None)
-            if held is None:
-                self._close_some()
-                held = _Held(file.open_again())
-            self._held[file] = held
-            held.readers += 1
-        try:
-            yield held.file
-        finally:
-            with self._lock:
-                held.readers -= 1
-
-    def close(self, file: _Reopened) -> None:
-        """Close a file that is not being read."""
-        with self._lock:
-            if (held := self._held.pop(file, None)) is not None:
-                held.file.close()
-
-    def _close_some(self) -> None:
-        """Make room for one more file, if possible."""
-        while len(self._held) >= self._most:
-            idle = next((file for file, held in self._held.items() if not held.readers), None)
-            if idle is None:
-                return
-            self._held.pop(idle).file.close()
+_UNLIMITED = 4096
 
 
 def _changed_error(path: str) -> StorageError:
@@ -91,35 +28,25 @@ def _changed_error(path: str) -> StorageError:
 
 
 class _Reopened(InputFile):
-    """A file that is opened when it is read, and must be the same file each time."""
+    """A file that is opened for each read, and must be the same file each time: the process may not open more files."""
 
-    def __init__(self, files: OpenFiles, path: str) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
         self.alignment = 0
-        self._files = files
-        self._stamp = storage_for(path).stamp(path)
-
-    def open_again(self) -> InputFile:
-        """Open the file. Raises ``StorageError`` if it was replaced."""
-        storage = storage_for(self.path)
-        if storage.stamp(self.path) != self._stamp:
-            raise _changed_error(self.path)
-        file = storage.open(self.path)
-        self.alignment = file.alignment
-        return file
+        self._storage = storage_for(path)
+        self._stamp = self._storage.stamp(path)
 
     def read(self, views: Sequence[memoryview], offset: int) -> int:
-        with self._files.reading(self) as file:
+        with closing(self._storage.open(self.path)) as file:
+            if self._storage.stamp(self.path) != self._stamp:
+                raise _changed_error(self.path)
             return file.read(views, offset)
 
     def read_in_place(self, views: Sequence[memoryview], offset: int) -> int | None:
-        with self._files.reading(self) as file:
-            done = file.read_in_place(views, offset)
-            self.alignment = file.alignment
-            return done
+        return None
 
     def close(self) -> None:
-        self._files.close(self)
+        pass
 
 
 class SourceFiles:
@@ -130,7 +57,8 @@ class SourceFiles:
         self.folder = folder
         self._held = held
         self._storage = storage_for(folder)
-        self._files = OpenFiles()
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._left = _UNLIMITED if limit < 0 else limit // _SHARE  # number of files that may yet be held open
         self._stamps: dict[str, FileStamp | None] = {}  # by path, as of the first look
 
     def watch(self, name: str) -> None:
@@ -146,7 +74,7 @@ class SourceFiles:
 
     def plain(self, name: str) -> InputFile:
         """Open the file ``name`` without checks. The caller closes it."""
-        return self._files.open(os.path.join(self.folder, name))
+        return self._storage.open(os.path.join(self.folder, name))
 
     def open(self, name: str, places: Sequence[tuple[str, int, int]]) -> ChecksummedFile:
         """Open a file without checksums, and watch it.
@@ -173,8 +101,14 @@ class SourceFiles:
                     path=path,
                 )
         items = [Item(value, "", "", [], [], at, nbytes, at, nbytes) for value, at, nbytes in places]
-        return self._held.enter_context(closing(StoredFile(self.plain(name), Index(name, size, items, ()))))
+        return self._held.enter_context(closing(StoredFile(self._opened(path), Index(name, size, items, ()))))
 
     def open_from(self, source: StorageSource, name: str) -> ChecksummedFile:
         """Open the file ``name`` of a checkpoint of this library."""
-        return self._held.enter_context(closing(source.open(name, self._files.open)))
+        return self._held.enter_context(closing(source.open(name, self._opened)))
+
+    def _opened(self, path: str) -> InputFile:
+        if self._left <= 0 and not is_address(path):  # a file on an object store holds no descriptor
+            return _Reopened(path)
+        self._left -= 1
+        return self._storage.open(path)

@@ -138,35 +138,38 @@ class StoredState:
 
     def pickles(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return the bytes of the objects ``names``, checked. Raises ``DamagedCheckpointError``, ``StorageError``."""
-        found: dict[str, bytes] = {}
-        places: dict[str, list[tuple[str, StoredObject]]] = {}
-        for name in names:
-            places.setdefault(self.objects[name].file, []).append((name, self.objects[name]))
+        places = {name: self.objects[name] for name in names}
+        data = {name: memoryview(bytearray(place.end - place.begin)) for name, place in places.items()}
+        parts = [(*place, address_of(data[name])) for name, place in places.items() if data[name]]
         with read_pool(self.path) as pool:
-            for file, some in places.items():
-                data = {name: memoryview(bytearray(place.end - place.begin)) for name, place in some}
-                parts = [(place.begin, place.end, address_of(data[name])) for name, place in some if data[name]]
-                fetch(self.files[file], parts, pool)
-                found |= {name: bytes(view) for name, view in data.items()}
-        return found
+            fetch(self.files, parts, pool)
+        return {name: bytes(view) for name, view in data.items()}
 
 
-def fetch(file: ChecksummedFile, parts: Iterable[tuple[int, int, int]], pool: ThreadPoolExecutor) -> None:
-    """Read parts of a file into memory, and compare their checksums if there are any.
+def fetch(
+    files: Mapping[str, ChecksummedFile], parts: Iterable[tuple[str, int, int, int]], pool: ThreadPoolExecutor
+) -> None:
+    """Read parts of files into memory, and compare their checksums if there are any.
 
     Args:
-        file: The file.
-        parts: For each part: the first byte, the end, and the destination address.
+        files: The files, by name.
+        parts: For each part: the file, the first byte, the end, and the destination address.
         pool: The threads that read.
 
     Raises:
         DamagedCheckpointError, StorageError: Bytes are damaged, or cannot be read. No thread writes to the memory then.
     """
-    some = sorted(part for part in parts if part[0] < part[1])
-    columns = [[part[column] for part in some] for column in range(3)]
-    damages = []
-    verify = len(file.index.checksums) > 0
-    for run in file.read([part[:2] for part in some], pool, Destinations(*columns), verify=verify):
-        damages += run.damages
-    if damages:
-        raise file.explained(damages[0])
+    by_file: dict[str, list[tuple[int, int, int]]] = {}
+    for name, begin, end, address in parts:
+        if begin < end:
+            by_file.setdefault(name, []).append((begin, end, address))
+    for name, some in by_file.items():
+        file = files[name]
+        some.sort()
+        columns = [[part[column] for part in some] for column in range(3)]
+        damages = []
+        verify = len(file.index.checksums) > 0
+        for run in file.read([part[:2] for part in some], pool, Destinations(*columns), verify=verify):
+            damages += run.damages
+        if damages:
+            raise file.explained(damages[0])

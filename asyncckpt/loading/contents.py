@@ -133,35 +133,20 @@ def _stock_shards(path: str) -> list[tuple[str, str, Shard]]:
     return shards
 
 
-class SetsOfFiles:
-    """The sets of files that contain given files. Each set is looked up once, and protected against removal.
+def set_with_file(path: str, held: ExitStack) -> tuple[StorageSource, str] | None:
+    """Return the set that contains the file ``path``, and the name of the file there; None: no set contains it.
 
-    All methods raise ``DamagedCheckpointError`` and ``StorageError``.
+    ``held`` protects the set against removal. Raises ``DamagedCheckpointError``, ``StorageError``.
     """
-
-    def __init__(self, held: ExitStack) -> None:
-        """Look up nothing yet. ``held`` releases the sets."""
-        self._held = held
-        self._sets: dict[str, tuple[StorageSource, str] | None] = {}  # by the folder of a file
-
-    def with_file(self, path: str) -> tuple[StorageSource, str] | None:
-        """Return the set that contains the file ``path``, and the name of the file there; None: no set contains it."""
-        # A link may have replaced a file of a set, or a link from elsewhere may lead to a file of a set.
-        for each in (path,) if is_address(path) else (path, os.path.realpath(path)):
-            folder, base = os.path.split(each)
-            if folder not in self._sets:
-                self._sets[folder] = self._around(folder)
-            if (found := self._sets[folder]) is not None and (its := f"{found[1]}{base}") in found[0].manifest.files:
-                return found[0], its
-        return None
-
-    def _around(self, folder: str) -> tuple[StorageSource, str] | None:
-        """Find the set that contains ``folder``, and the prefix of the names of its files in the set."""
-        for above in _upwards(folder):
-            if _is_set(above, folder):
-                self._held.enter_context(storage_for(above).reading(above))  # so that retention does not remove it
-                return StorageSource(above), folder[len(above) :].lstrip("/") + "/" * (folder != above)
-        return None
+    # A link may have replaced a file of a set, or a link from elsewhere may lead to a file of a set.
+    for each in (path,) if is_address(path) else (path, os.path.realpath(path)):
+        folder = os.path.dirname(each)
+        if (above := next((above for above in _upwards(folder) if _is_set(above, folder)), None)) is not None:
+            held.enter_context(storage_for(above).reading(above))  # so that retention does not remove it
+            source, name = StorageSource(above), each[len(above) :].lstrip("/")
+            if name in source.manifest.files:
+                return source, name
+    return None
 
 
 def _is_set(above: str, folder: str) -> bool:

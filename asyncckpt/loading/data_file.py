@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -81,21 +81,8 @@ class CheckedFile(NamedTuple):
     indexes: tuple[str, ...]
 
 
-class CheckedFiles:
-    """Results of checks of files with several names, so that each file is read only once."""
-
-    def __init__(self) -> None:
-        """Begin without results."""
-        self._found: dict[CheckedFile, list[str]] = {}
-
-    def known(self, file: CheckedFile | None) -> list[str] | None:
-        """Return the damages of a file, as texts; None: the file was not checked yet."""
-        return None if file is None else self._found.get(file)
-
-    def add(self, file: CheckedFile | None, damages: list[str]) -> None:
-        """Remember the damages of a file. ``file`` is None if the file has no other name."""
-        if file is not None:
-            self._found[file] = damages
+CheckedFiles: TypeAlias = dict[CheckedFile, list[str]]
+"""Results of checks of files with several names, so that each file is read only once: the damages, as texts."""
 
 
 # Bytes that are checked and copied together, while they are in the CPU cache. Also the size of one read, unless the

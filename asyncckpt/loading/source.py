@@ -354,7 +354,7 @@ def verify_files(
 
     ``progress``, ``checked``: see ``verify``. Raises ``StorageError``.
     """
-    checked = checked or CheckedFiles()
+    checked = {} if checked is None else checked
     for name in names:
         facts = source.manifest.files[name]
         try:
@@ -373,13 +373,15 @@ def _verify_large(
     source: StorageSource, name: str, report: Report, progress: Callable[[int], object], checked: CheckedFiles
 ) -> None:
     its = source.shared(name)
-    if (found := checked.known(its)) is not None:
+    if its is not None and its in checked:
+        found = checked[its]
         nbytes = source.manifest.files[name]["bytes"]
         report.shared += nbytes
         progress(nbytes)
     else:
         found = _damages(source.path, source.open(name), progress)
-        checked.add(its, found)
+        if its is not None:
+            checked[its] = found
     more = distrusted(source.path, name) if found else ""
     path = os.path.join(source.path, name)
     report.damages += [DamagedCheckpointError(damage + more, path=path) for damage in found]

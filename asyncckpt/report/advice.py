@@ -83,23 +83,15 @@ def advise(answers: Answers, given: str, args: argparse.Namespace) -> None:
         saves = SavesOfRoot.of(manifests)
         if not saves.costs:
             raise CheckpointError("none of these checkpoints says how long it took", path=given)
-        restart = None if args.restart is None else duration_given(args.restart)
         medians = median(saves.costs), median(saves.lags)
         try:
-            advice = Advice(*medians, duration_given(args.mtbf), len(saves.costs), restart)
+            restart = None if args.restart is None else parse_duration(args.restart)
+            advice = Advice(*medians, parse_duration(args.mtbf), len(saves.costs), restart)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         answers.add({"path": given, **_facts(advice, saves)})
         for line in _lines(given, advice, saves):
             answers.line(line)
-
-
-def duration_given(text: str) -> float:
-    """Return seconds, see ``parse_duration``. Raises ``CheckpointError``."""
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _facts(advice: Advice, saves: SavesOfRoot) -> dict[str, Any]:

@@ -183,17 +183,27 @@ def _digits(value: float) -> str:
 Kind = Literal["asyncckpt", "file set", "dcp"]
 
 
-def newest_of(answers: Answers, paths: list[str]) -> str | None:
-    """Return the path that was created last; None: no path can be read, which has been reported.
+def checkpoint_at(answers: Answers, given: str) -> str | None:
+    """Return the checkpoint at ``given``; for a folder of checkpoints, the checkpoint that was created last.
 
-    After going back, the checkpoint created last is not the highest step.
+    After going back, the checkpoint created last is not the highest step. Return None if no checkpoint of the folder
+    can be read, which has been reported. Raises ``CheckpointNotFoundError``, ``StorageError``.
     """
+    paths = checkpoints_at(given)
+    if not paths:
+        raise CheckpointNotFoundError("there is no checkpoint here yet", path=given)
+    if paths == [given]:
+        return given
     found: list[tuple[float, int, str]] = []
     for number_of, path in enumerate(paths):
         with answers.about(path), still_there(path, ""):
             # Checkpoints of stock DCP have no time of creation, and count as the oldest.
             found.append((-math.inf if is_stock(path) else read_manifest(path).created, number_of, path))
-    return max(found)[2] if found else None
+    if not found:
+        return None
+    newest = max(found)[2]
+    answers.line(f"{given}: {number(len(paths), 'checkpoint')}; {newest} is the newest of them")
+    return newest
 
 
 def kind_of(manifest: Manifest) -> Kind:

@@ -1,68 +1,53 @@
 """``asyncckpt diff``: report values that were added, removed or changed between two checkpoints, by their indexes.
 
 An index has a checksum for each span of a data file. If a value has the same spans in both checkpoints, the checksums
-tell whether it is the same. Otherwise, as after a change of the number of ranks, its bytes are read.
+tell whether the value is the same. Otherwise, as after a change of the number of ranks, only its bytes can tell, which
+``--values`` reads.
 """
 
 from __future__ import annotations
 
 import argparse
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from asyncckpt.errors import CheckpointError, DamagedCheckpointError
-from asyncckpt.exporting.source_files import OpenFiles
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.format.archive import is_archive, stretched
 from asyncckpt.format.index import Index, Item
-from asyncckpt.loading.contents import Shard, Value, checkpoints_at, values_of
-from asyncckpt.loading.data_file import ChecksummedFile, read_pool
+from asyncckpt.loading.contents import Shard, Value, values_of
+from asyncckpt.loading.data_file import read_pool
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import StorageSource, is_stock
-from asyncckpt.report.answers import DIFFERENT, GOOD, UNUSABLE, Answers, newest_of, number, shape_of, size_of
+from asyncckpt.report.answers import (
+    DIFFERENT,
+    GOOD,
+    UNUSABLE,
+    Answers,
+    checkpoint_at,
+    number,
+    shape_of,
+    size_of,
+)
 from asyncckpt.storage import absolute, storage_for
 
+if TYPE_CHECKING:
+    import torch
+
+_OTHERWISE = "stored otherwise"
 _HEADERS = ("name", "change", "in A", "in B", "size")
 _MEASURED = ("elements that differ", "largest difference")
+_CONVERTED = 1 << 20  # elements that are converted to float64 at once
 
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]  # the offsets of a shard in its tensor, and its shape
+class _Difference(NamedTuple):
+    """The changes of a value, the number of elements that differ, and the largest absolute difference."""
 
-
-@dataclass(frozen=True)
-class _Stored:
-    """An item, and the index that has it."""
-
-    item: Item
-    index: Index
-
-    def spans(self) -> dict[tuple[int, int], int]:
-        """Return the checksum of each span of the item, by its first byte and its end, counted from the item on.
-
-        A span also has the header before the payload, and the zeros up to the next item.
-        """
-        item, bounds = self.item, self.index.bounds
-        first, last = bisect_left(bounds, item.at), bisect_left(bounds, item.at + item.nbytes)
-        edges = pairwise(bound - item.at for bound in bounds[first : last + 1])
-        return dict(zip(edges, self.index.checksums[first:last], strict=True))
-
-    def is_same(self, other: _Stored) -> bool | None:
-        """Compare the checksums of two items.
-
-        Return None if the checksums do not tell whether the payloads are the same.
-        """
-        leads = {each.item.payload_at - each.item.at for each in (self, other)}
-        if len(leads) > 1 or self.item.payload_bytes != other.item.payload_bytes:
-            return None
-        ones, others = self.spans(), other.spans()
-        if any(ones[span] != others[span] for span in ones.keys() & others.keys()):
-            return False
-        return True if ones.keys() == others.keys() else None
+    changes: list[str]
+    elements: int | None = None
+    largest: float | None = None
 
 
 class _Checkpoint:
@@ -72,70 +57,67 @@ class _Checkpoint:
         """Read the manifest and the indexes. Raises ``CheckpointError``."""
         held.enter_context(storage_for(path).reading(path))
         self.path = path
-        self._held = held
         self._source = StorageSource(path)
-        self._open_files = OpenFiles()
-        self._files: dict[str, ChecksummedFile] = {}
         indexes = list(self._source.indexes())
-        self.boxes: dict[str, dict[_Box, _Stored]] = {}
-        """The place of each stored part, by the name of the value, then by the offsets and the shape of the part."""
-        for index in indexes:
-            for item in index.items:
-                box = (*item.offsets,), (*item.shape,)
-                self.boxes.setdefault(item.name, {}).setdefault(box, _Stored(item, index))
-        self.small = {name: self._source.manifest.files[name] for name in self._source.manifest.small_files()}
-        """The manifest's entries of the small files of a set, by name."""
+        files = self._source.manifest.files
+        self._small = {name: files[name] for name in self._source.manifest.small_files()}
         self.values = {value.name: value for value in values_of(indexes, path)}
-        self.values |= {name: Value(name, "", [Shard(name, its["bytes"])]) for name, its in self.small.items()}
+        self.values |= {name: Value(name, "", [Shard(name, its["bytes"])]) for name, its in self._small.items()}
+        self._parts: dict[str, dict[tuple[int, ...], tuple[Index, Item]]] = {}
+        for index in indexes:
+            for item in index.items:  # DCP stores each part once
+                self._parts.setdefault(item.name, {}).setdefault((*item.offsets, *item.shape), (index, item))
 
-    def file(self, stored: _Stored) -> ChecksummedFile:
-        """Open the file of an item. Raises ``DamagedCheckpointError``, ``StorageError``."""
-        name = stored.index.data
-        if name not in self._files:
-            self._files[name] = self._held.enter_context(closing(self._source.open(name, self._open_files.open)))
-        return self._files[name]
+    def spans(self, name: str) -> dict[tuple[object, ...], object]:
+        """Return the checksums of a value, by the place of each span in the shards of the value.
 
-    def data(self, name: str, pool: ThreadPoolExecutor) -> bytes:
+        A span also has the header before the payload, and the zeros up to the next item.
+        """
+        if name in self._small:
+            return {(): self._small[name].get("xxh3")}
+        found: dict[tuple[object, ...], object] = {}
+        for box, (index, item) in self._parts[name].items():
+            first, last = (bisect_left(index.bounds, at) for at in (item.at, item.at + item.nbytes))
+            for span in range(first, last):
+                begin, end = (index.bounds[each] - item.payload_at for each in (span, span + 1))
+                place = (*box, item.payload_bytes, begin, end)
+                found[place] = index.checksums[span]
+        return found
+
+    def object(self, name: str, pool: ThreadPoolExecutor) -> bytes:
         """Read an object, a record or a small file. Raises ``DamagedCheckpointError``, ``StorageError``."""
-        if name in self.small:
+        if name in self._small:
             return self._source.read(name)
-        # Imported here, because most of ``diff`` needs no torch.
-        from asyncckpt.report.value_comparison import read_object
+        ((index, item),) = self._parts[name].values()
+        return self._read(index, item, pool).numpy().tobytes()
 
-        (stored,) = self.boxes[name].values()
-        return read_object(self.file(stored), stored.item, pool)
+    def tensor(self, name: str, pool: ThreadPoolExecutor) -> torch.Tensor:
+        """Read a whole tensor. Raises ``DamagedCheckpointError``, also if a shard is missing, and ``StorageError``."""
+        import torch
 
+        from asyncckpt.exporting.checkpoint_source import box_of, whole
+        from asyncckpt.loading.read_requests import dtype_named
 
-@dataclass
-class _Difference:
-    """A value that differs. ``a``, ``b``: the value in each checkpoint; None: missing.
+        parts, shape = self._parts[name].values(), self.values[name].shape
+        boxes = [box_of(index.data, item) for index, item in parts]
+        dtype = whole(name, {dtype_named(item.dtype) for _, item in parts}, shape, boxes, self.path).dtype
+        found = torch.empty(shape, dtype=dtype, device="cpu")
+        for index, item in parts:
+            at = tuple(slice(begin, begin + n) for begin, n in zip(item.offsets, item.shape, strict=True))
+            found[at] = self._read(index, item, pool).view(dtype).view(item.shape)
+        return found
 
-    ``measured``: the number of elements that differ, and the largest absolute difference.
-    """
+    def _read(self, index: Index, item: Item, pool: ThreadPoolExecutor) -> torch.Tensor:
+        """Read the payload of an item."""
+        import torch
 
-    name: str
-    a: Value | None
-    b: Value | None
-    changes: list[str]
-    measured: tuple[int, float | None] | None = None
+        from asyncckpt.exporting.stored import fetch
 
-    @cached_property
-    def nbytes(self) -> int:
-        """Return the number of bytes of the larger value."""
-        return max(value.nbytes for value in (self.a, self.b) if value is not None)
-
-    @property
-    def is_measurable(self) -> bool:
-        """Return whether both are tensors of one shape."""
-        return bool(self.a and self.b and self.a.dtype and self.b.dtype and self.a.shape == self.b.shape)
-
-    def facts(self) -> dict[str, Any]:
-        """Return the difference as JSON data."""
-        a, b = (
-            value and {"dtype": value.dtype, "shape": value.shape, "bytes": value.nbytes} for value in (self.a, self.b)
-        )
-        measured = self.measured and dict(zip(("elements", "max_abs"), self.measured, strict=True))
-        return {"name": self.name, "changes": self.changes, "a": a, "b": b, "values": measured}
+        data = torch.empty(item.payload_bytes, dtype=torch.uint8, device="cpu")
+        with closing(self._source.open(index.data)) as file:
+            place = (index.data, item.payload_at, item.payload_at + item.payload_bytes, data.data_ptr())
+            fetch({index.data: file}, [place], pool)
+        return data
 
 
 def show_diff(answers: Answers, _: None, args: argparse.Namespace) -> None:
@@ -143,111 +125,118 @@ def show_diff(answers: Answers, _: None, args: argparse.Namespace) -> None:
     with answers.about(args.a), Progress("comparing", shown=not args.json) as bar, ExitStack() as held:
         try:
             a, b = (_Checkpoint(absolute(_place(answers, given)), held) for given in (args.a, args.b))
-            found, to_read = _by_indexes(a, b)
+            found = _by_indexes(a, b)
             if args.values:
-                to_read |= {each.name: each for each in found if each.is_measurable}
-            found = [each for each in found if each.name not in to_read] + list(
-                _read(a, b, to_read, bar, is_asked=args.values)
-            )
+                found = _by_values(a, b, found, bar)
         except DamagedCheckpointError:
             answers.fail(UNUSABLE)
             raise
-        found.sort(key=lambda each: (-each.nbytes, each.name))
-        _show(answers, a, b, found, len(to_read), is_measured=args.values)
+        _show(answers, a, b, found, is_measured=args.values)
 
 
 def _place(answers: Answers, given: str) -> str:
     """Return the checkpoint at ``given``; for a root, its newest checkpoint."""
-    paths = checkpoints_at(given)
-    if paths == [given]:
-        if is_stock(given):
-            raise CheckpointError(
-                "stock DCP wrote this, without an index: asyncckpt export --to dcp makes a checkpoint with one",
-                path=given,
-            )
-        return given
-    if (newest := newest_of(answers, paths)) is None:
-        raise CheckpointError("there is no checkpoint here that can be read", path=given)
+    path = checkpoint_at(answers, given)
+    if path is None:
+        raise CheckpointNotFoundError("there is no checkpoint here that can be read", path=given)
+    if is_stock(path):
+        raise CheckpointError(
+            "stock DCP wrote this, without an index: asyncckpt export --to dcp makes a checkpoint with one", path=path
+        )
     if answers.status != GOOD:  # one of the checkpoints is damaged, which has been reported
         answers.fail(UNUSABLE)
-    answers.line(f"{given}: {number(len(paths), 'checkpoint')}; {newest} is the newest of them")
-    return newest
+    return path
 
 
-def _by_indexes(a: _Checkpoint, b: _Checkpoint) -> tuple[list[_Difference], dict[str, _Difference]]:
-    """Return the differences, and, by name, the values that the indexes do not suffice to compare."""
-    found: list[_Difference] = []
-    unknown: dict[str, _Difference] = {}
+def _by_indexes(a: _Checkpoint, b: _Checkpoint) -> dict[str, _Difference]:
+    """Return the differences by name, as far as the indexes tell."""
+    found: dict[str, list[str]] = {}
     for name in dict.fromkeys((*a.values, *b.values)):
         one, other = a.values.get(name), b.values.get(name)
         if one is None or other is None:
-            found.append(_Difference(name, one, other, ["added" if one is None else "removed"]))
+            found[name] = ["added" if one is None else "removed"]
         elif changes := [each for each in ("dtype", "shape") if getattr(one, each) != getattr(other, each)]:
-            found.append(_Difference(name, one, other, changes))
-        elif (is_same := _is_same(a, b, name)) is None:
-            unknown[name] = _Difference(name, one, other, ["value"])
-        elif not is_same:
-            found.append(_Difference(name, one, other, ["value"]))
-    return found, unknown
+            found[name] = changes
+        elif (ones := a.spans(name)) != (others := b.spans(name)):
+            is_known = any(ones[span] != others[span] for span in ones.keys() & others.keys())
+            found[name] = ["value" if is_known else _OTHERWISE]
+    return {name: _Difference(changes) for name, changes in found.items()}
 
 
-def _is_same(a: _Checkpoint, b: _Checkpoint, name: str) -> bool | None:
-    if name in a.small and name in b.small:
-        return a.small[name] == b.small[name]
-    ones, others = a.boxes.get(name, {}), b.boxes.get(name, {})
-    if ones.keys() != others.keys():
-        return None
-    verdicts = {stored.is_same(others[box]) for box, stored in ones.items()}
-    return False if False in verdicts else None if None in verdicts else True
-
-
-def _read(
-    a: _Checkpoint, b: _Checkpoint, to_read: Mapping[str, _Difference], bar: Progress, *, is_asked: bool
-) -> Iterator[_Difference]:
-    """Read values from both checkpoints. Yield the values that differ, with the measure of each if ``is_asked``."""
-    if not to_read:
-        return
-    from asyncckpt.report.value_comparison import measure, read_tensor  # here: most of ``diff`` needs no torch
-
-    bar.expect(sum(each.nbytes for each in to_read.values()))
+def _by_values(
+    a: _Checkpoint, b: _Checkpoint, found: Mapping[str, _Difference], bar: Progress
+) -> dict[str, _Difference]:
+    """Return the differences that remain after reading the values, each tensor with its measure."""
+    to_read = {name for name, each in found.items() if each.changes == [_OTHERWISE]}
+    to_read |= {name for name, each in found.items() if each.changes == ["value"] and a.values[name].dtype}
+    remaining = {name: each for name, each in found.items() if name not in to_read}
+    bar.expect(sum(a.values[name].nbytes for name in to_read))
     with read_pool(a.path) as pool:
-        for name, each in to_read.items():
-            if each.is_measurable and each.a:
-                stored = [[(side.file(its), its.item) for its in side.boxes[name].values()] for side in (a, b)]
-                one, other = (
-                    read_tensor(parts, each.a.shape, side.path, pool)
-                    for parts, side in zip(stored, (a, b), strict=True)
-                )
-                measured = measure(one, other)
-                is_same = each.changes == ["value"] and not measured[0]
-                each.measured = measured if is_asked else None
-            else:
-                is_same = _is_one_object(a.data(name, pool), b.data(name, pool))
-            bar.update(each.nbytes)
-            if not is_same:
-                yield each
+        for name in sorted(to_read):
+            if (difference := _read(a, b, name, pool)) is not None:
+                remaining[name] = difference
+            bar.update(a.values[name].nbytes)
+    return remaining
+
+
+def _read(a: _Checkpoint, b: _Checkpoint, name: str, pool: ThreadPoolExecutor) -> _Difference | None:
+    """Read a value from both checkpoints. Return None if it is the same."""
+    if a.values[name].dtype:
+        elements, largest = _measure(a.tensor(name, pool), b.tensor(name, pool))
+        return _Difference(["value"], elements, largest) if elements else None
+    is_same = _is_one_object(a.object(name, pool), b.object(name, pool))
+    return None if is_same else _Difference(["value"])
 
 
 def _is_one_object(one: bytes, other: bytes) -> bool:
     """Compare the bytes of two objects without the zeros that are reserved for their growth."""
     if is_archive(one) and is_archive(other):
-        nbytes = max(len(one), len(other))
-        one, other = stretched(one, nbytes), stretched(other, nbytes)
+        one, other = (stretched(each, max(len(one), len(other))) for each in (one, other))
     return one.rstrip(b"\0") == other.rstrip(b"\0")
 
 
+def _measure(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float | None]:
+    """Count the elements with other bytes in two tensors of one dtype and shape.
+
+    Returns:
+        The count, and the largest absolute difference of two finite elements in float64. The difference is None if no
+            two elements are finite, or torch cannot convert the dtype.
+    """
+    import torch
+
+    count, largest = 0, None
+    for a, b in zip(*(torch.split(each.reshape(-1), _CONVERTED) for each in (one, other)), strict=True):
+        rows = (each.view(torch.uint8).view(len(each), each.itemsize) for each in (a, b))
+        count += int(torch.ne(*rows).any(dim=1).sum())
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        try:
+            differences = (a.to(wide) - b.to(wide)).abs()
+        except (RuntimeError, NotImplementedError, TypeError):  # torch only knows the bytes of some dtypes
+            continue
+        finite = differences[differences.isfinite()]
+        largest = max(largest or 0.0, float(finite.max())) if len(finite) else largest
+    return count, largest
+
+
 def _show(
-    answers: Answers, a: _Checkpoint, b: _Checkpoint, found: list[_Difference], read: int, *, is_measured: bool
+    answers: Answers, a: _Checkpoint, b: _Checkpoint, found: Mapping[str, _Difference], *, is_measured: bool
 ) -> None:
-    names = {each.name for each in found}
-    same = [value for value in a.values.values() if value.name not in names]
-    facts: dict[str, Any] = {"a": a.path, "b": b.path, "is_same": not found, "same": len(same), "read": read}
-    answers.add(facts | {"differences": [each.facts() for each in found]})
-    for each in found:
-        cells = [each.name, ", ".join(each.changes), _form(each.a), _form(each.b), size_of(each.nbytes)]
-        elements, largest = each.measured or (None, None)
+    def nbytes(name: str) -> int:
+        return max(side.values[name].nbytes for side in (a, b) if name in side.values)
+
+    differences = []
+    for name in sorted(found, key=lambda name: (-nbytes(name), name)):
+        changes, elements, largest = found[name]
+        one, other = a.values.get(name), b.values.get(name)
+        values = None if elements is None else {"elements": elements, "max_abs": largest}
+        differences.append({"name": name, "changes": changes, "a": _facts(one), "b": _facts(other), "values": values})
         measured = (elements, "" if largest is None else f"{largest:.4g}") if is_measured else ()
+        cells = (name, ", ".join(changes), _form(one), _form(other), size_of(nbytes(name)))
         answers.row((*_HEADERS, *(_MEASURED if is_measured else ())), *cells, *measured)
+    same = [value for value in a.values.values() if value.name not in found]
+    undecided = sum(each.changes == [_OTHERWISE] for each in found.values())
+    facts = {"a": a.path, "b": b.path, "is_same": not found, "same": len(same), "undecided": undecided}
+    answers.add({**facts, "differences": differences})
     answers.show_table()
     about = f"{number(len(same), 'value')}, {size_of(sum(value.nbytes for value in same))}"
     if not found:
@@ -255,21 +244,12 @@ def _show(
         return
     answers.fail(DIFFERENT)
     answers.line(f"\n{number(len(found), 'difference')}; the same: {about}")
-    for one, other in ((a, b), (b, a)):
-        if (part := _part_of(one.values, other.values)) is not None:
-            answers.line(
-                f"{other.path} has names of {part!r} in {one.path}: asyncckpt export --only {part} writes that part,"
-                " with the same names"
-            )
+    if undecided:
+        answers.line(f"{number(undecided, 'value')} {_OTHERWISE}: --values reads what the indexes cannot decide")
 
 
-def _part_of(whole: Mapping[str, Value], other: Mapping[str, Value]) -> str | None:
-    """Return the key under which ``whole`` has all names of ``other``; None: there is none, or they share names."""
-    if not other or not whole.keys().isdisjoint(other):
-        return None
-    first = next(iter(other))
-    parts = (name.removesuffix(f".{first}") for name in whole if name.endswith(f".{first}"))
-    return next((part for part in parts if all(f"{part}.{name}" in whole for name in other)), None)
+def _facts(value: Value | None) -> dict[str, Any] | None:
+    return None if value is None else {"dtype": value.dtype, "shape": value.shape, "bytes": value.nbytes}
 
 
 def _form(value: Value | None) -> str:

@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.manifest import CALLED_AT, METADATA_NAME, Manifest
 from asyncckpt.loading.contents import Value, checkpoints_at, contents
 from asyncckpt.loading.source import is_stock, read_manifest
 from asyncckpt.report.answers import (
     Answers,
+    checkpoint_at,
     duration,
     kind_of,
-    newest_of,
     number,
     shape_of,
     size_of,
@@ -32,8 +31,8 @@ class Measured:
 
     ``called_at``: the call of ``save``, in seconds since the epoch. ``stall_s``: how long the call blocked the slowest
     rank. ``durable_after_s``: from the call until all ranks had written and the manifest was made. ``cost_s``,
-    ``lag_s``: the same two values without waits for a free slot. ``write_s``: from the first rank's start of writing
-    until the last rank's end. ``bytes_per_s``: the speed in that time.
+    ``lag_s``: the same two values without waits for a free slot. ``bytes_per_s``: the speed from the first rank's start
+    of writing until the last rank's end.
     """
 
     called_at: float | None
@@ -41,7 +40,6 @@ class Measured:
     durable_after_s: float | None
     cost_s: float | None
     lag_s: float | None
-    write_s: float | None
     bytes_per_s: float | None
 
     @classmethod
@@ -62,7 +60,6 @@ class Measured:
             durable_after_s=None if lag_s is None else max(0.0, lag_s),
             cost_s=max(costs, default=None),
             lag_s=None if lag_s is None else max(0.0, lag_s - min(waits, default=0.0)),
-            write_s=write_s,
             bytes_per_s=manifest.nbytes / write_s if write_s else None,
         )
 
@@ -81,6 +78,7 @@ def _write_s(timings: Mapping[str, Sequence[float | None]]) -> float | None:
     return max(took, default=None)
 
 
+_OF_SAVES = ("stall_s", "durable_after_s", "bytes_per_s")  # measurements that a checkpoint of stock DCP lacks
 _HEADERS = ("step", "written at", "size", "on disk", "stall", "durable after", "speed", "path")
 
 
@@ -123,8 +121,9 @@ def list_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -> 
         sizes, on_disk = [], []
         for path in paths:
             with answers.about(path), still_there(path, given):
-                facts = (_list_stock if is_stock(path) else _list_ours)(answers, path, args.disk_use)
+                facts = (_facts_of_stock if is_stock(path) else _facts_of_ours)(path, args.disk_use)
                 answers.add(facts)
+                _list(answers, facts)
                 sizes.append(facts["bytes"])
                 on_disk.append(facts["bytes_on_disk"])
         if paths != [given]:
@@ -132,16 +131,20 @@ def list_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -> 
             answers.line(f"{given}: {number(len(paths), 'checkpoint')}{total}")
 
 
-def _list_ours(answers: Answers, path: str, disk_use: DiskUse) -> dict[str, Any]:
+def _list(answers: Answers, facts: Mapping[str, Any]) -> None:
+    """Show the row of a checkpoint."""
+    path = facts["path"] if facts["kind"] == "asyncckpt" else f"{facts['path']} ({facts['kind']})"
+    written = "" if facts["created"] is None else time_of(facts["created"])
+    sizes = size_of(facts["bytes"]), size_of(facts["bytes_on_disk"])
+    times = ("" if seconds is None else duration(seconds) for seconds in (facts["stall_s"], facts["durable_after_s"]))
+    speed = "" if facts["bytes_per_s"] is None else f"{size_of(facts['bytes_per_s'])}/s"
+    answers.row(_HEADERS, facts["step"], written, *sizes, *times, speed, path)
+
+
+def _facts_of_ours(path: str, disk_use: DiskUse) -> dict[str, Any]:
     manifest = read_manifest(path)
-    its, kind = Measured.of(manifest), kind_of(manifest)
     on_disk = disk_use.of_ours(path, manifest)
-    sizes = [size_of(manifest.nbytes), size_of(on_disk)]
-    cells = [_shown(its.stall_s), _shown(its.durable_after_s)]
-    speed = "" if its.bytes_per_s is None else f"{size_of(its.bytes_per_s)}/s"
-    about = path if kind == "asyncckpt" else f"{path} ({kind})"
-    answers.row(_HEADERS, manifest.step, time_of(manifest.created), *sizes, *cells, speed, about)
-    return {"path": path, "kind": kind} | facts_of(manifest) | {"bytes_on_disk": on_disk}
+    return {"path": path, "kind": kind_of(manifest)} | facts_of(manifest) | {"bytes_on_disk": on_disk}
 
 
 def facts_of(manifest: Manifest) -> dict[str, Any]:
@@ -152,43 +155,32 @@ def facts_of(manifest: Manifest) -> dict[str, Any]:
         "created": manifest.created,
         "ranks": manifest.world_size,
         "bytes": manifest.nbytes,
-        "stall_s": its.stall_s,
-        "durable_after_s": its.durable_after_s,
-        "bytes_per_s": its.bytes_per_s,
+        **{name: getattr(its, name) for name in _OF_SAVES},
         "timings": dict(manifest.timings),
     }
 
 
-def _list_stock(answers: Answers, path: str, disk_use: DiskUse) -> dict[str, Any]:
-    """List a checkpoint of stock DCP: its size, and when it was written."""
+def _facts_of_stock(path: str, disk_use: DiskUse) -> dict[str, Any]:
+    """Return the size of a checkpoint of stock DCP, and when it was written."""
     storage = storage_for(path)
     names = [name for name in storage.names_in(path) if name == METADATA_NAME or name.endswith(".distcp")]
     sizes = {file: storage.size(file) or 0 for name in names for file in (os.path.join(path, name),)}
-    nbytes, on_disk = sum(sizes.values()), sum(disk_use.of_file(file, its) for file, its in sizes.items())
     stamp = storage.stamp(os.path.join(path, METADATA_NAME))
-    created = None if stamp is None else stamp.modified / 1e9
-    written = "" if created is None else time_of(created)
-    answers.row(_HEADERS, "", written, size_of(nbytes), size_of(on_disk), "", "", "", f"{path} (dcp)")
-    known = {"path": path, "kind": "dcp", "created": created, "bytes": nbytes, "bytes_on_disk": on_disk}
-    return known | dict.fromkeys(("step", "ranks", "stall_s", "durable_after_s", "bytes_per_s"))
-
-
-def _shown(seconds: float | None) -> str:
-    return "" if seconds is None else duration(seconds)
+    return {
+        "path": path,
+        "kind": "dcp",
+        "created": None if stamp is None else stamp.modified / 1e9,
+        "bytes": sum(sizes.values()),
+        "bytes_on_disk": sum(disk_use.of_file(file, its) for file, its in sizes.items()),
+        **dict.fromkeys(("step", "ranks", *_OF_SAVES)),
+    }
 
 
 def inspect_checkpoint(answers: Answers, given: str, args: argparse.Namespace) -> None:
     """Show the contents of the checkpoint at ``given``; for a folder of checkpoints, of the newest."""
     with answers.about(given):
-        paths = checkpoints_at(given)
-        if not paths:
-            raise CheckpointNotFoundError("there is no checkpoint here yet", path=given)
-        path = given
-        if paths != [given]:
-            if (newest := newest_of(answers, paths)) is None:
-                return
-            path = newest
-            answers.line(f"{given}: {number(len(paths), 'checkpoint')}; this is the newest of them")
+        if (path := checkpoint_at(answers, given)) is None:
+            return
         if is_stock(path):
             values = contents(path)
             answers.line(f"{path}: a checkpoint of stock DCP, without checksums")
@@ -212,11 +204,10 @@ def inspect_checkpoint(answers: Answers, given: str, args: argparse.Namespace) -
 def _show_the_rest(answers: Answers, manifest: Manifest) -> None:
     if small := [f"{name} ({size_of(manifest.files[name]['bytes'])})" for name in manifest.small_files()]:
         answers.line(f"small files: {', '.join(small)}")
-    phases = {name.removesuffix("_s"): ranks[0] for name, ranks in manifest.timings.items() if name.endswith("_s")}
     first = [
-        f"{name} {duration(seconds)}"
-        for name, seconds in phases.items()
-        if seconds is not None and not name.endswith("_from")
+        f"{name.removesuffix('_s')} {duration(seconds)}"
+        for name, (seconds, *_) in manifest.timings.items()
+        if name.endswith("_s") and not name.endswith("_from_s") and seconds is not None
     ]
     if first:
         answers.line(f"rank 0: {', '.join(first)}")

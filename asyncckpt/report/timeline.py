@@ -10,9 +10,9 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncckpt.errors import StorageError
 from asyncckpt.format.manifest import CALLED_AT, Manifest
@@ -30,79 +30,58 @@ _CLOCKS_S = 1e-3
 _RANK = re.compile(r"__(\d+)_\d+\.index\.json")
 
 
-@dataclass(frozen=True)
-class LaneSpan:
+class LaneSpan(NamedTuple):
     """A phase of a rank on a lane, in seconds since the epoch, and the phases within it."""
 
     name: str
     lane: str
     begin: float
     end: float
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any]
     within: Sequence[LaneSpan] = ()
 
 
-@dataclass(frozen=True)
-class RankOfSave:
-    """The phases of one rank in a save."""
-
-    path: str
-    step: int | None
-    rank: int
-    spans: Sequence[LaneSpan]
-
-
-def ranks_of(path: str, manifest: Manifest) -> list[RankOfSave]:
-    """Return the phases of each rank in the save at ``path``.
-
-    The list is empty if the manifest has no time of the call.
-    """
-    nbytes: dict[int, int] = {}  # of large files; the rank of a small file is not recorded
+def spans_of(path: str, manifest: Manifest) -> dict[int, list[LaneSpan]]:
+    """Return the phases of the save at ``path``, by rank. Ranks without a time of the call are left out."""
+    nbytes: Counter[int] = Counter()  # of large files; the rank of a small file is not recorded
     for facts in manifest.files.values():
         if (match := _RANK.fullmatch(facts.get("index", ""))) is not None:
-            nbytes[int(match[1])] = nbytes.get(int(match[1]), 0) + facts["bytes"]
-    found = []
+            nbytes[int(match[1])] += facts["bytes"]
+    found = {}
     for rank in range(manifest.world_size):
         timings = {name: value for name, each in manifest.timings.items() if (value := each[rank]) is not None}
-        if CALLED_AT in timings:
-            args = {"step": manifest.step, "rank": rank, "bytes_of_own_files": nbytes.get(rank), "path": path}
-            if spans := _spans(timings, manifest.created, args):
-                found.append(RankOfSave(path, manifest.step, rank, spans))
+        args = {"step": manifest.step, "rank": rank, "bytes_of_own_files": nbytes.get(rank), "path": path}
+        if CALLED_AT in timings and (spans := _spans(timings, manifest.created, args)):
+            found[rank] = spans
     return found
 
 
 def _spans(timings: Mapping[str, float], created: float, args: Mapping[str, Any]) -> list[LaneSpan]:
     called = timings[CALLED_AT]
-    name = "save" if args["step"] is None else f"save {args['step']}"
 
-    def span(phase: str, lane: str, begin_s: float | None = None, within: Sequence[LaneSpan] = ()) -> list[LaneSpan]:
+    def span(phase: str, lane: str, begin_s: float | None = None, name: str | None = None) -> list[LaneSpan]:
         """Return the span of a phase, or nothing if the timings lack it."""
         begin = timings.get(f"{phase}_from_s", begin_s)
         if f"{phase}_s" not in timings or begin is None:
             return []
-        return [LaneSpan(phase, lane, called + begin, called + begin + timings[f"{phase}_s"], args, within)]
+        return [LaneSpan(name or phase, lane, called + begin, called + begin + timings[f"{phase}_s"], args)]
 
-    plan_s = timings.get("plan_s")
-    inside = [*span("plan", "trainer", 0.0), *_renamed(span("slot", "trainer", plan_s), "wait for a slot")]
-    copy, spans = span("copy", "trainer"), []
+    inside = [*span("plan", "trainer", 0.0), *span("slot", "trainer", timings.get("plan_s"), "wait for a slot")]
+    copy, spans = span("copy", "copy"), []
     if "stall_s" in timings:
         end = called + timings["stall_s"]
         if copy and copy[0].end <= end + _CLOCKS_S:
             inside, copy = inside + copy, []
+        name = "save" if args["step"] is None else f"save {args['step']}"
         spans = [LaneSpan(name, "trainer", called, end, args, _kept_within(inside, called, end))]
-    spans += [LaneSpan("copy", "copy", each.begin, each.end, args) for each in copy]
+    spans += copy
     for write in span("write", "write"):
-        sync = _kept_within(span("sync", "write"), write.begin, write.end)
-        spans.append(LaneSpan("write", "write", write.begin, write.end, args, sync))
+        spans.append(write._replace(within=_kept_within(span("sync", "write"), write.begin, write.end)))
         spans += _kept_within(span("checksum", "checksum"), write.begin, write.end)
         if created > write.end:
             what = "from when this rank had written until the manifest was made; the rename comes after that"
             spans.append(LaneSpan("commit", "commit", write.end, created, {**args, "what": what}))
     return spans
-
-
-def _renamed(spans: Iterable[LaneSpan], name: str) -> list[LaneSpan]:
-    return [LaneSpan(name, each.lane, each.begin, each.end, each.args) for each in spans]
 
 
 def _kept_within(spans: Iterable[LaneSpan], begin: float, end: float) -> list[LaneSpan]:
@@ -111,26 +90,34 @@ def _kept_within(spans: Iterable[LaneSpan], begin: float, end: float) -> list[La
     for each in spans:
         begin = min(max(each.begin, begin), end)
         last = min(max(each.end, begin), end)
-        found.append(LaneSpan(each.name, each.lane, begin, last, each.args))
+        found.append(each._replace(begin=begin, end=last))
         begin = last
     return found
 
 
-def trace(ranks: Iterable[RankOfSave]) -> dict[str, Any]:
+def trace(saves: Iterable[Mapping[int, Sequence[LaneSpan]]]) -> dict[str, Any]:
     """Return the trace as Chrome's JSON. Its times are relative to the first event."""
     of_ranks: dict[int, list[LaneSpan]] = {}
-    for each in ranks:
-        of_ranks.setdefault(each.rank, []).extend(each.spans)
+    for save in saves:
+        for rank, spans in save.items():
+            of_ranks.setdefault(rank, []).extend(spans)
     first = min((span.begin for spans in of_ranks.values() for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
+
+    def name(kind: str, rank: int, thread: int, **args: object) -> None:
+        events.append({"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": args})
+
     for rank, its in sorted(of_ranks.items()):
-        events.append(_named("process_name", rank, 0, f"rank {rank}"))
-        events.append(_named("process_sort_index", rank, 0, rank))
+        name("process_name", rank, 0, name=f"rank {rank}")
+        name("process_sort_index", rank, 0, sort_index=rank)
         for lane, spans in _lanes_of(its):
             thread = len(events)
-            events.append(_named("thread_name", rank, thread, lane))
-            events.append(_named("thread_sort_index", rank, thread, thread))
-            events += [_event(one, rank, thread, first) for span in spans for one in (span, *span.within)]
+            name("thread_name", rank, thread, name=lane)
+            name("thread_sort_index", rank, thread, sort_index=thread)
+            for each in (one for span in spans for one in (span, *span.within)):
+                begin, end = (round((at - first) * 1e6) for at in (each.begin, each.end))
+                about = {"name": each.name, "cat": each.lane, "ph": "X", "ts": begin, "dur": end - begin}
+                events.append(about | {"pid": rank, "tid": thread, "args": dict(each.args)})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begins_at_s": first}}
 
 
@@ -153,27 +140,16 @@ def _lanes_of(spans: Iterable[LaneSpan]) -> list[tuple[str, list[LaneSpan]]]:
     return lanes
 
 
-def _event(span: LaneSpan, rank: int, thread: int, first: float) -> dict[str, Any]:
-    begin, end = (round((at - first) * 1e6) for at in (span.begin, span.end))
-    about = {"name": span.name, "cat": span.lane, "ph": "X", "ts": begin, "dur": end - begin}
-    return about | {"pid": rank, "tid": thread, "args": dict(span.args)}
-
-
-def _named(kind: str, rank: int, thread: int, value: str | int) -> dict[str, Any]:
-    key = "sort_index" if kind.endswith("sort_index") else "name"
-    return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": {key: value}}
-
-
 def show_timeline(answers: Answers, _: None, args: argparse.Namespace) -> None:
     """Write the trace of all saves at ``args.places`` to ``args.out``, or to stdout."""
     if args.out is None and sys.stdout.isatty():
         answers.say("the trace is long, and no text: name a file for it (-o trace.json), or pipe it")
         answers.fail(UNUSABLE)
         return
-    saves: list[list[RankOfSave]] = []
+    saves = []
     for given in args.places:
         for path, manifest in manifests_at(answers, given):
-            if its := ranks_of(path, manifest):
+            if its := spans_of(path, manifest):
                 saves.append(its)
             else:
                 answers.say(f"{path}: it does not say when it was saved, and is left out")
@@ -181,7 +157,7 @@ def show_timeline(answers: Answers, _: None, args: argparse.Namespace) -> None:
         answers.say("there is no save to show")
         answers.fail(UNUSABLE)
         return
-    text = json.dumps(trace(rank for save in saves for rank in save), allow_nan=False)
+    text = json.dumps(trace(saves), allow_nan=False)
     if args.out is None:
         answers.print(text)
         return

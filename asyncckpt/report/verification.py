@@ -8,15 +8,15 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.format.manifest import METADATA_NAME
-from asyncckpt.loading.contents import SetsOfFiles, checkpoints_at
+from asyncckpt.loading.contents import checkpoints_at, set_with_file
 from asyncckpt.loading.data_file import CheckedFiles
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import Report, is_stock, read_manifest, verify, verify_files
-from asyncckpt.report.answers import DAMAGED, GOOD, Answers, Kind, kind_of, number, size_of, still_there
+from asyncckpt.report.answers import DAMAGED, Answers, Kind, kind_of, number, size_of, still_there
 from asyncckpt.storage import absolute, is_address, storage_for
 
 if TYPE_CHECKING:
@@ -25,44 +25,27 @@ if TYPE_CHECKING:
 _ALL = "every byte, by the checksums that were written with it"
 
 
-class _Damage(NamedTuple):
-    """A file, and its damage as text."""
-
-    file: str
-    what: str
-
-
 @dataclass
 class _Verified:
-    """The result of a check: the ``checked`` and ``unchecked`` parts, as texts, and the damages.
+    """The result of a check: a report, and the ``checked`` and ``unchecked`` parts, as texts."""
 
-    ``shared``: see ``Report``.
-    """
-
-    path: str
+    report: Report
     kind: Kind
-    nbytes: int = 0
     checked: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
-    damages: list[_Damage] = field(default_factory=list)
-    shared: int = 0
-
-    def take(self, report: Report) -> None:
-        """Copy the results of a report."""
-        self.nbytes, self.shared = report.nbytes, report.shared
-        self.damages += [_Damage(error.path or self.path, error.message) for error in report.damages]
 
     def facts(self) -> dict[str, Any]:
         """Return the result as JSON data."""
+        report = self.report
         return {
-            "path": self.path,
+            "path": report.path,
             "kind": self.kind,
-            "bytes": self.nbytes,
-            "bytes_shared": self.shared,
-            "ok": not self.damages,
+            "bytes": report.nbytes,
+            "bytes_shared": report.shared,
+            "ok": not report.damages,
             "checked": self.checked,
             "unchecked": self.unchecked,
-            "damages": [each._asdict() for each in self.damages],
+            "damages": [{"file": error.path or report.path, "what": error.message} for error in report.damages],
         }
 
 
@@ -86,14 +69,11 @@ def verify_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -
 
 def _verify_ours(path: str, bar: Progress, checked: CheckedFiles) -> _Verified:
     report = verify(path, bar.update, checked)
-    found = _Verified(report.path, "asyncckpt")
-    found.take(report)
-    with contextlib.suppress(CheckpointError):
-        found.kind = kind_of(read_manifest(path))
-        found.checked.append(_ALL)
-    if not found.checked:  # the manifest is damaged
-        found.unchecked.append(f"all else, as {os.path.basename(path)} has no manifest that can be read")
-    return found
+    try:
+        return _Verified(report, kind_of(read_manifest(path)), [_ALL])
+    except CheckpointError:
+        rest = f"all else, as {os.path.basename(path)} has no manifest that can be read"
+        return _Verified(report, "asyncckpt", unchecked=[rest])
 
 
 def _verify_in_set(path: str, progress: Callable[[int], object]) -> _Verified | None:
@@ -106,7 +86,7 @@ def _verify_in_set(path: str, progress: Callable[[int], object]) -> _Verified | 
     if not (is_folder or is_file):
         return None
     with ExitStack() as held:
-        place = SetsOfFiles(held).with_file(os.path.join(path, METADATA_NAME) if is_folder else path)
+        place = set_with_file(os.path.join(path, METADATA_NAME) if is_folder else path, held)
         if place is None:
             return None
         source, its = place
@@ -114,10 +94,7 @@ def _verify_in_set(path: str, progress: Callable[[int], object]) -> _Verified | 
         names = [name for name in source.manifest.files if name.startswith(within)] if is_folder else [its]
         report = Report(path)
         verify_files(source, names, report, progress)
-    found = _Verified(path, "file set")
-    found.take(report)
-    found.checked.append(f"every byte, by the checksums of the set {source.path}, which this is in")
-    return found
+    return _Verified(report, "file set", [f"every byte, by the checksums of the set {source.path}, which this is in"])
 
 
 def _verify_stock(path: str) -> _Verified:
@@ -125,28 +102,27 @@ def _verify_stock(path: str) -> _Verified:
     # Imported here, because checkpoints of this library are verified without torch.
     from asyncckpt.loading.dcp_reader import read_stock_metadata
 
-    found = _Verified(path, "dcp")
+    report = Report(path)
     try:
         metadata = read_stock_metadata(path, weights_only=True)
     except DamagedCheckpointError as error:
-        found.damages.append(_Damage(error.path or path, error.message))
-        return found
+        report.damages.append(error)
+        return _Verified(report, "dcp")
     ends: dict[str, int] = {}  # end of the last value of each file
     for place in (metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    damages: list[tuple[str, str]] = []
     for name, end in sorted(ends.items()):
-        size = storage_for(path).size(file := os.path.join(path, name))
+        size = storage_for(path).size(os.path.join(path, name))
         if size is None:
-            found.damages.append(_Damage(file, "a file of this checkpoint is missing"))
+            damages.append((name, "a file of this checkpoint is missing"))
         elif size < end:
-            found.damages.append(_Damage(file, f"a value ends at {end:,}, and the file has {size:,} bytes"))
-        found.nbytes += size or 0
-    found.damages += [_Damage(os.path.join(path, METADATA_NAME), what) for what in _missing(metadata)]
-    found.checked.append(
-        f"{METADATA_NAME}, and that all it names is there ({number(len(ends), 'file')}, each long enough)"
-    )
-    found.unchecked.append("the bytes of the values: stock DCP has no checksums")
-    return found
+            damages.append((name, f"a value ends at {end:,}, and the file has {size:,} bytes"))
+        report.nbytes += size or 0
+    damages += [(METADATA_NAME, what) for what in _missing(metadata)]
+    report.damages += [DamagedCheckpointError(what, path=os.path.join(path, name)) for name, what in damages]
+    what = f"{METADATA_NAME}, and that all it names is there ({number(len(ends), 'file')}, each long enough)"
+    return _Verified(report, "dcp", [what], ["the bytes of the values: stock DCP has no checksums"])
 
 
 def _missing(metadata: Metadata) -> Iterator[str]:
@@ -161,15 +137,17 @@ def _missing(metadata: Metadata) -> Iterator[str]:
 
 
 def _show(answers: Answers, found: _Verified) -> None:
-    answers.add(found.facts())
-    for damage in found.damages:
-        answers.line(f"{damage.file}: {damage.what}")
-    answers.fail(DAMAGED if found.damages else GOOD)
-    if not found.damages:
+    facts, report = found.facts(), found.report
+    answers.add(facts)
+    for damage in facts["damages"]:
+        answers.line(f"{damage['file']}: {damage['what']}")
+    if report.damages:
+        answers.fail(DAMAGED)
+    else:
         about = "" if found.kind == "asyncckpt" else f" ({found.kind})"
-        shared = f", of which {size_of(found.shared)} are shared and were read before" if found.shared else ""
-        answers.line(f"{found.path}{about}: good, {size_of(found.nbytes)}{shared}")
-    if found.checked != [_ALL]:
-        answers.line("".join(f"  checked: {each}\n" for each in found.checked).rstrip("\n"))
+        shared = f", of which {size_of(report.shared)} are shared and were read before" if report.shared else ""
+        answers.line(f"{report.path}{about}: good, {size_of(report.nbytes)}{shared}")
+    for each in found.checked if found.checked != [_ALL] else ():
+        answers.line(f"  checked: {each}")
     for each in found.unchecked:
         answers.line(f"  not checked: {each}")

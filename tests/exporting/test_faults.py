@@ -226,8 +226,6 @@ def test_nothing_is_replaced(saved: Path, tmp_path: Path) -> None:
     export(saved, tmp_path / "new/folders/out")
     with pytest.raises(StorageError, match="goes to a file system"):
         export(saved, "s3://bucket/out")
-    with pytest.raises(StorageError, match="is to be copied"):
-        export(saved, tmp_path / "out", extra=[tmp_path / "none"])
     assert not list(tmp_path.glob(".*"))
 
 

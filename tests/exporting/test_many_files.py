@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support import ranks
-from support.checkpoints import PAGE
 from support.shards import save_shards
 from support.states import same
 
 from asyncckpt import export
 from asyncckpt.errors import StorageError
 from asyncckpt.exporting import source_files
-from asyncckpt.shm.huge import huge_buffer
+from asyncckpt.exporting.stored import fetch
+from asyncckpt.shm.memcpy import address_of
 
 FILES, MOST = 150, 100
 
@@ -45,38 +46,29 @@ def test_more_files_than_may_be_open(tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "out/model.safetensors"), state)
 
 
-def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else half of it would be of another time. One that stays open is the same for ever."""
-    monkeypatch.setattr(source_files, "_MOST", 1)
-    for name in ("one", "other", "new"):
+def test_files_beyond_the_limit_are_opened_again_and_refused_if_they_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise half of a file would be of another time."""
+    monkeypatch.setattr(source_files, "_SHARE", 1 << 40)
+    names = [str(number) for number in range(20)]
+    for name in (*names, "new"):
         (tmp_path / name).write_text(name)
-    files, buffer = source_files.OpenFiles(), huge_buffer(PAGE)
-    one, other = (files.open(str(tmp_path / name)) for name in ("one", "other"))
-    before = len(os.listdir("/proc/self/fd"))
-    for file, name in ((one, "one"), (other, "other"), (one, "one")):
-        assert bytes(buffer[: file.read([buffer], 0)]) == name.encode()
+    with ExitStack() as held, ThreadPoolExecutor(8) as pool:
+        before = len(os.listdir("/proc/self/fd"))
+        folder = source_files.SourceFiles(str(tmp_path), held)
+        files = {name: folder.open(name, [(name, 0, len(name))]) for name in names}
         assert len(os.listdir("/proc/self/fd")) == before
-    (tmp_path / "new").rename(tmp_path / "one")
-    assert one.read([buffer], 0) == len("one") and other.read([buffer], 0) == len("other")
-    with pytest.raises(StorageError, match="changed or replaced") as raised:
-        one.read([buffer], 0)
-    assert raised.value.path == str(tmp_path / "one")
-    one.close()
-    other.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 1
 
+        def read(name: str) -> bytes:
+            data = bytearray(len(name))
+            fetch(files, [(name, 0, len(name), address_of(memoryview(data)))], pool)
+            return bytes(data)
 
-def test_files_are_read_by_many_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is closed that somebody reads."""
-    monkeypatch.setattr(source_files, "_MOST", 2)
-    for number in range(20):
-        (tmp_path / str(number)).write_text(str(number))
-    files = source_files.OpenFiles()
-    opened = [files.open(str(tmp_path / str(number))) for number in range(20)]
-
-    def read(turn: int) -> bool:
-        buffer, number = huge_buffer(PAGE), turn * 7 % 20
-        return bytes(buffer[: opened[number].read([buffer], 0)]) == str(number).encode()
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(read, range(500)))
+        for name in names * 2:
+            assert read(name) == name.encode()
+        (tmp_path / "new").rename(tmp_path / "7")
+        assert read("8") == b"8"
+        with pytest.raises(StorageError, match="changed or replaced") as raised:
+            read("7")
+        assert raised.value.path == str(tmp_path / "7")

@@ -68,7 +68,7 @@ def test_a_shared_file_is_read_once(shared: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ChecksummedFile, "read", noted)
     done: list[int] = []
-    checked = CheckedFiles()
+    checked: CheckedFiles = {}
     reports = [verify(str(path), done.append, checked) for path in sorted(shared.glob("step-*"))]
     assert read == [str(shared / name / DATA) for name in (ALL[0], "step-00000004")]
     nbytes = (shared / ALL[0] / DATA).stat().st_size
@@ -84,7 +84,7 @@ def test_what_another_index_says_of_a_shared_file_is_checked(shared: Path) -> No
     assert other.stat().st_size == (shared / ALL[0] / DATA).stat().st_size
     other.unlink()
     os.link(shared / ALL[0] / DATA, other)
-    checked = CheckedFiles()
+    checked: CheckedFiles = {}
     assert not verify(str(shared / ALL[0]), checked=checked).damages
     (damage,) = verify(str(other.parent), checked=checked).damages
     assert "'b'; this file is shared with step-00000001, step-00000002, step-00000003: they are" in damage.message
@@ -180,7 +180,7 @@ def test_files_of_sets_in_folders_of_their_own(tmp_path: Path) -> None:
     for name in ("model.safetensors", "dcp/model_0/__0_0.distcp", "optimizer.pt"):
         share(tmp_path / "second", tmp_path / "first", name)
         flip(tmp_path / "first" / name, (tmp_path / "first" / name).stat().st_size // 2)
-    checked = CheckedFiles()
+    checked: CheckedFiles = {}
     for name, other in (("first", "second"), ("second", "first")):
         report = verify(str(tmp_path / name), checked=checked)
         assert len(report.damages) == 3

@@ -91,7 +91,7 @@ CHANGES = {
 
 def test_what_was_added_removed_or_changed(tmp_path: Path, diff: Diff) -> None:
     a, b = _save(tmp_path / "a", _before()), _save(tmp_path / "b", _after())
-    facts = diff(a, b)
+    facts = diff(a, b, "--values")
     assert _changes(facts) == CHANGES and facts["same"] == 4 and facts["a"] == str(a) and facts["b"] == str(b)
     sizes = [max(each[side]["bytes"] for side in "ab" if each[side]) for each in facts["differences"]]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 3
@@ -130,33 +130,35 @@ def test_all_kinds_of_values(tmp_path: Path, diff: Diff) -> None:
     assert values["model.tied"] == values["model.weight"] and values["step"] is None
 
 
-def test_bytes_of_two_of_ours_are_not_read(root: Path, diff: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_values_no_bytes_are_read(root: Path, diff: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(root, Config(link_unchanged=False)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, _before()).result(60)
     monkeypatch.setattr(ChecksummedFile, "read", None)
-    facts = diff(root / "step-00000001", root / "step-00000002")
-    assert facts["is_same"] and facts["read"] == 0
+    assert diff(root / "step-00000001", root / "step-00000002")["is_same"]
 
 
-def test_what_stands_elsewhere_in_the_file_is_the_same(tmp_path: Path, diff: Diff) -> None:
-    """A tensor of a page or more stands behind another padding then."""
+def test_values_decide_what_indexes_do_not(tmp_path: Path, diff: Diff, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tensor of a page or more stands behind another padding if a tensor in front of it is added."""
     tensors = {f"t{number}": torch.randn(number * 40_001 + 1) for number in range(12)}
     a = _save(tmp_path / "a", tensors)
     b = _save(tmp_path / "b", {"first": torch.zeros(777), **tensors})
     facts = diff(a, b)
-    assert _changes(facts) == {"first": "added"} and facts["same"] == 12
-    assert _changes(diff(b, a)) == {"first": "removed"}
+    others = [name for name, change in _changes(facts).items() if change == "stored otherwise"]
+    assert 0 < len(others) == facts["undecided"] == len(facts["differences"]) - 1
+    assert cli.main(["diff", str(a), str(b)]) == 1 and "--values reads" in capsys.readouterr().out
+    facts = diff(a, b, "--values")
+    assert _changes(facts) == {"first": "added"} and facts["same"] == 12 and not facts["undecided"]
+    assert _changes(diff(b, a, "--values")) == {"first": "removed"}
 
 
-@pytest.mark.parametrize("at", [0, 1, SPAN_BYTES // 4, SPAN_BYTES // 2, 3 * SPAN_BYTES // 4 - 1])
+@pytest.mark.parametrize("at", [0, SPAN_BYTES // 4, 3 * SPAN_BYTES // 4 - 1])
 def test_each_span_counts(tmp_path: Path, diff: Diff, at: int) -> None:
     large = torch.zeros(3 * SPAN_BYTES // 4)
     a = _save(tmp_path / "a", {"large": large, "b": torch.zeros(3)})
     large[at] = 1
     b = _save(tmp_path / "b", {"large": large, "b": torch.zeros(3)})
-    facts = diff(a, b)
-    assert _changes(facts) == {"large": "value"} and facts["read"] == 0
+    assert _changes(diff(a, b)) == {"large": "value"}
 
 
 def test_a_header_is_no_value(tmp_path: Path, diff: Diff) -> None:
@@ -168,8 +170,7 @@ def test_a_header_is_no_value(tmp_path: Path, diff: Diff) -> None:
         flip(b / DATA, at)
     _sign(b)
     assert _changes(diff(a, b)) == {"w": "value", "small": "value"}
-    facts = diff(a, b, "--values")
-    assert facts["is_same"] and facts["read"] == 2
+    assert diff(a, b, "--values")["is_same"]
     flip(b / DATA, its["small"].payload_at)
     _sign(b)
     assert _changes(diff(a, b, "--values")) == {"small": "value"}
@@ -187,24 +188,16 @@ def _sign(folder: Path) -> None:
     (folder / "asyncckpt.json").write_bytes(replace(manifest, files=files).encode())
 
 
-def test_objects_with_tensors_are_compared_without_that_space_too(tmp_path: Path, diff: Diff) -> None:
-    large, small = ({"held": (torch.arange(count), 1)} for count in (10_000, 100))
+def test_objects_are_compared_without_the_space_to_grow(tmp_path: Path, diff: Diff) -> None:
+    large, small = ({"held": (torch.arange(count), 1), "text": "a" * count} for count in (10_000, 100))
     with Engine() as engine:
-        for name, state in (("large", large), ("in large", small)):
+        for name, state in (("large", large), ("in large", small)):  # where more is reserved
             engine.save(tmp_path / name, state).result(60)
     _save(tmp_path / "small", small)
-    assert diff(tmp_path / "in large", tmp_path / "small")["is_same"]
-    assert _changes(diff(tmp_path / "in large", tmp_path / "large")) == {"held": "value"}
-
-
-def test_objects_are_compared_without_the_space_to_grow(tmp_path: Path, diff: Diff) -> None:
-    with Engine() as engine:
-        engine.save(tmp_path / "a", {"w": torch.zeros(3), "text": "a" * 5000}).result(60)
-        engine.save(tmp_path / "b", {"w": torch.zeros(3), "text": "b"}).result(60)  # where more is reserved
-    c = _save(tmp_path / "c", {"w": torch.zeros(3), "text": "b"})
-    assert diff(tmp_path / "b", c)["is_same"] and diff(c, tmp_path / "b")["same"] == 2
-    assert _changes(diff(tmp_path / "a", c)) == {"text": "value"}
-    assert _changes(diff(c, _save(tmp_path / "d", {"w": 3, "text": "b"}))) == {"w": "dtype, shape"}
+    assert {*_changes(diff(tmp_path / "in large", tmp_path / "small")).values()} == {"stored otherwise"}
+    assert diff(tmp_path / "in large", tmp_path / "small", "--values")["is_same"]
+    facts = diff(tmp_path / "small", tmp_path / "large", "--values")
+    assert _changes(facts) == {"held": "value", "text": "value"}
 
 
 def test_sets_of_files(tmp_path: Path, diff: Diff) -> None:
@@ -260,7 +253,7 @@ def test_how_values_differ(tmp_path: Path, diff: Diff) -> None:
     state["i"][2] += 7
     state["b"][0] = False
     state["c"] = torch.tensor([0j, 0])
-    state["h"] = torch.full((10,), 1.5, dtype=torch.float32)
+    state["h"] = torch.full((10,), 1.5, dtype=torch.bfloat16)
     state["q"] = torch.full((10,), 2.0).to(torch.float8_e4m3fn)
     state["z"] += 1
     b = _save(tmp_path / "b", state)
@@ -286,12 +279,12 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["diff", str(_save(tmp_path / "a", _before())), str(_save(tmp_path / "b", state))]
     assert cli.main(argv) == 1
     headers, _, *rows = capsys.readouterr().out.splitlines()
-    assert headers.split() == ["name", "change", "in", "A", "in", "B", "size"] and len(rows) == 8
-    assert rows[0].split() == ["added", "added", "float32", "12345", "48.2", "KiB"]
-    assert rows[-1].startswith("6 differences; the same: 4 values, 1.8 MiB")
+    assert headers.split() == ["name", "change", "in", "A", "in", "B", "size"]
+    assert ["added", "added", "float32", "12345", "48.2", "KiB"] in [row.split() for row in rows]
     assert cli.main([*argv, "--values"]) == 1
     headers, _, *rows = capsys.readouterr().out.splitlines()
-    assert headers.split()[-5:] == ["elements", "that", "differ", "largest", "difference"]
+    assert headers.split()[-5:] == ["elements", "that", "differ", "largest", "difference"] and len(rows) == 8
+    assert rows[-1].startswith("6 differences; the same: 4 values, 1.8 MiB")
     assert " ".join(rows[1].split()) == "changed value float32 50x7 float32 50x7 1.4 KiB 2 0.001"
 
 
@@ -311,20 +304,9 @@ def test_trouble_is_no_difference(tmp_path: Path, diff: Diff, capsys: pytest.Cap
     assert str(b) in capsys.readouterr().err
 
 
-def test_torch_is_not_loaded_for_two_of_ours(tmp_path: Path) -> None:
+def test_torch_is_not_loaded_for_indexes(tmp_path: Path) -> None:
     a, b = _save(tmp_path / "a", _before()), _save(tmp_path / "b", {**_before(), "changed": torch.ones(50, 7)})
     argv = ["diff", str(a), str(b)]
     code = f"import sys; from asyncckpt.cli import main; assert main({argv}) == 1; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "changed" in done.stdout and " torch " not in done.stdout.splitlines()[-1]
-
-
-def test_a_part_that_was_exported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = {"w": torch.ones(3), "b": torch.zeros(2)}
-    path = _save(tmp_path / "a", {"model": model, "step": 1})
-    export(path, tmp_path / "part", to="dcp", only="model")
-    assert cli.main(["diff", str(path), str(tmp_path / "part")]) == 1
-    assert "export --only model" in capsys.readouterr().out
-    other = _save(tmp_path / "b", {"w": torch.ones(3), "c": torch.zeros(2)})
-    assert cli.main(["diff", str(path), str(other)]) == 1
-    assert "--only" not in capsys.readouterr().out

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from asyncckpt import cli, export
 from asyncckpt.extension import Engine
-from asyncckpt.report import value_comparison
+from asyncckpt.report import diff
 
 
 def _diff(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
@@ -29,6 +29,10 @@ def _diff(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
     (facts,) = json.loads(capsys.readouterr().out)
     assert status == int(not facts["is_same"])
     return facts
+
+
+def _changes(facts: dict[str, Any]) -> dict[str, str]:
+    return {each["name"]: ", ".join(each["changes"]) for each in facts["differences"]}
 
 
 def _save_shards(state: dict[str, Any], path: Path, cuts: Mapping[str, Cuts]) -> None:
@@ -57,13 +61,15 @@ def test_any_shards_of_any_tensor(
     forms: list[tuple[tuple[int, ...], Cuts, Cuts]],
     data: st.DataObject,
 ) -> None:
-    monkeypatch.setattr(value_comparison, "_CONVERTED", 7)
+    monkeypatch.setattr(diff, "_CONVERTED", 7)
     tensors = {f"w{number}": torch.randn(shape, dtype=torch.float64) for number, (shape, *_) in enumerate(forms)}
     with tempfile.TemporaryDirectory() as folder:
         for side in (1, 2):
             cuts = {name: forms[number][1:][side - 1] for number, name in enumerate(tensors)}
             _save_shards(tensors, Path(folder) / str(side), cuts)
-        assert _diff(capsys, f"{folder}/1", f"{folder}/2")["same"] == len(tensors)
+        facts = _diff(capsys, f"{folder}/1", f"{folder}/2")
+        assert {*_changes(facts).values()} <= {"stored otherwise"}
+        assert facts["same"] + facts["undecided"] == len(tensors)
         assert _diff(capsys, f"{folder}/1", f"{folder}/2", "--values")["same"] == len(tensors)
         filled = [name for name, tensor in tensors.items() if tensor.numel()]
         changed = data.draw(st.sets(st.sampled_from(filled))) if filled else set()
@@ -107,10 +113,9 @@ def test_ranks_that_have_other_parts(tmp_path: Path, capsys: pytest.CaptureFixtu
     run(2, _save, str(tmp_path), folder=tmp_path)
     rows, columns, others = (tmp_path / each for each in ("rows", "columns", "others"))
     facts = _diff(capsys, rows, columns)
-    assert facts["is_same"] and facts["same"] == 2 and facts["read"] == 1
-    assert _diff(capsys, columns, columns)["read"] == 0
-    # In the same parts only what holds the value is read; or it is known by a checksum of its own.
-    assert [each["name"] for each in _diff(capsys, columns, others)["differences"]] == ["w"]
+    assert _changes(facts) == {"w": "stored otherwise"} and facts["same"] == facts["undecided"] == 1
+    assert _diff(capsys, columns, columns)["is_same"] and _diff(capsys, rows, columns, "--values")["is_same"]
+    assert _changes(_diff(capsys, columns, others)) == {"w": "value"}
     for one in (rows, columns):
         (each,) = _diff(capsys, one, others, "--values")["differences"]
         assert each["name"] == "w" and each["values"]["max_abs"] == 2.0

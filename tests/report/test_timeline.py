@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from asyncckpt import Checkpointer, cli
 from asyncckpt.extension import Engine
-from asyncckpt.report.timeline import LaneSpan, RankOfSave, ranks_of, trace
+from asyncckpt.report.timeline import LaneSpan, spans_of, trace
 
 NBYTES = 4 << 20
 STEPS = (100, 200, 300)
@@ -128,25 +128,24 @@ def test_what_a_dead_trainer_did_not_say_is_left_out() -> None:
         name: [*each, None if name in ("plan_s", "slot_s", "copy_s", "stall_s") else each[0]]
         for name, each in WHOLE.items()
     }
-    whole, other = ranks_of("there", _manifest(dead))
-    names = _names(list(other.spans))
+    whole, other = spans_of("there", _manifest(dead)).values()
+    names = _names(other)
     assert names == {"write: write": ["sync"], "checksum: checksum": [], "commit: commit": []}
-    assert _names(list(whole.spans)) == {"trainer: save 5": ["plan", "wait for a slot", "copy"], **names}
-    assert [span.args["bytes_of_own_files"] for span in (whole.spans[0], other.spans[0])] == [7, None]
-    commit = whole.spans[-1]
+    assert _names(whole) == {"trainer: save 5": ["plan", "wait for a slot", "copy"], **names}
+    assert [span.args["bytes_of_own_files"] for span in (whole[0], other[0])] == [7, None]
+    commit = whole[-1]
     assert (commit.begin, commit.end) == (12.5, 20.0) and "rename" in commit.args["what"]
 
 
 def test_a_copy_that_outlasts_the_call_has_a_lane() -> None:
-    (rank,) = ranks_of("there", _manifest(WHOLE | {"stall_s": [0.35]}))
-    names = _names(list(rank.spans))
+    names = _names(spans_of("there", _manifest(WHOLE | {"stall_s": [0.35]}))[0])
     assert names["trainer: save 5"] == ["plan", "wait for a slot"] and names["copy: copy"] == []
 
 
 def test_no_two_of_a_lane_overlap() -> None:
     """Two jobs may have saved at a time, and clocks may differ by a little."""
     saves = [_manifest(WHOLE | {"called_at": [at], "sync_s": [0.50003]}) for at in (10.0, 10.6, 10.7, 30.0)]
-    found = trace(rank for manifest in saves for rank in ranks_of("there", manifest))
+    found = trace(spans_of("there", manifest) for manifest in saves)
     spans = _check(found, ranks=1)
     names = {event["args"]["name"] for event in found["traceEvents"] if event["name"] == "thread_name"}
     assert {"trainer", "trainer 2", "write", "write 2", "write 3"} <= names and "write 4" not in names
@@ -173,7 +172,7 @@ def test_what_says_nothing_of_when(tmp_path: Path, root: Path, capsys: pytest.Ca
 
 
 def test_a_rank_without_any_span_is_left_out() -> None:
-    assert ranks_of("there", _manifest({"called_at": [10.0]})) == []
+    assert spans_of("there", _manifest({"called_at": [10.0]})) == {}
     assert trace([])["traceEvents"] == []
 
 
@@ -189,23 +188,8 @@ def test_the_bytes_are_those_of_own_large_files() -> None:
     """Not of a small one: whose that is is not said."""
     manifest = _manifest(WHOLE)
     files = {**manifest.files, "small": {"bytes": 5, "xxh3": "0"}}
-    (rank,) = ranks_of("there", replace(manifest, files=files))
-    assert rank.spans[0].args["bytes_of_own_files"] == 7 and "bytes" not in rank.spans[0].args
-
-
-def test_a_trace_of_many_ranks_walks_their_spans_once() -> None:
-    walked = 0
-
-    class Counted(RankOfSave):
-        def __getattribute__(self, name: str) -> Any:
-            nonlocal walked
-            walked += name == "spans"
-            return super().__getattribute__(name)
-
-    (rank,) = ranks_of("there", _manifest(WHOLE))
-    found = trace(Counted("there", 5, number, rank.spans) for number in range(50))
-    _check(found, ranks=50)
-    assert walked == 50
+    (span, *_) = spans_of("there", replace(manifest, files=files))[0]
+    assert span.args["bytes_of_own_files"] == 7 and "bytes" not in span.args
 
 
 def test_a_terminal_gets_no_trace(
