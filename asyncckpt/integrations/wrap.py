@@ -102,8 +102,12 @@ class _NvrxSave(Save):
 
     def done(self) -> bool:
         if not self._outcome.done():
-            self._finalize(blocking=True)
-            self._outcome.set_result(None)
+            try:
+                self._finalize(blocking=True)
+            except Exception as error:  # nvrx forgets the call then, and would finalize nothing the next time
+                self._outcome.set_exception(error)
+            else:
+                self._outcome.set_result(None)
         return True
 
     def result(self, timeout: float | None = None) -> str:

@@ -139,6 +139,17 @@ off, on = argparse.Namespace(), argparse.Namespace(async_ckpt_use_cpu_shm=True)
 state = {"w": torch.ones(1000)}
 handle = wrap_save(theirs.async_save, off)(state, sys.argv[1] + ".theirs")
 assert torch.load(handle.result(60))["w"].sum() == 1000 and handle.done()
+finalize, theirs.finalize_async_save = theirs.finalize_async_save, lambda **_: 1 / 0  # its process has died
+handle = wrap_save(theirs.async_save, off)(state, sys.argv[1] + ".lost")
+theirs.finalize_async_save = finalize
+for _ in range(2):
+    try:
+        handle.result(60)
+    except Exception as error:
+        assert handle.done() and "division by zero" in str(error), error
+    else:
+        raise AssertionError("a save that has failed is durable")
+finalize(blocking=True)
 handle = wrap_save(theirs.async_save, on)(state, sys.argv[1])
 state["w"].zero_()
 assert torch.load(handle.result(60))["w"].sum() == 1000
