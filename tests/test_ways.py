@@ -25,9 +25,9 @@ class Limit(NamedTuple):
     calls: int
 
 
-SAVE_IN_TRAINER = Limit(45, 350)
-SAVE_IN_WORKER = Limit(30, 600)
-LOAD = Limit(45, 900)
+SAVE_IN_TRAINER = Limit(37, 250)
+SAVE_IN_WORKER = Limit(27, 450)
+LOAD = Limit(43, 750)
 
 
 def check(calls: Counter[str], limit: Limit) -> None:
