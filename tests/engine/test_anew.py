@@ -31,7 +31,7 @@ from asyncckpt.supervisor import Supervisor, known_supervisors
 EVERY = int(os.environ.get("ASYNCCKPT_TEST_EVERY", 149))
 
 # Of what was opened when an exception came before anybody had it: Python closes it, and says so.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed (file|<socket):ResourceWarning")
 
 
 def _state(step: int) -> dict[str, Any]:
