@@ -146,11 +146,11 @@ def _child(*arguments: Any, exit_status: int = 0) -> dict[str, Any]:
     process = context.Process(target=_train, args=(*arguments, theirs), daemon=True)
     process.start()
     theirs.close()
+    report: dict[str, Any] = {}
     with contextlib.suppress(EOFError):
-        if reports.poll(_SILENCE_S):
-            report: dict[str, Any] = reports.recv()
+        report = reports.recv() if reports.poll(_SILENCE_S) else report
     process.join(_SILENCE_S)
-    if process.exitcode != exit_status:
+    if not report or process.exitcode != exit_status:  # the kernel, too, kills by SIGKILL
         process.kill()
         sys.exit(f"asyncckpt demo: a training process ended with status {process.exitcode}")
     return report
