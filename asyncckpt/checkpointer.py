@@ -238,6 +238,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def wait_uploads(self, timeout: float | None = None) -> None:
         """Wait until all saves have ended and every step to upload is in the root. All ranks have to call this.
 
+        A step that waits for its upload while a newer step is committed is left out, unless its upload is mandatory.
         An upload error is logged and fails no save. This method raises the error, on all ranks. The upload is retried
         after some time, and with the next save, unless its place is taken or the local copy is damaged. Raises
         ``SaveTimeoutError`` after ``timeout`` seconds (None: ``Config.timeout``).
