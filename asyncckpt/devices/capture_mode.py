@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import torch
+from asyncckpt.devices.runtime import runtime_call
 
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed, and hipStreamCaptureModeRelaxed
 
@@ -22,7 +20,7 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed, and hipStreamCaptureModeRelaxed
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
     """Let the calling thread make calls without disturbing captures of other threads. No effect without the runtime."""
-    exchange, mode = _exchange(), ctypes.c_int(_RELAXED)
+    exchange, mode = runtime_call("ThreadExchangeStreamCaptureMode"), ctypes.c_int(_RELAXED)
     if exchange is None or exchange(ctypes.byref(mode)) != 0:
         yield
         return
@@ -30,19 +28,3 @@ def relaxed() -> Iterator[None]:
         yield
     finally:
         exchange(ctypes.byref(mode))  # ``mode`` now holds the previous mode
-
-
-@functools.cache
-def _exchange() -> Callable[..., int] | None:
-    """Return the call of the runtime that torch has loaded."""
-    if torch.version.cuda is not None:
-        library, name = f"libcudart.so.{torch.version.cuda.partition('.')[0]}", "cudaThreadExchangeStreamCaptureMode"
-    elif torch.version.hip is not None:
-        library, name = "libamdhip64.so", "hipThreadExchangeStreamCaptureMode"
-    else:
-        return None
-    try:
-        call: Callable[..., int] = getattr(ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW), name)
-    except (OSError, AttributeError):
-        return None
-    return call

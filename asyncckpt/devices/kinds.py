@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -24,6 +25,7 @@ import torch
 
 from asyncckpt.devices.capture_mode import relaxed
 from asyncckpt.devices.pinners import AscendPinner, CudaPinner, Pinner
+from asyncckpt.devices.runtime import CopyMany, cuda_copy_many
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,15 @@ class DeviceKind(Protocol):
     def is_capturing(self) -> bool:
         """Return whether the calling thread's current stream, on its current device, is being captured in a graph."""
 
+    def copies_many(self) -> bool:
+        """Return whether ``copy_many`` can work. The call itself starts no device."""
+
+    def copy_many(self, stream: DeviceStream, to: array[int], source: array[int], sizes: array[int]) -> bool:
+        """Queue copies by one call, each of ``sizes[i]`` bytes from address ``source[i]`` to ``to[i]``.
+
+        Call this inside ``use``. Returns False if the driver refuses; then queue all of them in another way.
+        """
+
 
 ReadyEvents = dict[torch.device, DeviceEvent]
 """For devices with a kind: the event for the completion of the current stream's work at the time of the save."""
@@ -92,6 +103,7 @@ class TorchDevices:
         is_used: Callable[[int], bool] | None = None,
         event: Mapping[str, Any] = MappingProxyType({}),
         relaxed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        copy_many: Callable[[], CopyMany | None] = lambda: None,
     ) -> None:
         """Look up nothing yet: the module may be loaded later, or never.
 
@@ -102,12 +114,14 @@ class TorchDevices:
                 a context there, of some hundred MB. With None, torch does not tell.
             event: Arguments for an event on which the host waits asleep.
             relaxed: Returns a context in which the thread disturbs no capture of another thread.
+            copy_many: Returns the call for many copies; None if the runtime has none.
         """
         self.pinner = pinner
         self._type = device_type
         self._is_used = is_used
         self._event = dict(event)
         self._relaxed = relaxed
+        self._find_copy_many = copy_many
 
     @property
     def _module(self) -> Any:
@@ -151,6 +165,27 @@ class TorchDevices:
         asks = getattr(self._module, "is_current_stream_capturing", None)
         return asks is not None and bool(asks())
 
+    @functools.cached_property
+    def _copy_many(self) -> CopyMany | None:
+        return self._find_copy_many()
+
+    def copies_many(self) -> bool:
+        return self._copy_many is not None
+
+    def copy_many(self, stream: Any, to: array[int], source: array[int], sizes: array[int]) -> bool:
+        if self._copy_many is None:
+            return False
+        code = self._copy_many(_handle(stream), to, source, sizes)
+        if code != 0:
+            logger.debug("queueing %d copies by one call failed with %s error %d", len(to), self._type, code)
+        return code == 0
+
+
+def _handle(stream: Any) -> int:
+    """Return the driver's handle of a stream."""
+    handle: int = stream.cuda_stream
+    return handle
+
 
 def _has_cuda_context(index: int) -> bool:
     return torch._C._cuda_hasPrimaryContext(index)  # type: ignore[attr-defined, no-any-return]
@@ -160,7 +195,9 @@ _ASLEEP = MappingProxyType({"blocking": True})
 
 KINDS: dict[str, DeviceKind] = {
     # torch treats ROCm as CUDA; its answers about contexts are unreliable (pytorch #59750)
-    "cuda": TorchDevices("cuda", CudaPinner(), None if torch.version.hip else _has_cuda_context, _ASLEEP, relaxed),
+    "cuda": TorchDevices(
+        *("cuda", CudaPinner(), None if torch.version.hip else _has_cuda_context, _ASLEEP, relaxed, cuda_copy_many)
+    ),
     "xpu": TorchDevices("xpu", None),  # Intel's; SYCL has no call that pins existing memory
     "npu": TorchDevices("npu", AscendPinner(), event=_ASLEEP),  # Ascend's, by torch_npu
 }

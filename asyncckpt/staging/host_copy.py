@@ -272,7 +272,7 @@ class BatchCopy:
             views: Where they go.
             non_blocking: The copies are only queued, on the current stream of the device that the tensors are on.
         """
-        self.begin, self.calls = views.places[numbers[0]].payload_at, len(numbers) + 1
+        self.begin, self.commands = views.places[numbers[0]].payload_at, len(numbers)
         self._non_blocking = non_blocking
         self._pick = picker(numbers)
         self._into = list(map(views.tensor, numbers))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _DEVICE_COPY = "asyncckpt/staging/device_copy.py"
-_COALESCE = "asyncckpt/staging/device_copy.py"
 _DEVICES = "asyncckpt/devices/kinds.py"
 _PINNED = "asyncckpt/devices/pinned.py"
 _PINNERS = "asyncckpt/devices/pinners.py"
@@ -35,30 +34,9 @@ MUTATIONS = (
     Mutation(
         "copies wait for compute",
         _DEVICE_COPY,
-        "streams.copying.wait_event(ready[self._device])",
+        "self._stream.wait_event(ready[self._device])",
         "pass",
         f"{_OVERLAP}::test_copies_wait_for_what_was_computed",
-    ),
-    Mutation(
-        "coalescing waits for compute",
-        _DEVICE_COPY,
-        "streams.coalescing.wait_event(ready[self._device])",
-        "pass",
-        f"{_OVERLAP}::test_copies_wait_for_what_was_computed",
-    ),
-    Mutation(
-        "a slab is copied when it is coalesced",
-        _DEVICE_COPY,
-        "self.copying.wait_event(self._kind.record(self.coalescing))",
-        "pass",
-        f"{_OVERLAP}::test_a_side_stream_that_is_behind",
-    ),
-    Mutation(
-        "a slab buffer is filled when it is copied out",
-        _DEVICE_COPY,
-        "self.coalescing.wait_event(slab.buffer.free)",
-        "pass",
-        f"{_OVERLAP}::test_a_side_stream_that_is_behind",
     ),
     Mutation(
         "the fence",
@@ -70,14 +48,14 @@ MUTATIONS = (
     Mutation(
         "the fence is behind all copies",
         _DEVICE_COPY,
-        "self.last, self._calls = event,",
-        "self.last, self._calls = self.last or event,",
+        "self.last, self._commands = event,",
+        "self.last, self._commands = self.last or event,",
         f"{_OVERLAP}::test_a_guarded_step_comes_after_the_copies",
     ),
     Mutation(
         "a stream is given no more than it takes",
         _DEVICE_COPY,
-        "self._calls + self.left[0].calls <= _MOST_CALLS",
+        "self._commands + _cost(self.left[0]) <= _MOST_COMMANDS",
         "True",
         f"{_OVERLAP}::test_copies_leave_room_for_others_to_launch",
     ),
@@ -91,16 +69,30 @@ MUTATIONS = (
     Mutation(
         "a failed queue waits for what copies",
         _DEVICE_COPY,
-        "self._kind.record(self._streams.copying).synchronize()",
+        "self._kind.record(self._stream).synchronize()",
         "pass",
         f"{_OVERLAP}::test_a_copy_that_cannot_be_queued",
     ),
     Mutation(
         "copies are queued on the side stream",
         _DEVICE_COPY,
-        "with self._kind.use(self._device, streams.copying):",
-        "with self._kind.use(self._device):",
+        "with self._kind.use(self._device, self._stream):\n            self._stream.wait",
+        "with self._kind.use(self._device):\n            self._stream.wait",
         f"{_OVERLAP} {_ON_DEVICE}",
+    ),
+    Mutation(
+        "a large tensor is copied part by part",
+        _DEVICE_COPY,
+        "addresses[0] += self._offset",
+        "pass",
+        f"{_MEMORY}::test_large_tensors_arrive_in_chunks",
+    ),
+    Mutation(
+        "what the driver refuses is copied in another way",
+        _DEVICE_COPY,
+        "if self._copy_many(self._to, addresses, self._sizes):\n                return",
+        "self._copy_many(self._to, addresses, self._sizes)\n            return",
+        "tests/staging/test_device_copy.py",
     ),
     Mutation(
         "a lazy conjugate is carried out on the device",
@@ -194,20 +186,6 @@ MUTATIONS = (
         f"{_OVERLAP}::test_a_guarded_step_that_is_captured",
     ),
     Mutation(
-        "bits that are no numbers",
-        _COALESCE,
-        "if as_bits and dtype not in",
-        "if False and dtype not in",
-        f"{_MEMORY}::test_bits_that_are_no_numbers_stay",
-    ),
-    Mutation(
-        "what is converted is no bits",
-        _COALESCE,
-        "as_bits=not is_converted",
-        "as_bits=True",
-        f"{_WEIGHTS}::test_what_is_converted_is_so_on_the_device",
-    ),
-    Mutation(
         "ranges of pinned memory end at cuts",
         _PINNED,
         "*sorted(cut // PAGE * PAGE for cut in cuts)",
@@ -234,13 +212,6 @@ MUTATIONS = (
         "self._unpin(0)",
         "pass",
         f"{_MEMORY}::test_memory_that_goes_is_not_pinned_any_more",
-    ),
-    Mutation(
-        "views are kept as long as addresses are the same",
-        _COALESCE,
-        "if addresses != self._were_at:",
-        "if not self._were_at:",
-        f"{_MEMORY}::test_what_is_kept_of_halves_is_of_those_at_hand",
     ),
     Mutation(
         "tensors that are elsewhere now are seen",

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from asyncckpt.devices import capture_mode
+from asyncckpt.devices import capture_mode, runtime
 from asyncckpt.devices.capture_mode import relaxed
 from asyncckpt.devices.kinds import KINDS
+from asyncckpt.devices.runtime import runtime_call
 
 
 class _Runtime:
@@ -32,25 +33,25 @@ def _not_found(name: str, mode: int) -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_the_mode_is_changed_and_given_back(monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
-    runtime = _Runtime()
-    monkeypatch.setattr(capture_mode, "_exchange", lambda: runtime.exchange)
+    made = _Runtime()
+    monkeypatch.setattr(capture_mode, "runtime_call", lambda _: made.exchange)
     for before in (0, 1, 2):
-        runtime.mode = before
+        made.mode = before
         try:
             with relaxed():
-                assert runtime.mode == 2
+                assert made.mode == 2
                 if raises:
                     raise KeyError
         except KeyError:
             assert raises
-        assert runtime.mode == before
+        assert made.mode == before
 
 
 def test_a_runtime_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = _Runtime(code=1)
-    monkeypatch.setattr(capture_mode, "_exchange", lambda: runtime.exchange)
+    made = _Runtime(code=1)
+    monkeypatch.setattr(capture_mode, "runtime_call", lambda _: made.exchange)
     with relaxed():
-        assert runtime.mode == 0
+        assert made.mode == 0
 
 
 @pytest.mark.parametrize(("cuda", "hip"), [("99.9", None), (None, "99.9"), (None, None)])
@@ -60,12 +61,15 @@ def test_without_a_runtime_nothing_is_changed(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(ctypes, "CDLL", _not_found)
-    capture_mode._exchange.cache_clear()
+    for cached in (runtime._library, runtime_call):
+        cached.cache_clear()
     try:
         with relaxed():
-            assert capture_mode._exchange() is None
+            assert runtime_call("ThreadExchangeStreamCaptureMode") is None
+        assert runtime.cuda_copy_many() is None
     finally:
-        capture_mode._exchange.cache_clear()
+        for cached in (runtime._library, runtime_call):
+            cached.cache_clear()
 
 
 def test_devices_of_cuda_are_used_so() -> None:

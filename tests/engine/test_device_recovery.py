@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import accelerators
-from support.accelerators import busy, module
+from support.accelerators import busy, copy_stream_of, module
 from support.ranks import alone
 from support.states import same, stock_load, zeros_like
 
@@ -20,7 +20,6 @@ from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations import torch_file
-from asyncckpt.staging import device_copy
 from asyncckpt.staging.device_copy import DeviceCopy
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("forkserver")]
@@ -89,7 +88,7 @@ def test_nothing_is_copied_any_more_when_an_interrupt_is_raised(
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             real = getattr(DeviceCopy, at)
             patch.setattr(DeviceCopy, at, lambda *args: interrupted(real, *args))
-            with module().stream(device_copy._all_side_streams[device].copying):
+            with module().stream(copy_stream_of(device)):
                 busy(0.5)
             checkpointer.save(1, state)
         on_host = _state("cpu")

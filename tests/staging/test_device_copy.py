@@ -15,7 +15,7 @@ from support.devices import CPU, TYPE, MadeUpDevices, MadeUpStream
 from support.images import Slot, refill, tensors_of_all_kinds
 
 from asyncckpt.staging import device_copy
-from asyncckpt.staging.device_copy import DeviceCopy, Slab
+from asyncckpt.staging.device_copy import DeviceCopy
 from asyncckpt.staging.host_copy import BatchCopy, CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
 
@@ -24,23 +24,22 @@ DEVICE = torch.device(TYPE, 0)
 
 @pytest.fixture
 def kind(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[MadeUpDevices]:
-    """Installed; parametrized by its seed."""
-    made_up = MadeUpDevices(getattr(request, "param", 0))
+    """Installed; parametrized by its seed. With an odd one, the driver takes many copies by one call."""
+    seed = getattr(request, "param", 0)
+    made_up = MadeUpDevices(seed, copies_by_address=seed % 2 == 1)
     made_up.install(monkeypatch)
     yield made_up
     assert not made_up.current
 
 
-@pytest.mark.parametrize("most_calls", [1, 20, 512])
+@pytest.mark.parametrize("most_commands", [1, 20, 512])
 @pytest.mark.parametrize("kind", range(6), indirect=True)
 def test_any_order_the_streams_allow_is_right(
-    kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch, most_calls: int
+    kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch, most_commands: int
 ) -> None:
     """Tensors of two made-up devices and of the host, saved over and over with new values, that come late."""
-    monkeypatch.setattr(device_copy, "_SMALL_BYTES", 100_000)
-    monkeypatch.setattr(device_copy, "SLAB_BYTES", 100_000)
     monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 250_000)
-    monkeypatch.setattr(device_copy, "_MOST_CALLS", most_calls)
+    monkeypatch.setattr(device_copy, "_MOST_COMMANDS", most_commands)
     tensors = tensors_of_all_kinds()
     tensors[60] = tensors[50]
     where = [torch.device(TYPE, number // 200) if number % 90 > 2 else CPU for number in range(len(tensors))]
@@ -102,17 +101,17 @@ def test_a_copy_that_cannot_be_queued_is_settled(kind: MadeUpDevices, monkeypatc
     tensors = [torch.full((100,), float(number)) for number in range(2000)]
     slot = Slot(tensors)
     numbers, views = slot.own()
-    monkeypatch.setattr(device_copy, "SLAB_BYTES", 100_000)
+    monkeypatch.setattr(device_copy, "_MOST_COMMANDS", 1000)
     copy = DeviceCopy(DEVICE, kind, range(len(numbers)), views)
     try:
-        copy_out, calls = Slab.copy_out, iter(range(100))
+        real, calls = BatchCopy.copy, iter(range(100))
 
-        def broken(self: Slab) -> None:
+        def broken(self: BatchCopy, tensors: list[torch.Tensor]) -> None:
             if next(calls) == 3:
                 raise RuntimeError("launch failed")
-            copy_out(self)
+            real(self, tensors)
 
-        monkeypatch.setattr(Slab, "copy_out", broken)
+        monkeypatch.setattr(BatchCopy, "copy", broken)
         ready: dict[Any, Any] = {DEVICE: kind.record(MadeUpStream(kind))}
         with pytest.raises(RuntimeError, match="launch failed"):
             copy.queue(tensors, ready)
@@ -129,32 +128,7 @@ def _copy_all(copy: DeviceCopy, tensors: list[torch.Tensor], ready: dict[Any, An
     copy.wait(queued, lambda _: None)
 
 
-def test_without_memory_for_slab_buffers_tensors_are_copied_one_by_one(
-    kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("the device is full")
-
-    tensors = [torch.full((100,), float(number)) for number in range(100)]
-    slot = Slot(tensors)
-    _, views = slot.own()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", full)
-        copy = DeviceCopy(DEVICE, kind, range(100), views)
-        DeviceCopy(DEVICE, kind, range(100), views)
-    try:
-        assert caplog.text.count("copied one by one") == 1
-        assert [isinstance(unit, BatchCopy) for unit in copy.units] == [True]
-        ready: dict[Any, Any] = {DEVICE: kind.record(MadeUpStream(kind))}
-        _copy_all(copy, tensors, ready)
-        assert slot.image_bytes() == slot.expected(tensors)
-    finally:
-        del copy, views
-        slot.segment.close()
-
-
 def test_large_tensors_alone_wait_for_the_compute_stream(kind: MadeUpDevices) -> None:
-    """Without slabs no other stream waits for it on their behalf."""
     tensors = [torch.zeros(300_000) for _ in range(3)]
     slot = Slot(tensors)
     _, views = slot.own()

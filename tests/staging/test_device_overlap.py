@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 from offload import OffloadedParameters
-from support.accelerators import busy, module
+from support.accelerators import busy, copy_stream_of, module
 from support.states import zeros_like
 
 from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.devices import kinds
+from asyncckpt.devices.kinds import TorchDevices
 from asyncckpt.errors import CheckpointError
 from asyncckpt.staging import device_copy
-from asyncckpt.staging.device_copy import DeviceCopy, Slab
-from asyncckpt.staging.host_copy import BatchCopy
+from asyncckpt.staging.device_copy import BytesCopy, DeviceCopy
 
 pytestmark = pytest.mark.device
 
@@ -91,16 +91,15 @@ def test_a_device_that_is_not_known_is_waited_for(
     assert caplog.text.count("nothing is known here of devices") == 1
 
 
-@pytest.mark.parametrize("behind", ["copying", "coalescing"])
 def test_a_side_stream_that_is_behind(
-    device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, behind: str
+    device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slab buffer is filled before it is copied out, and copied out before it is filled again."""
-    monkeypatch.setattr(device_copy, "SLAB_BYTES", 100_000)
+    monkeypatch.setattr(device_copy, "_MOST_COMMANDS", 1)
+    monkeypatch.setattr(device_copy, "_CALL_COPIES", 20)
     state = {f"{number}": torch.zeros(500, device=device_type) for number in range(200)}
     checkpointer.prepare(state)
     device = next(iter(state.values())).device
-    stream = getattr(device_copy._all_side_streams[device], behind)
+    stream = copy_stream_of(device)
     for step in (1, 2):
         for number, tensor in enumerate(state.values()):
             tensor.fill_(1000 * step + number)
@@ -127,13 +126,13 @@ def test_a_guarded_step_comes_after_the_copies(
     device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
     """After the last of them, above all: the step has nothing else to wait for."""
-    copy = BatchCopy.copy
+    copy = BytesCopy.copy
 
-    def late(self: BatchCopy, tensors: Sequence[torch.Tensor]) -> None:
-        busy(0.1)  # the stream that copies, behind the slabs
+    def late(self: BytesCopy, tensors: Sequence[torch.Tensor]) -> None:
+        busy(0.1)  # the stream that copies
         copy(self, tensors)
 
-    monkeypatch.setattr(BatchCopy, "copy", late)
+    monkeypatch.setattr(BytesCopy, "copy", late)
     state, optimizer = _guarded(checkpointer, sizes, device_type)
     checkpointer.prepare(state)
     for step in range(1, 4):
@@ -150,7 +149,7 @@ def test_a_guarded_step_waits_for_older_saves_too(device_type: str, root: Path, 
     with Checkpointer(root, config) as checkpointer:
         state, optimizer = _guarded(checkpointer, [LARGE] * 2, device_type)
         checkpointer.prepare(state)
-        with module().stream(device_copy._all_side_streams[state["0"].device].copying):
+        with module().stream(copy_stream_of(state["0"].device)):
             busy(0.3)
         first = checkpointer.save(1, state)
         meta = {"a": torch.empty(3, device="meta")}
@@ -167,7 +166,7 @@ def test_each_guarded_optimizer_waits(device_type: str, checkpointer: Checkpoint
     other, second = _guarded(checkpointer, [LARGE], device_type)
     state = {"one": one["0"], "other": other["0"]}
     checkpointer.prepare(state)
-    with module().stream(device_copy._all_side_streams[one["0"].device].copying):
+    with module().stream(copy_stream_of(one["0"].device)):
         busy(0.15)
     save = checkpointer.save(1, state)
     second.step()
@@ -241,25 +240,25 @@ def test_two_checkpointers_share_the_side_streams(device_type: str, tmp_path: Pa
 
 def test_a_copy_that_cannot_be_queued(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was queued before is awaited: the tensors may go when the error is there."""
-    monkeypatch.setattr(device_copy, "SLAB_BYTES", 100_000)
+    monkeypatch.setattr(device_copy, "_CALL_COPIES", 20)
     state = _full(device_type, 1, [500] * 200)
-    copy_out, calls = Slab.copy_out, iter(range(100))
+    copy, calls = BytesCopy.copy, iter(range(100))
 
-    def broken(self: Slab) -> None:
-        if next(calls) == 1:  # no slab buffer was needed again, for which one stream waits for the other
+    def broken(self: BytesCopy, tensors: Sequence[torch.Tensor]) -> None:
+        if next(calls) == 3:
             raise RuntimeError("launch failed")
-        copy_out(self)
+        copy(self, tensors)
 
     with Checkpointer(root, OVERLAP) as checkpointer:
         checkpointer.prepare(state)
-        streams: Any = device_copy._all_side_streams[state["0"].device]
+        stream = copy_stream_of(state["0"].device)
         with monkeypatch.context() as patch:
-            patch.setattr(Slab, "copy_out", broken)
-            with module().stream(streams.copying):
+            patch.setattr(BytesCopy, "copy", broken)
+            with module().stream(stream):
                 busy(0.8)
             save = checkpointer.save(1, state)
             save.wait_staged(60)
-            assert streams.copying.query() and streams.coalescing.query()
+            assert stream.query()
             with pytest.raises(CheckpointError, match="launch failed"):
                 save.result(60)
         checkpointer.save(2, state).result(60)
@@ -305,16 +304,21 @@ def test_a_guarded_step_that_is_captured(
     assert _holds(checkpointer, 1, state, 5.0)
 
 
-def test_copies_leave_room_for_others_to_launch(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream takes a thousand calls. Who gives it more waits in the driver, where no other thread launches then."""
-    monkeypatch.setattr(device_copy, "_SMALL_BYTES", 100)
-    monkeypatch.setattr(device_copy, "_UNIT_COPIES", 1)  # the simulated device makes one call of many copies
+@pytest.mark.parametrize("by_one_call", [False, True])
+def test_copies_leave_room_for_others_to_launch(
+    device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch, by_one_call: bool
+) -> None:
+    """A thread that gives a stream more than it takes waits in the driver. No other thread launches then."""
+    if not by_one_call:
+        monkeypatch.setattr(TorchDevices, "copies_many", lambda _: False)
+    monkeypatch.setattr(device_copy, "_UNIT_COPIES", 1)  # the simulated device makes one command of many copies
+    monkeypatch.setattr(device_copy, "_CALL_COPIES", 1)
     state = _full(device_type, 1, [500] * 3000)
     others = torch.zeros(100, device=device_type)
     others.add_(1)  # the kernel is loaded
     with Checkpointer(root, OVERLAP) as checkpointer:
         checkpointer.prepare(state)
-        copying: Any = device_copy._all_side_streams[state["0"].device].copying
+        copying = copy_stream_of(state["0"].device)
         is_free = module().Event()
         with module().stream(copying):
             busy(1.5)

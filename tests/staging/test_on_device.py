@@ -14,6 +14,7 @@ from support.states import same, zeros_like
 from asyncckpt import Checkpointer, FileSet
 from asyncckpt.config import Config
 from asyncckpt.devices import pinners
+from asyncckpt.devices.kinds import TorchDevices
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.shm.segment import Segment
 from asyncckpt.staging import device_copy
@@ -191,15 +192,14 @@ def _on_device(state: dict[str, torch.Tensor], device_type: str) -> dict[str, to
 
 
 @pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("by_one_call", [False, True])
 def test_the_same_bytes_as_from_the_host(
-    device_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool, short: bool
+    device_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool, by_one_call: bool
 ) -> None:
     if cut:
         monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 300_000)
-        monkeypatch.setattr(device_copy, "SLAB_BYTES", 500_000)
-    if short:  # of memory on the device
-        monkeypatch.setattr(device_copy, "allocate_slab_buffers", lambda _: [])
+    if not by_one_call:
+        monkeypatch.setattr(TorchDevices, "copies_many", lambda _: False)
     host = _of_all_kinds()
     state = _on_device(host, device_type)
     for name, tensor in state.items():

@@ -11,6 +11,7 @@ import torch
 from asyncckpt.devices import kinds
 from asyncckpt.devices.kinds import TorchDevices
 from asyncckpt.devices.pinners import CudaPinner
+from asyncckpt.staging.device_copy import copy_stream
 from support import simulated_device
 
 CHOICE = os.environ.get("ASYNCCKPT_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else simulated_device.TYPE)
@@ -26,7 +27,9 @@ def load() -> str:
         if (why_not := simulated_device.why_not()) is not None:
             pytest.skip(why_not)
         simulated_device.load()
-        kind = TorchDevices(CHOICE, CudaPinner(CHOICE), module().is_used, {"blocking": True})
+        kind = TorchDevices(
+            CHOICE, CudaPinner(CHOICE), module().is_used, {"blocking": True}, copy_many=lambda: module().copy_many
+        )
         kinds.KINDS[CHOICE] = kind
     return CHOICE
 
@@ -42,6 +45,13 @@ def busy(seconds: float) -> None:
         torch.cuda._sleep(int(seconds * 1.5e9))  # type: ignore[no-untyped-call]  # in cycles
     else:
         module().sleep(seconds)
+
+
+def copy_stream_of(device: torch.device) -> Any:
+    """The stream on which saves copy from a device."""
+    kind = kinds.kind_of(device)
+    assert kind is not None
+    return copy_stream(device, kind)
 
 
 def registrations() -> int:

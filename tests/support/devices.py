@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +15,8 @@ import torch
 
 from asyncckpt.devices import kinds
 from asyncckpt.devices.pinners import Pinner
-from asyncckpt.staging import device_copy
-from asyncckpt.staging.device_copy import ChunkCopy, Slab, allocate_slab_buffers
+from asyncckpt.shm.memcpy import copy_many
+from asyncckpt.staging.device_copy import ChunkCopy
 from asyncckpt.staging.host_copy import BatchCopy
 
 TYPE = torch.device("privateuseone").type
@@ -62,9 +64,13 @@ class MadeUpEvent:
 
 
 class MadeUpDevices:
-    """All devices of the kind. What is queued runs when an event is waited for, and no sooner than it must."""
+    """All devices of the kind. What is queued runs when an event is waited for, and no sooner than it must.
 
-    def __init__(self, seed: int = 0) -> None:
+    ``copies_by_address``: the driver takes many copies by one call.
+    """
+
+    def __init__(self, seed: int = 0, copies_by_address: bool = False) -> None:
+        self._copies_by_address = copies_by_address
         self.pinner: Pinner | None = None
         self.chance = random.Random(seed)
         self.streams: list[MadeUpStream] = []
@@ -109,12 +115,21 @@ class MadeUpDevices:
     def is_capturing(self) -> bool:
         return False
 
+    def copies_many(self) -> bool:
+        return self._copies_by_address
+
+    def copy_many(self, stream: Any, to: array[int], source: array[int], sizes: array[int]) -> bool:
+        assert stream is self.current[-1]
+        if self.chance.random() < 0.2:
+            return False
+        stream.add(partial(copy_many, *(each[:] for each in (to, source, sizes))))
+        return True
+
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make it the kind of devices of type ``TYPE``. Their memory is the host's, and what copies is queued, where a
         stream is in use.
         """
         monkeypatch.setitem(kinds.KINDS, TYPE, self)
-        monkeypatch.setattr(device_copy, "allocate_slab_buffers", lambda _: allocate_slab_buffers(CPU))
 
         def queued(method: Callable[..., None]) -> Callable[..., None]:
             def queue(unit: Any, *args: Any) -> None:
@@ -125,5 +140,5 @@ class MadeUpDevices:
 
             return queue
 
-        for owner, name in [(Slab, "coalesce"), (Slab, "copy_out"), (ChunkCopy, "copy"), (BatchCopy, "copy")]:
+        for owner, name in [(ChunkCopy, "copy"), (BatchCopy, "copy")]:
             monkeypatch.setattr(owner, name, queued(getattr(owner, name)))

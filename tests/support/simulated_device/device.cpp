@@ -179,6 +179,43 @@ Stream& current() {
   return current_stream(current_device());
 }
 
+// Where a kernel finds memory of the host or of a device; notes whether the driver knows nothing of it.
+char* reached(uint64_t address, size_t nbytes, bool& is_unknown) {
+  auto* at = reinterpret_cast<char*>(address);
+  if (char* inside = on_device(at)) {
+    return inside;
+  }
+  const auto pinned = registered(at, nbytes);
+  is_unknown |= !pinned;
+  return pinned ? *pinned : at;
+}
+
+// As cudaMemcpyBatchAsync: one call for many copies. From and to memory that the driver does not know, the host waits.
+int64_t copy_many(int64_t to, int64_t source, int64_t sizes, int64_t count) {
+  struct Copy {
+    char* to;
+    const char* source;
+    size_t nbytes;
+  };
+  std::vector<Copy> copies;
+  bool is_unknown = false;
+  for (int64_t number = 0; number < count; ++number) {
+    const size_t nbytes = reinterpret_cast<const uint64_t*>(sizes)[number];
+    char* into = reached(reinterpret_cast<const uint64_t*>(to)[number], nbytes, is_unknown);
+    copies.push_back({into, reached(reinterpret_cast<const uint64_t*>(source)[number], nbytes, is_unknown), nbytes});
+  }
+  current().submit([copies = std::move(copies)] {
+    for (const auto& each : copies) {
+      std::memcpy(each.to, each.source, each.nbytes);
+    }
+  });
+  if (is_unknown) {
+    current().now().wait();
+    raise_failure();
+  }
+  return 0;
+}
+
 TORCH_LIBRARY(simulated_device, m) {
   // Until then torch says of all memory that it is not pinned.
   m.def("init", []() -> void { at::globalContext().lazyInitDevice(kType); });
@@ -205,6 +242,9 @@ TORCH_LIBRARY(simulated_device, m) {
     return host_register(static_cast<uintptr_t>(address), nbytes, static_cast<unsigned>(flags));
   });
   m.def("host_unregister", [](int64_t address) -> int64_t { return host_unregister(address); });
+  m.def("copy_many", [](int64_t to, int64_t source, int64_t sizes, int64_t count) -> int64_t {
+    return copy_many(to, source, sizes, count);
+  });
   m.def("registrations", []() -> int64_t { return registrations_count(); });
   m.def("is_capturing", []() -> bool { return current().is_capturing(); });
   m.def("begin_capture", []() -> void { current().begin_capture(); });

@@ -227,11 +227,18 @@ void set_memory_limit(int device, size_t nbytes) {
   arena(device).limit = nbytes == 0 ? kReserved : nbytes;
 }
 
-char* for_kernels(const void* address) {
+char* on_device(const void* address) {
   for (int device = 0; device < kDevices; ++device) {
     if (char* inside = arena(device).inside(static_cast<const char*>(address))) {
       return inside;
     }
+  }
+  return nullptr;
+}
+
+char* for_kernels(const void* address) {
+  if (char* inside = on_device(address)) {
+    return inside;
   }
   TORCH_CHECK(address == nullptr, "a kernel was given an address that is not the device's");
   return nullptr;

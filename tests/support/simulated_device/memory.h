@@ -29,6 +29,8 @@ void set_memory_limit(int device, size_t nbytes);
 
 // Tensors carry addresses that the host cannot touch; here is where kernels find the same bytes.
 char* for_kernels(const void* address);
+// As that; nullptr where the address is of the host.
+char* on_device(const void* address);
 
 // As cudaHostRegister and cudaHostUnregister: the driver copies to and from the pages that are there now.
 int host_register(uintptr_t address, size_t nbytes, unsigned flags);

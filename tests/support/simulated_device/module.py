@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+from array import array
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,11 @@ class Stream(torch.Stream):
             return super().__new__(cls, **given)
         index = _index(device)
         return _stream(_library.new_stream(index), index)
+
+    @property
+    def cuda_stream(self) -> int:
+        """The driver's handle, as CUDA's streams have it."""
+        return int(self.stream_id)
 
     def record_event(self, event: Any = None) -> Any:
         event = event or Event()
@@ -140,6 +146,12 @@ def is_available() -> bool:
     return False
 
 
+def copy_many(stream: int, to: array[int], source: array[int], sizes: array[int]) -> int:
+    """``cudaMemcpyBatchAsync``, on a stream of the current device."""
+    with use_stream(_stream(stream, _index(None))):
+        return int(_library.copy_many(*(each.buffer_info()[0] for each in (to, source, sizes)), len(to)))
+
+
 class Runtime:
     """What ``torch.cuda.cudart()`` is for CUDA."""
 
@@ -169,7 +181,7 @@ def fill() -> None:
     """Give the module all it has. The library is loaded already."""
     made = _made
     calls = (default_stream, synchronize, empty_cache, mem_get_info, memory_reserved)
-    for each in (Stream, Event, Graph, device, current_stream, *calls):
+    for each in (Stream, Event, Graph, device, current_stream, copy_many, *calls):
         setattr(made, each.__name__, each)
     for call in (set_device, device_count, is_used, is_initialized):
         setattr(made, call.__name__, call)

@@ -1,0 +1,81 @@
+"""Calls of the runtime that torch has loaded, for what torch itself has no Python call."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from array import array
+from collections.abc import Callable
+
+import torch
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """Return the runtime of CUDA or ROCm that torch has loaded; None if there is none."""
+    if torch.version.cuda is not None:
+        name = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
+    elif torch.version.hip is not None:
+        name = "libamdhip64.so"
+    else:
+        return None
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    return None
+
+
+@functools.cache
+def runtime_call(name: str) -> Callable[..., int] | None:
+    """Return a call of the runtime by its name without the prefix; None if the runtime lacks it."""
+    prefix = "hip" if torch.version.cuda is None else "cuda"
+    call: Callable[..., int] | None = getattr(_library(), prefix + name, None)
+    return call
+
+
+CopyMany = Callable[[int, "array[int]", "array[int]", "array[int]"], int]
+"""Queues copies of ``sizes[i]`` bytes from ``source[i]`` to ``to[i]`` on a stream, by one call.
+
+Arguments: handle of the stream, ``to``, ``source``, ``sizes``; the arrays are of type "Q". Returns an error code of the
+driver, 0 for success. After an error some of the copies may be queued.
+"""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = [("order", ctypes.c_int), ("source", _Location), ("to", _Location), ("flags", ctypes.c_uint)]
+
+
+_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+
+
+def cuda_copy_many() -> CopyMany | None:
+    """Return ``CopyMany`` by ``cudaMemcpyBatchAsync`` (CUDA 12.8 and later); None if the runtime lacks it.
+
+    On an H200, 2,000 copies of 2 MB took as long as one copy of all bytes, and 1 to 2 ms of calls. One by one, torch's
+    copies took 40 ms of calls, and 2 us each on the device.
+    """
+    call = None if torch.version.cuda is None else runtime_call("MemcpyBatchAsync")
+    last_error = runtime_call("GetLastError")
+    if call is None or last_error is None or torch.version.cuda is None:
+        return None
+    has_failed_index = torch.version.cuda.startswith("12.")  # an argument that CUDA 13 has no more
+    attributes = (_Attributes * 1)(_Attributes(order=_STREAM_ORDER))
+    index_of_first = (ctypes.c_size_t * 1)(0)  # all copies have the same attributes
+
+    def copy_many(stream: int, to: array[int], source: array[int], sizes: array[int]) -> int:
+        arrays = [ctypes.c_void_p(each.buffer_info()[0]) for each in (to, source, sizes)]
+        failed = [ctypes.byref(ctypes.c_size_t())] if has_failed_index else []
+        code = call(
+            *(*arrays, ctypes.c_size_t(len(to)), attributes, index_of_first, ctypes.c_size_t(1)),
+            *(*failed, ctypes.c_void_p(stream)),
+        )
+        if code != 0:
+            last_error()  # clears it; the next launch of this thread would raise it
+        return code
+
+    return copy_many
