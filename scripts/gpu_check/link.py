@@ -25,6 +25,7 @@ from gpu_check.task import Task
 _BYTES = 4 << 30
 _CHUNK_BYTES = 64 << 20
 _WRITE_ROUNDS = 3
+_MOST_COPIES, _SMALL_BYTES, _WAITS_S = 1500, 4096, 0.005
 
 
 def measure(task: Task) -> Iterator[Figure]:
@@ -45,11 +46,13 @@ def measure(task: Task) -> Iterator[Figure]:
         yield Figure("ranges of the slot that are registered", len(pinned.addresses), at_least=1)
         ours, back = _rate(device, slot, source), _rate(device, source, slot)
         queued = _queued_seconds(device, slot, source)
+        room = _room(device, slot, source)
         pinned.close()
         yield Figure("copy to our slot", ours / 1e9, "GB/s")
         yield Figure("copy to our slot, by torch's", ours * to_host / nbytes, at_least=0.95)
         yield Figure("copy from our slot, by torch's", back * from_host / nbytes, at_least=0.95)
         yield Figure("of such a copy the host waits", queued * ours / nbytes, at_most=0.2)
+        yield Figure("copies, each with an event, until a call waits", room)
         yield from _writes(device, segment, task.budget)
 
 
@@ -74,6 +77,23 @@ def _queued_seconds(device: Device, target: torch.Tensor, source: torch.Tensor) 
         found.append(time.perf_counter() - begun)
     device.synchronize()
     return min(found)
+
+
+def _room(device: Device, target: torch.Tensor, source: torch.Tensor) -> int:
+    """Return how many small copies, each with an event, a busy stream takes until one call waits for another's end."""
+    stream = device.kind.new_stream(device.device)
+    events = []
+    device.synchronize()
+    with device.kind.use(device.device, stream):
+        _copy(target, source)
+        while len(events) < _MOST_COPIES:
+            begun = time.perf_counter()
+            target[:_SMALL_BYTES].copy_(source[:_SMALL_BYTES], non_blocking=True)
+            events.append(device.kind.record(stream))
+            if time.perf_counter() - begun > _WAITS_S:
+                break
+    device.synchronize()
+    return len(events)
 
 
 def _registration(device: Device, segment: Segment) -> Iterator[Figure]:

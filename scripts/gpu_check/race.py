@@ -34,7 +34,7 @@ class Saves:
 
     columns: dict[str, list[float]] = field(default_factory=lambda: {HELD: [], DURABLE: [], CPU: []})
     longest: float = 0.0
-    """Seconds of the longest turn, all in all."""
+    """Seconds of the longest warm turn, all in all. A cold one may take many times as long."""
 
 
 def _warm(seconds: list[float]) -> float | None:
@@ -140,7 +140,8 @@ class Race:
         for what, seconds in ((HELD, held), (DURABLE, durable), (CPU, look().since(before).cpu_s)):
             saves.columns[what].append(seconds)
         self._series[name].remove()
-        saves.longest = max(saves.longest, time.monotonic() - begun)
+        if len(saves.columns[HELD]) > 1:
+            saves.longest = max(saves.longest, time.monotonic() - begun)
 
 
 @contextlib.contextmanager

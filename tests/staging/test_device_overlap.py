@@ -126,10 +126,11 @@ def test_a_guarded_step_comes_after_the_copies(
     device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
     """After the last of them, above all: the step has nothing else to wait for."""
+    monkeypatch.setattr(device_copy, "_CALL_COPIES", 1 + len(sizes) // 10)
     copy = BytesCopy.copy
 
     def late(self: BytesCopy, tensors: Sequence[torch.Tensor]) -> None:
-        busy(0.1)  # the stream that copies
+        busy(0.05)  # the stream that copies
         copy(self, tensors)
 
     monkeypatch.setattr(BytesCopy, "copy", late)
