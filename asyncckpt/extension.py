@@ -22,7 +22,7 @@ from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.format.write_request import Pointer, Rotation
 from asyncckpt.link.endpoint import endpoint_scope
 from asyncckpt.link.messages import Claim, Rendezvous
-from asyncckpt.link.process import start_module
+from asyncckpt.link.process import start_module, watched
 from asyncckpt.link.root_lock import check_job
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.loading.dcp_reader import CheckpointReader, load_by_dcp
@@ -80,6 +80,7 @@ __all__ = [
     "synchronize_staging",
     "wait_for_attempts",
     "wait_for_device",
+    "watched",
 ]
 
 logger = logging.getLogger(__name__)

@@ -161,7 +161,10 @@ def not_started(text: str, error: OSError) -> WorkerDiedError:
 
 @contextlib.contextmanager
 def watched(pid: int) -> Iterator[list[int]]:
-    """A descriptor that becomes readable when that child ends, whoever holds its socket; none on a kernel without."""
+    """Watch the child process ``pid`` in the block, because others may hold its socket open after its end.
+
+    Yields a list with a descriptor, which becomes readable when the child ends; an empty list if the kernel has none.
+    """
     fds: list[int] = []
     with contextlib.suppress(OSError, AttributeError):  # a Python without them
         fds.append(os.pidfd_open(pid))
@@ -173,7 +176,7 @@ def watched(pid: int) -> Iterator[list[int]]:
 
 
 def how_it_ended(code: int | None) -> str:
-    """An exit code in words; None: it runs, and does not listen."""
+    """Return the exit code of a child process in words. None: the process runs, but has closed its socket."""
     if code is None:
         return "closed its socket"
     if code == 0 and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:

@@ -31,7 +31,7 @@ from multiprocess import reduction
 from multiprocess.connection import wait
 
 from asyncckpt.errors import CheckpointError, UnsavableStateError, WorkerDiedError
-from asyncckpt.extension import SocketConnection, shared_memory, start_module
+from asyncckpt.extension import SocketConnection, shared_memory, start_module, watched
 
 _ALIGNMENT = 64
 
@@ -111,11 +111,7 @@ class Helper:
         self._connection.close()
 
     def _listen(self) -> None:
-        ended: list[int] = []
-        with contextlib.suppress(EOFError, OSError), contextlib.ExitStack() as opened:
-            with contextlib.suppress(OSError, AttributeError):  # a kernel or Python without pidfd_open
-                ended.append(os.pidfd_open(self._process.pid))
-                opened.callback(os.close, ended[0])
+        with contextlib.suppress(EOFError, OSError), watched(self._process.pid) as ended:
             # The end of the socket is not enough, because a process forked by a function may hold it open.
             while self._connection in wait([self._connection, *ended]):
                 error = pickle.loads(self._connection.recv_bytes())
