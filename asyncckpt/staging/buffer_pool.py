@@ -21,15 +21,15 @@ from asyncckpt.staging.buffer import InheritedMemory, Plan, StagingBuffer
 
 logger = logging.getLogger(__name__)
 
-# Unless Config.slots says it: one has memory, and the other while saves overlap.
+# Slots of a buffer, unless ``Config.slots`` says otherwise. The second one takes memory while saves overlap.
 _MOST_SLOTS = 2
-# Structures whose memory is kept, so that a model, an optimizer and an average can take turns.
+# Number of structures with memory, so that a model, an optimizer and an average can take turns.
 _MAX_PLANS = 4
 
 
 @dataclass
 class CachedPlan:
-    """A plan, kept under a ``key``, and its memory while there is a worker that holds it."""
+    """A plan under its ``key``. ``buffer``: its memory, while a worker holds the memory."""
 
     key: Any
     plan: Plan
@@ -37,9 +37,9 @@ class CachedPlan:
 
 
 class BufferPool:
-    """What an engine has planned, and where it is staged; ``known``: the most recently used first.
+    """The plans of an engine and their memory.
 
-    ``inherited`` is memory of the trainer before this one.
+    ``known``: the plans, the most recently used first. ``inherited``: memory of the trainer before this one.
     """
 
     def __init__(self, config: Config) -> None:
@@ -50,15 +50,15 @@ class BufferPool:
     def find(
         self, key: Any, capture: Callable[[Any], Sequence[torch.Tensor]], client: WorkerClient
     ) -> tuple[StagingBuffer, Sequence[torch.Tensor]] | None:
-        """Find the memory of what is to be saved, if it is as it was planned.
+        """Find the memory for a state, if the state has a plan.
 
         Args:
-            key: Equal for planners that plan alike, and for files that are laid out alike.
-            capture: Takes what is to be saved by a plan; raises ``StructureChanged`` where that is not for it.
+            key: Equal for planners with equal plans, and for files with equal layouts.
+            capture: Returns the tensors of the state for a plan; raises ``StructureChanged`` if the plan does not fit.
             client: The worker.
 
         Returns:
-            The buffer, and the tensors that were captured; None: there is no such plan.
+            The buffer, and the captured tensors; None: there is no such plan.
         """
         for known in self.known:
             if known.key != key:
@@ -82,7 +82,7 @@ class BufferPool:
 
         Args:
             key: As in ``find``.
-            plan: The plan; it takes the place of one for the same names, or of the oldest of many.
+            plan: The plan; it replaces a plan for the same names, or the oldest of many.
             client: The worker.
 
         Returns:
@@ -95,11 +95,11 @@ class BufferPool:
         return self._allocate(plan, client)
 
     def keep(self, key: Any, buffer: StagingBuffer) -> None:
-        """``find`` it from now on."""
+        """Let ``find`` return ``buffer`` for ``key`` from now on."""
         self.known.insert(0, CachedPlan(key, buffer.plan, buffer))
 
     def image_of(self, save: Save) -> tuple[StagingBuffer, int] | None:
-        """Where what was staged for ``save`` still is, whole: the buffer and the slot."""
+        """Return the buffer and the slot with the whole image of ``save``; None: the image is gone."""
         for buffer in (known.buffer for known in self.known if known.buffer is not None):
             for slot, tracked in enumerate(buffer.saves):
                 if tracked is not None and tracked.is_whole and save.is_of(tracked):
@@ -107,14 +107,16 @@ class BufferPool:
         return None
 
     def hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
-        """Have ``client`` adopt the memory that a ``predecessor`` holds. Raises as ``WorkerClient.adopt``."""
+        """Make ``client`` adopt the memory of a ``predecessor``. Raises as ``WorkerClient.adopt`` does."""
         if predecessor is not None:
             self.inherited = self.inherited or [
                 InheritedMemory(predecessor.segments[number], layout, predecessor.images_in(number))
                 for number, layout in predecessor.layouts().items()
             ]
             for number, copies in predecessor.copies_by_segment().items():
-                if (segment := predecessor.segments.get(number)) is not None:  # else an interrupted call has
+                if (
+                    segment := predecessor.segments.get(number)
+                ) is not None:  # otherwise an interrupted call has done it
                     client.adopt(segment, copies, self._config.timeout)
                     predecessor.segments.pop(number).close()
         self.inherited = [each for each in self.inherited if not each.segment.closed]  # of an interrupted call
@@ -122,7 +124,7 @@ class BufferPool:
             each.number = client.adopt(each.segment, each.held, self._config.timeout)
 
     def close(self) -> None:
-        """Let go of all memory. Its worker has died, or leaves. Safe to call twice."""
+        """Release all memory, because its worker has died or leaves. Safe to call twice."""
         for known in self.known:
             if known.buffer is not None:
                 known.buffer.close()
@@ -132,7 +134,7 @@ class BufferPool:
         self.inherited = []
 
     def _allocate(self, plan: Plan, client: WorkerClient) -> StagingBuffer:
-        """Memory for ``plan``; where there is too little, in the place of what was not used lately."""
+        """Take memory for ``plan``. If the host has too little, first give back the memory used least recently."""
         slots, taken = (_MOST_SLOTS, 1) if self._config.slots is None else (self._config.slots, None)
         while True:
             try:
@@ -151,7 +153,7 @@ class BufferPool:
                 self._give_back(placed[-1], client, "writing what is in memory that is needed")
 
     def _keep_copies(self, plan: Plan, client: WorkerClient) -> None:
-        """Have the worker keep copies of what ranks of other hosts stage by that plan."""
+        """Ask the worker to keep copies of images that ranks on other hosts stage for ``plan``."""
         if not self._config.replicas or not isinstance(plan, CheckpointPlan):
             return
         plans = (plan.number, *(known.plan.number for known in self.known))
@@ -160,7 +162,7 @@ class BufferPool:
         client.ask(wanted, CopiesKept, self._config.timeout, "taking memory for copies of other hosts' images")
 
     def _give_back(self, known: CachedPlan, client: WorkerClient, doing: str) -> None:
-        """Give back the memory of a plan, once nothing in it is under way."""
+        """Give back the memory of a plan, after all saves in it have ended."""
         if known.buffer is not None:
             client.wait_for(known.buffer.idle, self._config.timeout, doing)
             known.buffer.close()

@@ -31,8 +31,8 @@ from asyncckpt.planning.structure import picker
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches, check_addresses, checked_addresses
 
-# What is reported as arrived at once: 1 to 3 ms on the link, so that an event (some us) does not count, and the
-# worker's writes, far slower, begin early.
+# Bytes that are reported as arrived at once. They take 1 to 3 ms on the link, so the event (some us) does not count,
+# and the worker begins to write early.
 _CHUNK_BYTES = 64 << 20
 # Commands that the stream has at a time, of the thousand that it takes: 32 units of some 40 ms, if the driver takes
 # many copies by one call.
@@ -44,7 +44,7 @@ _UNIT_COPIES = 32
 _CALL_COPIES = 1024
 
 Fence = Callable[[], None]
-"""Has the current stream of a device wait, from here on, until the tensors there are copied. The host goes on."""
+"""Makes the current stream of a device wait until the tensors there are copied. The host does not wait."""
 
 
 class DeviceUnit(CopyUnit, Protocol):
@@ -68,12 +68,12 @@ class DeviceCopy:
         """Divide the tensors into units.
 
         Args:
-            device: The device that the tensors are on.
+            device: The device of the tensors.
             kind: Its kind.
             numbers: The numbers of the tensors, in ascending order.
-            views: Where they go. Written only between ``queue`` and the end of ``wait``.
-            converted: Of all tensors of the plan, which come in another dtype than they go; that is changed on the
-                device, which is faster than the host. Empty: none.
+            views: The memory for the tensors. Written only between ``queue`` and the end of ``wait``.
+            converted: Whether each tensor of the plan is stored in another dtype. The device converts it, because the
+                host is slower. Empty: none is.
         """
         self._device, self._kind = device, kind
         self._stream = copy_stream(device, kind)
@@ -89,8 +89,9 @@ class DeviceCopy:
         return queued
 
     def queue_rest(self, queued: QueuedCopies, done: Callable[[CopyUnit], object]) -> None:
-        """Queue the others as those before them are copied; tell ``done`` of each of these. As ``queue``, if this
-        raises.
+        """Queue the other units, each when an earlier one is copied. Call ``done`` with each copied unit.
+
+        If this raises, call ``settle``.
         """
         with self._kind.use(self._device, self._stream):
             while queued.left:
@@ -98,7 +99,7 @@ class DeviceCopy:
                 self._queue_some(queued)
 
     def wait(self, queued: QueuedCopies, done: Callable[[CopyUnit], object]) -> None:
-        """Wait for what is queued, and tell ``done`` of each unit. As ``queue``, if this raises."""
+        """Wait until all units are copied, and call ``done`` with each. If this raises, call ``settle``."""
         with self._kind.use(self._device):
             while queued.pending:
                 queued.wait_for_first(done)
@@ -111,22 +112,24 @@ class DeviceCopy:
             queued.add(unit, self._kind.record(self._stream))
 
     def settle(self) -> None:
-        """Return when nothing is copied any more: an exception out of a signal handler may come before it is noted what
-        is.
+        """Wait until the stream copies nothing any more.
+
+        An exception from a signal handler may leave queued units that nobody has noted.
         """
         with self._kind.use(self._device):
             self._kind.record(self._stream).synchronize()
 
     def fence(self, queued: QueuedCopies) -> Fence:
-        """Return the fence for copies of which all are queued. It keeps no slot mapped."""
+        """Return the fence for copies that are all queued. The fence keeps no slot mapped."""
         kind, device, last = self._kind, self._device, queued.last  # the last copy is behind all others
         return lambda: kind.current_stream(device).wait_event(last)
 
 
 @dataclass
 class QueuedCopies:
-    """The copies of one save from one device: units that are ``left`` to be queued, and those that are ``pending``,
-    each with the event behind it.
+    """The copies of one save from one device.
+
+    ``left``: units to queue. ``pending``: queued units, each with the event of its end.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -140,12 +143,12 @@ class QueuedCopies:
         return not self.pending or self._commands + _cost(self.left[0]) <= _MOST_COMMANDS
 
     def add(self, unit: DeviceUnit, event: DeviceEvent) -> None:
-        """Note a unit that was queued, and the ``event`` behind it."""
+        """Note a queued unit, and the ``event`` of its end."""
         self.pending.append((unit, event))
         self.last, self._commands = event, self._commands + _cost(unit)
 
     def wait_for_first(self, done: Callable[[CopyUnit], object]) -> None:
-        """Wait until the first of the pending is copied, and tell ``done``."""
+        """Wait until the first pending unit is copied, and call ``done`` with it."""
         unit, event = self.pending[0]
         event.synchronize()
         self.pending.popleft()
@@ -158,7 +161,7 @@ def _cost(unit: DeviceUnit) -> int:
 
 
 class ChunkCopy:
-    """Some elements of a tensor that is too large for one unit."""
+    """Some elements of a tensor, if the tensor is too large for one unit."""
 
     commands = 1
 
@@ -167,9 +170,9 @@ class ChunkCopy:
 
         Args:
             number: The number of the tensor.
-            first: The first of its elements.
-            elements: How many.
-            views: Where they go.
+            first: The first element to copy.
+            elements: The number of elements.
+            views: The memory for the tensors.
         """
         place, spec = views.places[number], views.specs[number]
         self.begin = place.payload_at + first * spec.dtype.itemsize
@@ -181,11 +184,11 @@ class ChunkCopy:
         tensor = tensors[self._number]
         checked_addresses([tensor], [self._spec])
         with torch.inference_mode():
-            # A conjugate that is only a flag is not left to copy_: it would carry it out on the host, at once, on
-            # bytes that are still to come. (torch._foreach_copy_ is never given one, by torch's dispatcher.)
+            # copy_ would resolve a lazy conjugate on the host, at once, from bytes that have not arrived yet. (torch's
+            # dispatcher resolves it before torch._foreach_copy_.)
             if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
                 self._into.copy_(tensor.view(-1)[self._first : self._first + self._elements], non_blocking=True)
-            elif self._first == 0:  # the whole tensor, some rows at a time, so that what is made of them is short-lived
+            elif self._first == 0:  # the whole tensor, some rows at a time, to limit the temporary memory
                 rows, at = max(1, tensor.size(0) * self._elements // tensor.numel()), 0
                 for some in torch.split(tensor, rows):
                     plain = some.resolve_conj().resolve_neg().contiguous().view(-1)
@@ -201,7 +204,7 @@ CopyManyOnStream = Callable[["array[int]", "array[int]", "array[int]"], bool]
 
 
 class BytesCopy:
-    """Tensors, or some bytes of one, that the driver copies as they are, by one call."""
+    """Tensors, or some bytes of one tensor, that the driver copies by one call."""
 
     commands = 1
 
@@ -217,7 +220,7 @@ class BytesCopy:
 
         Args:
             numbers: The numbers of the tensors.
-            views: Where they go.
+            views: The memory for the tensors.
             copy_many: Queues the copies.
             otherwise: Makes the unit for the same tensors when some are not plain, or the driver refuses.
             part: Of a single tensor, its bytes to copy; None: all.
@@ -248,9 +251,9 @@ class BytesCopy:
 
 
 def pinned_cuts(place: Place) -> range:
-    """Return where, in the image, a range of pinned memory may end at a tensor or within it: no copy crosses that.
+    """Return the offsets in the image where a range of pinned memory may end, at or within the tensor at ``place``.
 
-    Small tensors are brought over many at a time, so only large ones begin there.
+    No copy crosses these offsets. Small tensors have none.
     """
     if place.payload_bytes < PAGE_ALIGNED_FROM or place.payload_at % PAGE:
         return range(0)
@@ -267,7 +270,7 @@ def device_units(
 
     Args:
         numbers: The numbers of the tensors, in ascending order.
-        views: Where they go.
+        views: The memory for the tensors.
         converted: As of ``DeviceCopy``.
         copy_many: Queues many copies by one call; None: the driver has no such call.
     """

@@ -1,7 +1,7 @@
-"""Copy out of the host's memory into a slot, in units for a few threads.
+"""Copies from the host's memory into a slot, in units for a few threads.
 
-Small tensors are copied in batches, large ones some bytes at a time, each by one call that lets go of Python's lock.
-What is not contiguous goes through ``Tensor.copy_``, which knows every layout.
+Small tensors are copied in batches, large tensors some bytes at a time, each by one call that releases Python's lock.
+Tensors that are not contiguous go through ``Tensor.copy_``.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class CopyThreads:
-    """A few threads that carry out calls, in the order in which they are given.
+    """A few threads that carry out calls, in the order of ``run``.
 
-    They run from the beginning: no thread has to be started in a save, which may fail. Calls are handed over by a queue
-    written in C: an exception out of a signal handler cannot leave it locked, as it can ``ThreadPoolExecutor``. They
-    end with the process, when all that was given to them is done.
+    The threads start at once, so no save has to start a thread, which may fail. The queue of calls is written in C, so
+    an exception from a signal handler cannot leave it locked (``ThreadPoolExecutor`` can be left so). At the end of the
+    process the threads finish all calls.
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        """Start ``threads`` of them. Raises ``CheckpointError`` where the process may have no more."""
+        """Start ``threads`` threads. Raises ``CheckpointError`` if the process may have no more."""
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._owner, self._is_closed = os.getpid(), False
         self._threads = [
@@ -60,9 +60,9 @@ class CopyThreads:
             raise
 
     def run(self, call: Callable[[], object]) -> None:
-        """Have ``call`` called by one of them; where they have ended, or are another process's, here and now.
+        """Have a thread make the ``call``. If the threads have ended, or belong to another process, make it here.
 
-        What it raises is logged, and nobody is told.
+        Exceptions of the call are logged only.
         """
         if self._is_closed or self._owner != os.getpid():
             _make(call)
@@ -70,7 +70,7 @@ class CopyThreads:
             self._calls.put(call)
 
     def wait(self) -> None:
-        """Return when all is done that was given before, where there is one thread."""
+        """Return when all earlier calls are done. Only for one thread."""
         if self._is_closed:
             self._join()
         else:
@@ -78,7 +78,7 @@ class CopyThreads:
             done.wait()
 
     def close(self) -> None:
-        """End them, once all that was given to them is done."""
+        """End the threads, after all calls are done."""
         self._is_closed = True
         self._end()
         self._join()
@@ -87,12 +87,12 @@ class CopyThreads:
         self._end()
 
     def _end(self) -> None:
-        for _ in getattr(self, "_threads", ()):  # none where the making was interrupted
+        for _ in getattr(self, "_threads", ()):  # none if ``__init__`` was interrupted
             self._calls.put(None)
 
     def _join(self) -> None:
         for thread in self._threads:
-            if thread.ident is not None:  # else its start was interrupted
+            if thread.ident is not None:  # otherwise its start was interrupted
                 thread.join()
 
 
@@ -104,8 +104,8 @@ def _close_all() -> None:
         threads.close()
 
 
-# Where Python ends its own pools: before other threads are stopped in the midst of a copy, and in processes of
-# multiprocessing too, which call nothing of atexit.
+# Python ends its own pools there: before it stops other threads in the middle of a copy, and also in processes of
+# multiprocessing, which do not use atexit.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 
@@ -118,21 +118,21 @@ def _work(calls: SimpleQueue[Callable[[], object] | None]) -> None:
 def _make(call: Callable[[], object]) -> None:
     try:
         call()
-    except BaseException:  # the thread is there for the next call too
+    except BaseException:  # the thread stays for the next call
         logger.exception("a copy failed, and nobody was told")
 
 
-# What one call copies: so little that the threads end together, so much that the call is no matter.
+# Work of one call: small, so that all threads end at about the same time, but large compared to the cost of a call.
 _BATCH_TENSORS = 1000
 _BATCH_BYTES = 4 << 20
-# Below most of a host's memory. What lies lower (a heap at a fixed address, say) is only looked at more closely.
+# Nearly all memory of a host is above this address. Lower addresses (a heap at a fixed address) are checked further.
 _LOWEST_ADDRESS = 1 << 40
 _THREADS = max(1, min(4, os.cpu_count() or 1))
-_LOOK_AGAIN_S = 0.1  # for an end whose message an interrupted wait has taken
+_LOOK_AGAIN_S = 0.1  # an interrupted wait may have taken the message of a thread's end
 
 
 class SlotViews:
-    """Views of a slot: where each tensor of a plan goes, by the number that it has in the layout."""
+    """Views of a slot: the memory of each tensor of a plan, by the number of the tensor in the layout."""
 
     def __init__(
         self,
@@ -142,14 +142,14 @@ class SlotViews:
         offset: int,
         begins: Sequence[int] = (0,),
     ) -> None:
-        """The views are made when they are asked for.
+        """Make no views yet.
 
         Args:
-            specs: What each tensor looks like.
-            places: Where each stands, in bytes from the start of the slot.
+            specs: The form of each tensor.
+            places: The place of each tensor, in bytes from the start of the slot.
             segment: The memory; it cannot be unmapped while there are views.
-            offset: Where the slot begins in the segment, in bytes.
-            begins: Where the files in the slot begin.
+            offset: The start of the slot in the segment, in bytes.
+            begins: The starts of the files in the slot.
         """
         self.specs = specs
         self.places = places
@@ -159,20 +159,20 @@ class SlotViews:
         self._offset = offset
 
     def file_of(self, number: int) -> int:
-        """The number of the file that a tensor is in."""
+        """Return the number of the file of a tensor."""
         return bisect_right(self._begins, self.places[number].payload_at) - 1
 
     def address(self, number: int) -> int:
-        """Where the first byte of a tensor goes."""
+        """Return the address for the first byte of a tensor."""
         return self._address + self.places[number].payload_at
 
     def tensor(self, number: int) -> torch.Tensor:
-        """The memory of a tensor, as a tensor of its dtype and shape."""
+        """Return the memory of a tensor, as a tensor of its dtype and shape."""
         spec, place = self.specs[number], self.places[number]
         return self.raw(place.payload_at, place.payload_bytes).view(spec.dtype).view(spec.shape)
 
     def raw(self, begin: int, nbytes: int) -> torch.Tensor:
-        """The ``nbytes`` from byte ``begin`` of the slot on, whatever they are."""
+        """Return ``nbytes`` bytes of the slot, from byte ``begin`` on."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")  # frombuffer takes none
         begin += self._offset
@@ -180,19 +180,22 @@ class SlotViews:
 
 
 def checked_addresses(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> list[int]:
-    """Where ``tensors``, of these ``specs``, are. Raises ``UnsavableStateError`` if the storage of one was freed."""
+    """Return the addresses of ``tensors``. Raises ``UnsavableStateError`` if the storage of a tensor was freed.
+
+    ``specs``: the forms of the tensors.
+    """
     addresses = list(map(torch.Tensor.data_ptr, tensors))
     check_addresses(addresses, tensors, specs)
     return addresses
 
 
 def check_addresses(addresses: Sequence[int], tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
-    """Raise ``UnsavableStateError`` if the storage of one of ``tensors``, which are there, was freed.
+    """Raise ``UnsavableStateError`` if the storage of one of ``tensors`` was freed. ``addresses``: theirs.
 
-    Done just before the copy, which touches the same memory: there it costs next to nothing, and 0.2 us a tensor where
-    it is a pass over all.
+    Call this just before the copy, which touches the same memory. There the check costs next to nothing; as a separate
+    pass over all tensors, 0.2 us each.
     """
-    # A view's address is its offset then. What is that low may be memory all the same: its storage says so.
+    # The address of a view into a freed storage is its offset. A low address may also be memory: ask the storage.
     are_low = min(addresses) < _LOWEST_ADDRESS
     for tensor, spec in zip(tensors, specs, strict=True) if are_low else ():
         check_memory(tensor, spec.name)
@@ -208,25 +211,25 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
 
 
 class CopyUnit(Protocol):
-    """A unit of copying: what is copied by one call, and reported as copied at once."""
+    """A unit of copying: copied by one call, and reported as copied at once."""
 
     begin: int
-    """The first byte of the image that it writes."""
+    """The first byte of the unit in the image."""
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy from ``tensors``, those of the plan, which may be others on every call."""
+        """Copy from ``tensors``, all tensors of the plan. They may be others in every call."""
 
 
 class _ByteCopy:
-    """Tensors on the host, or some bytes of one, which are stored as they are."""
+    """Tensors on the host, or some bytes of one tensor, that are stored as they are."""
 
     def __init__(self, numbers: Sequence[int], views: SlotViews, offset: int = 0) -> None:
         """Describe the copy.
 
         Args:
             numbers: The numbers of the tensors.
-            views: Where they go.
-            offset: Of a large one, the byte to begin with; the end is a unit later.
+            views: The memory for the tensors.
+            offset: The first byte to copy of a large tensor; the last is a unit later.
         """
         places = [views.places[number] for number in numbers]
         self.begin = places[0].payload_at + offset
@@ -251,8 +254,8 @@ class _ByteCopy:
         copy_many(self._to, addresses, self._sizes)
 
     def _copy_each(self, picked: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-        """Of ``tensors`` those that were picked, of which some are not plain."""
-        if self._offset:  # the first unit of a large one copies all of it
+        """Copy the ``picked`` ones of ``tensors``, of which some are not plain."""
+        if self._offset:  # the first unit of a large tensor copies the whole tensor
             return
         plain = [tensor.is_contiguous() and are_plain([tensor], may_be_conjugate=self._is_complex) for tensor in picked]
         addresses = checked_addresses(picked, self._specs)
@@ -262,15 +265,15 @@ class _ByteCopy:
 
 
 class BatchCopy:
-    """Tensors that are copied by one call of torch, whatever device they are on."""
+    """Tensors on any device that are copied by one call of torch."""
 
     def __init__(self, numbers: Sequence[int], views: SlotViews, non_blocking: bool = False) -> None:
         """Describe the copy.
 
         Args:
             numbers: The numbers of the tensors.
-            views: Where they go.
-            non_blocking: The copies are only queued, on the current stream of the device that the tensors are on.
+            views: The memory for the tensors.
+            non_blocking: Whether to only queue the copies, on the current stream of the device of the tensors.
         """
         self.begin, self.commands = views.places[numbers[0]].payload_at, len(numbers)
         self._non_blocking = non_blocking
@@ -280,14 +283,14 @@ class BatchCopy:
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         picked = self._pick(tensors)
-        if picked[0].is_cpu or self._non_blocking:  # a device that we know nothing of may have no addresses
+        if picked[0].is_cpu or self._non_blocking:  # a device of unknown kind may have no addresses
             checked_addresses(picked, self._specs)
-        with torch.inference_mode():  # which spares each copy the way through autograd
+        with torch.inference_mode():  # faster, without autograd
             torch._foreach_copy_(self._into, picked, non_blocking=self._non_blocking)
 
 
 def host_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
-    """The units of tensors on the host whose bytes are stored as they are."""
+    """Return the units for tensors on the host that are stored as they are."""
     units: list[CopyUnit] = []
     for batch in batches(numbers, views.places, _BATCH_BYTES):
         nbytes = views.places[batch[0]].payload_bytes if len(batch) == 1 else 0
@@ -296,7 +299,7 @@ def host_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
 
 
 def batch_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
-    """The units of tensors that torch copies, and awaits, whatever device they are on."""
+    """Return the units for tensors on any device that torch copies and waits for."""
     return [BatchCopy(batch, views) for batch in batches(numbers, views.places, _BATCH_BYTES)]
 
 
@@ -306,10 +309,10 @@ def batches(
     """Divide tensors into batches that are copied by one call each.
 
     Args:
-        numbers: The numbers of the tensors, in the order in which they are to be copied.
-        places: Where each tensor of the plan stands.
-        most_bytes: The most bytes of one batch. A tensor that has more is a batch by itself.
-        most_tensors: The most tensors of one batch.
+        numbers: The numbers of the tensors, in the order of copying.
+        places: The place of each tensor of the plan.
+        most_bytes: Maximum bytes of a batch. A larger tensor is a batch of its own.
+        most_tensors: Maximum tensors of a batch.
 
     Yields:
         The numbers of each batch.
@@ -328,7 +331,7 @@ def batches(
 
 
 class _SharedUnits:
-    """Units that several threads copy, each the next one that is left."""
+    """Units for several threads. Each thread takes the next unit."""
 
     def __init__(
         self, units: Sequence[CopyUnit], tensors: Sequence[torch.Tensor], done: Callable[[CopyUnit], object]
@@ -350,7 +353,7 @@ class _SharedUnits:
             self._done(unit)
 
     def help_copying(self) -> None:
-        """As ``copy``, on another thread than the caller's."""
+        """Do as ``copy`` does, on a thread other than the caller's."""
         me = threading.get_ident()
         self._helping.add(me)
         try:
@@ -363,7 +366,7 @@ class _SharedUnits:
             self._one_has_ended.put(None)
 
     def settle(self) -> None:
-        """Have no unit begun any more, and wait until none is being copied."""
+        """Begin no more units, and wait until no unit is being copied."""
         self._left.clear()
         while self._helping:
             with contextlib.suppress(Empty):
@@ -379,10 +382,10 @@ def copy_units(
     """Copy all ``units``, on this thread and on ``threads``, in about their order.
 
     Args:
-        units: What is to be copied.
-        tensors: Those of the plan. No thread reads them any more when this returns or raises.
-        threads: Those that take part.
-        done: Told of each unit when it is copied, by the thread that copied it.
+        units: The units to copy.
+        tensors: All tensors of the plan. No thread reads them after this returns or raises.
+        threads: The threads that help.
+        done: Called with each copied unit, by the thread that copied it.
     """
     shared = _SharedUnits(units, tensors, done)
     try:
@@ -393,9 +396,9 @@ def copy_units(
         finally:
             shared.settle()
     finally:
-        shared.settle()  # an exception out of a signal handler may have cut the first short
+        shared.settle()  # an exception from a signal handler may have ended the first call early
         error = shared.errors[0] if shared.errors else None
-        shared.errors.clear()  # or they would hold on to what they have seen, and so to themselves
+        shared.errors.clear()  # their tracebacks refer to ``shared``, and so to themselves
     try:
         if error is not None:
             raise error
@@ -404,5 +407,5 @@ def copy_units(
 
 
 def copy_threads() -> CopyThreads:
-    """The threads that copy beside the caller's own. Raises ``CheckpointError`` where there may be no more."""
+    """Return the threads that help the caller copy. Raises ``CheckpointError`` if there may be no more threads."""
     return CopyThreads(max(1, _THREADS - 1), "asyncckpt-copy")

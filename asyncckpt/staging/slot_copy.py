@@ -1,4 +1,4 @@
-"""The one copy that training waits for: from its tensors into a slot, on the thread that calls and a few beside it."""
+"""The copy that the training waits for: from its tensors into a slot, on the calling thread and a few others."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ _copies: weakref.WeakValueDictionary[int, Flag] = weakref.WeakValueDictionary()
 
 
 def note_copy(copied: Flag) -> None:
-    """A copy begins, on a thread of its own, that reads tensors until ``copied`` is set."""
+    """Note the begin of a copy on a thread of its own. The copy reads tensors until ``copied`` is set."""
     _copies[id(copied)] = copied
 
 
 def held_memory(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """``tensors`` as they are now, whatever becomes of them: ``parameter.data = ...`` gives one other memory.
+    """Return tensors with the memory that ``tensors`` have now.
 
-    That is done to parameters, by ``Module.to`` for one; ``state_dict()`` has tensors of its own in their place.
+    ``parameter.data = ...`` gives a parameter other memory, as ``Module.to`` does. It does not affect the tensors of a
+    ``state_dict()``.
     """
-    if set(map(type, tensors)) <= {torch.Tensor}:  # 20 ns each, and detaching them is 500
+    if set(map(type, tensors)) <= {torch.Tensor}:  # 20 ns each; detaching takes 500
         return tensors
     return [tensor if type(tensor) is torch.Tensor else tensor.detach() for tensor in tensors]
 
 
 def wait_for_copies(timeout: float) -> None:
-    """Return when no copy reads any tensor. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
+    """Wait until no copy reads any tensor. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     for copied in [known() for known in _copies.valuerefs()]:
         if copied is not None and not copied.wait(max(0.0, deadline - time.monotonic())):
@@ -51,18 +52,18 @@ _device, _begin = attrgetter("device"), attrgetter("begin")
 
 
 class SlotStager:
-    """Copies the tensors of one plan into one slot. The tensors are new on every call; where they go is not."""
+    """Copies the tensors of a plan into a slot. Each call has new tensors, for the same places."""
 
     def __init__(self, layout: DataLayout, segment: Segment, offset: int, converted: Sequence[bool] = ()) -> None:
-        """Nothing is written before ``copy``.
+        """Write nothing yet.
 
         Args:
             layout: The layout of the image.
             segment: The memory; it cannot be unmapped until ``close``.
-            offset: Where the slot begins in the segment, in bytes.
-            converted: Which tensors come in another dtype than they are stored in. Empty: none.
+            offset: The start of the slot in the segment, in bytes.
+            converted: Whether each tensor is stored in another dtype. Empty: none is.
         """
-        # Of tensors that share their bytes the first is copied for all.
+        # If tensors share their bytes, only the first is copied.
         self._own = [
             spec.alias is None and place.payload_bytes > 0
             for spec, place in zip(layout.specs, layout.tensors, strict=True)
@@ -72,7 +73,7 @@ class SlotStager:
         self._views: SlotViews | None = SlotViews(specs, places, segment, offset, layout.begins)
         self._converted = list(compress(converted, self._own)) or [False] * len(specs)
         self._nbytes = layout.nbytes
-        # How the work is divided depends on which devices the tensors are on, and is kept as long as they stay there.
+        # The units depend on the devices of the tensors, and are kept while the tensors stay there.
         self._devices: list[torch.device] = []
         self._divided_for: object | None = None
         self._host: list[CopyUnit] = []
@@ -87,26 +88,29 @@ class SlotStager:
         queued: Callable[[Sequence[Fence]], None],
         devices: object | None = None,
     ) -> None:
-        """Copy those of ``tensors`` that are its own into the slot, and return when that is done.
+        """Copy ``tensors`` into the slot, and return when that is done.
 
         Args:
-            tensors: All of the plan, in the order of the layout. They stay as they are until this returns or raises.
-            ready: What the copies from each device wait for.
-            threads: Those that take part.
-            arrived: Told by any thread, again and again, how many bytes are there, from the first of the image on.
-            queued: Told once the fences of the devices, when all copies are queued and the host's tensors copied.
-            devices: The same object as in the last call promises that they are on the same devices as then.
+            tensors: All tensors of the plan, in the order of the layout. They do not change until this returns or
+                raises.
+            ready: The events that the copies from each device wait for.
+            threads: The threads that help.
+            arrived: Called by any thread, many times, with the number of bytes that are complete from the start of the
+                image.
+            queued: Called once with the fences of the devices, when all copies are queued and the tensors on the host
+                are copied.
+            devices: If this is the object of the last call, the tensors are on the same devices as then.
         """
         mine = tensors if self._all_own else list(compress(tensors, self._own))
-        # Else all were on the host, and are.
+        # Otherwise all tensors were on the host, and still are.
         may_move = ready or self._device_copies or not self._devices or kinds.is_unknown_used()
         if may_move and (devices is None or devices is not self._divided_for):
-            self._divided_for = None  # should this be interrupted
+            self._divided_for = None  # this may be interrupted
             self._divide(mine)
             self._divided_for = devices
         units = [*self._host, *(unit for each in self._device_copies for unit in each.units)]
         done = _CopiedPrefix(units, self._nbytes, arrived).add
-        # The devices' copies are queued first and run while the host does its own.
+        # Queue the copies from devices first. They run while the host copies.
         under_way: list[tuple[DeviceCopy, QueuedCopies]] = []
         try:
             for each in self._device_copies:
@@ -124,11 +128,11 @@ class SlotStager:
             raise
 
     def close(self) -> None:
-        """Let go of the memory, whoever still holds on to this (the traceback of an error does)."""
+        """Release the memory, even if the traceback of an error still refers to this object."""
         self._views, self._devices, self._host, self._device_copies = None, [], [], []
 
     def _divide(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Divide the work for tensors on the devices that these are on."""
+        """Divide the work into units, for the devices of ``tensors``."""
         if self._views is None or (self._devices and all(map(eq, map(_device, tensors), self._devices))):
             return
         now_on = list(map(_device, tensors))
@@ -145,15 +149,21 @@ class SlotStager:
             plain = [number for number in its if device.type == "cpu" and not self._converted[number]]
             others = [number for number in its if device.type != "cpu" or self._converted[number]]
             host += host_units(plain, self._views) + batch_units(others, self._views)
-        # All at once, and only when it is whole: an exception on the way must leave no part of it to the next save.
+        # Assigned together at the end: after an exception, the next save must not find a part of it.
         self._host, self._device_copies, self._devices = sorted(host, key=_begin), device_copies, now_on
 
 
 class _CopiedPrefix:
-    """How much of an image is copied: all of it up to the first byte of the first unit that is not."""
+    """The part of an image that is copied: up to the first unit that is missing."""
 
     def __init__(self, units: Sequence[CopyUnit], nbytes: int, tell: Callable[[int], None]) -> None:
-        """``nbytes``: of the image. ``tell`` is told with each unit."""
+        """Begin with nothing.
+
+        Args:
+            units: All units of the copy.
+            nbytes: Size of the image.
+            tell: Called after each unit with the end of the part that is copied.
+        """
         ordered = sorted(units, key=_begin)
         self._number = {unit: number for number, unit in enumerate(ordered)}
         self._begins = [*map(_begin, ordered), nbytes]
@@ -163,7 +173,7 @@ class _CopiedPrefix:
         self._lock = threading.Lock()
 
     def add(self, unit: CopyUnit) -> None:
-        """``unit`` is copied."""
+        """Note that ``unit`` is copied."""
         with self._lock:
             self._missing[self._number[unit]] = False
             while self._first < len(self._missing) and not self._missing[self._first]:
