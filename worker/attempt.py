@@ -1,8 +1,9 @@
 """All or nothing: from a slot, as it fills, to a committed checkpoint or a single file.
 
-A checkpoint in this order, each step durable before the next: on every rank its data files and their indexes, and on
-the first DCP's ``.metadata``; then there the manifest, and the final name. A single file: its bytes, then the name. So
-whatever has its final name is complete. ``committer.py`` decides when that name is given, storage how.
+The parts of a checkpoint become durable in this order: the data files and their indexes on every rank, and DCP's
+``.metadata`` on the first rank; then the manifest and the final name, on the first rank. A single file gets its bytes,
+then its name. So everything with a final name is complete. ``committer.py`` decides when the name is given, and the
+storage decides how.
 """
 
 from __future__ import annotations
@@ -58,11 +59,13 @@ from asyncckpt.worker.staged_image import ImageFile, StagedImage, UnwrittenFile,
 
 @dataclass
 class Attempt(ABC):
-    """One write request being carried out: ``write``, ``seal``, then, when all ranks have, ``commit`` on the first;
-    at the end ``release`` or ``discard`` on all.
+    """The execution of one write request.
 
-    ``opened`` is the attempt on storage. ``direct``: whether the page cache was bypassed; ``timings``: the image's;
-    ``written_at``: when it was durable, as ``time.perf_counter`` says.
+    All ranks call ``write`` and ``seal``. After all ranks have done so, the first rank calls ``commit``. In the end all
+    ranks call ``release`` or ``discard``.
+
+    ``opened``: the attempt on storage. ``direct``: whether the page cache was bypassed. ``timings``: those of the
+    image. ``written_at``: the time when the image was durable, by ``time.perf_counter``.
     """
 
     opened: OpenAttempt
@@ -75,40 +78,40 @@ class Attempt(ABC):
         self.direct = False
         self.timings = self.staged_image.timings
         self.written_at = 0.0
-        self.begun: float | None = None  # where there is nothing to write, never
+        self.begun: float | None = None  # stays None if there is nothing to write
 
     @abstractmethod
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
         """Write the slot's image durably, on the threads of ``pool``; then the slot may be used again.
 
-        Returns the checksums of its spans. Raises ``StorageError``, or why the image does not arrive.
+        Returns the checksums of its spans. Raises ``StorageError``, or the reason why the image does not arrive.
         """
 
     @abstractmethod
     def seal(self) -> bytes:
-        """Write what says what was written. Returns this rank's report, for ``commit``. Raises ``StorageError``."""
+        """Write the small files. Return this rank's report, for ``commit``. Raises ``StorageError``."""
 
     @abstractmethod
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
-        """First rank: finalize what all ranks have reported; ``reports`` are in their order.
+        """First rank: finalize the checkpoint. ``reports``: those of all ranks, in the order of the ranks.
 
         Raises ``StorageError`` or ``CheckpointExistsError``.
         """
 
     def release(self) -> None:
-        """The save is committed: stop holding the attempt."""
+        """Stop holding the attempt, after the save is committed."""
         self.opened.release()
 
     def discard(self) -> None:
-        """Remove what the attempt has written, and stop holding it."""
+        """Remove the files of the attempt, and stop holding it."""
         self.opened.discard()
 
     def image(self, begin: int, nbytes: int) -> memoryview:
-        """Some of what stands in the slot."""
+        """Return ``nbytes`` bytes of the slot, from ``begin`` on."""
         return self.region(Region(self.layout.slots[self.request.slot] + begin, nbytes))
 
     def wait_beyond(self, nbytes: int) -> int:
-        """As ``StagedImage.wait_beyond``; when something has arrived, writing begins."""
+        """Wait as ``StagedImage.wait_beyond`` does. Writing begins when the first bytes have arrived."""
         arrived = self.staged_image.wait_beyond(nbytes, self.layout.data_bytes)
         self.begun = self.begun or time.perf_counter()
         return arrived
@@ -116,17 +119,17 @@ class Attempt(ABC):
     def complete_archive(
         self, image: memoryview, begin: int, sizes: Region, pickle_bytes: int, file: ImageFile | UnwrittenFile
     ) -> tuple[int, list[int]]:
-        """Complete an archive in the slot as it arrives, and write it as far as it goes.
+        """Complete an archive in the slot as its bytes arrive, and write the complete part.
 
         Args:
-            image: Where it stands.
-            begin: Where that is in the slot, in bytes.
-            sizes: As of ``ArchiveData``.
-            pickle_bytes: How long its pickle is.
-            file: What it goes to.
+            image: The memory of the archive.
+            begin: The start of the archive in the slot, in bytes.
+            sizes: As in ``ArchiveData``.
+            pickle_bytes: Size of its pickle, in bytes.
+            file: The file to write.
 
         Returns:
-            Its length, and where its records begin, in bytes.
+            The size of the archive, and the starts of its records, in bytes.
         """
         arrived = 0
 
@@ -142,12 +145,12 @@ class Attempt(ABC):
 
 @dataclass
 class FileAttempt(Attempt):
-    """An attempt at a single file, an archive that ``torch.load`` reads."""
+    """An attempt at a single file, an archive for ``torch.load``."""
 
     layout: TorchFileLayout
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
-        """The archive is completed in the slot. Returns no checksums: nobody loads it from memory."""
+        """Complete the archive in the slot, and write it. Returns no checksums: nobody loads it from memory."""
         image = self.image(0, self.layout.data_bytes)
         is_huge = self.staged_image.hosted.is_huge
         with ImageFile(self.opened.create("", large=True), pool, image, is_huge) as file:
@@ -161,7 +164,7 @@ class FileAttempt(Attempt):
         return array("Q")
 
     def seal(self) -> bytes:
-        """The file says all there is to say of it: there is nothing to report."""
+        """Return an empty report: the file is complete by itself."""
         return b"{}"
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
@@ -172,8 +175,9 @@ class FileAttempt(Attempt):
 class _LargeFile:
     """A large file of an attempt.
 
-    ``image``: its bytes, as staged. ``bounds``: of its spans, once all is there. ``digests``: of these; empty: not
-    made. ``links``: how many saves in a row have had it by link; 0: it is written.
+    ``image``: its staged bytes. ``bounds``: the boundaries of its spans, after all bytes have arrived. ``digests``: the
+    digests of the spans; empty if not computed. ``links``: number of saves in a row that have linked the file; 0: it
+    is written.
     """
 
     large: LargeFile
@@ -186,21 +190,21 @@ class _LargeFile:
 
 @dataclass
 class FolderAttempt(Attempt):
-    """An attempt at one rank's part of a folder of files with a manifest. ``durable``: what it may link."""
+    """An attempt at one rank's part of a folder of files with a manifest. ``durable``: the files that it may link."""
 
     layout: CheckpointLayout | FileSetLayout
     durable: DurableFiles
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._files: dict[str, dict[str, Any]] = {}  # those that are written, for the manifest
+        self._files: dict[str, dict[str, Any]] = {}  # the written files, for the manifest
         self._tails: list[bytes] = []  # of the indexes of large files
         self._linkable: dict[str, DurableFile] = {}
 
     @property
     @abstractmethod
     def _large(self) -> Sequence[LargeFile]:
-        """What is staged, in the order of the image."""
+        """The staged files, in the order of the image."""
 
     @property
     @abstractmethod
@@ -208,10 +212,10 @@ class FolderAttempt(Attempt):
         """First rank: ``.metadata`` for each folder of DCP's."""
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
-        """The image is written as it arrives; but what is not expected to have changed is looked at first."""
+        """Write the image as it arrives, but first check the files that have probably not changed."""
         checksums = array("Q")
         if not self.layout.data_bytes:
-            self.staged_image.wait_beyond(-1, 0)  # for the trainer's word
+            self.staged_image.wait_beyond(-1, 0)  # for the trainer's message
         with contextlib.ExitStack() as opened:
             written: list[tuple[_LargeFile, ImageFile | None]] = []
             for each in self._large:
@@ -223,7 +227,7 @@ class FolderAttempt(Attempt):
                     its.bounds = its.bounds or self._follow(each, output)
                     output.write_rest(its.bounds[-1])
                 written.append((its, output))
-            # Not while the trainer copies: it needs the memory and the cores for that. The disk is ten times as slow.
+            # Not while the trainer copies, which needs the memory and the cores. The disk is ten times slower.
             begun = time.perf_counter()
             for its, _ in written:
                 checksums += self._note(its)
@@ -243,7 +247,7 @@ class FolderAttempt(Attempt):
         return checksums
 
     def _link(self, file: _LargeFile, pool: ThreadPoolExecutor) -> bool:
-        """Have a file that has not changed since the last durable save, as is expected, from there."""
+        """Link a file from the last durable save, if it has not changed since. Return whether it is linked."""
         request = self.request
         known = self.durable.expected(request.segment, file.name, request.most_links)
         if known is None or known.source is None:
@@ -255,7 +259,7 @@ class FolderAttempt(Attempt):
         return file.links > 0
 
     def _note(self, file: _LargeFile) -> array[int]:
-        """Note a file, all of which is there, for the manifest and its index. Returns its checksums."""
+        """Note a file that has arrived whole, for the manifest and its index. Return its checksums."""
         bounds, image = file.bounds, file.image
         if self.request.most_links and not file.digests:
             file.digests = b"".join(digest_of(image[begin:end]) for begin, end in pairwise(bounds))
@@ -268,7 +272,7 @@ class FolderAttempt(Attempt):
         return checksums
 
     def _note_linkable(self, files: Sequence[_LargeFile]) -> None:
-        """What is written can be linked by the next save, once this one is committed."""
+        """Note the files that the next save may link, once this save is committed."""
         for each in files if self.request.most_links else ():
             self._linkable[each.name] = DurableFile(array("Q", each.bounds), each.digests, None, each.links)
 
@@ -280,7 +284,7 @@ class FolderAttempt(Attempt):
         super().release()
 
     def _follow(self, file: LargeFile, output: ImageFile | UnwrittenFile) -> Sequence[int]:
-        """Write a file as it arrives, until all of it has. Returns the boundaries of its spans, the last its length."""
+        """Write a whole file as it arrives. Return the boundaries of its spans; the last one is its size."""
         if not isinstance(file, SpannedFile):
             raise NotImplementedError(type(file))
         output.follow(lambda nbytes, whole: min(self.wait_beyond(file.begin + nbytes) - file.begin, whole))
@@ -290,14 +294,14 @@ class FolderAttempt(Attempt):
         return self.opened.create(name, large=True)
 
     def _facts(self, file: LargeFile, nbytes: int, index: str) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """Return the manifest's entry for a file."""
         return {"bytes": nbytes, "index": index}
 
     def _index_name(self, number: int) -> str:
         return index_name(self.request.rank, number)
 
     def _write_beside(self) -> None:
-        """What there is beside the large files, while these are being written: it may be a twentieth of the bytes."""
+        """Write the small files while the large files are being written. They may have a twentieth of the bytes."""
         for number, (each, tail) in enumerate(zip(self._large, self._tails, strict=True)):
             self._write_small(self._index_name(number), self.region(each.index_head), tail)
         for folder, region in self._metadata if self.request.rank == 0 else ():
@@ -313,7 +317,7 @@ class FolderAttempt(Attempt):
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
         request = self.request
-        check_same_call([Call(*report["call"]) for report in reports])  # with constant structure nobody has asked
+        check_same_call([Call(*report["call"]) for report in reports])  # with constant structure no rank has asked
         self._check_plans(reports)
         files = merged(report["files"] for report in reports)
         path = os.path.dirname(request.path)
@@ -335,15 +339,15 @@ class FolderAttempt(Attempt):
         self.opened.finalize(request.existing)
 
     def discard(self) -> None:
-        """All of it on the first rank, else this rank's files.
+        """Remove the whole attempt on the first rank, and this rank's files on the others.
 
-        Only the first finalizes, and is sure that what it removes is not finalized meanwhile. The others name their
-        files by the path of the attempt, where nothing stands once it is finalized.
+        Only the first rank finalizes, so it cannot remove files that are finalized at the same time. The other ranks
+        name their files by the path of the attempt, which does not exist any more after the attempt is finalized.
         """
         self.opened.discard(None if self.request.rank == 0 else self._names())
 
     def _names(self) -> list[str]:
-        """The files that this rank may have created; with others, where ranks write them together."""
+        """Return the names of the files that this rank may have created."""
         large = [each.name(self.request.rank) for each in self._large]
         return [*large, *map(self._index_name, range(len(large)))]
 
@@ -363,7 +367,7 @@ class FolderAttempt(Attempt):
         self._files[name] = {"bytes": nbytes, "xxh3": digest.hexdigest()}
 
     def _check_plans(self, reports: Sequence[dict[str, Any]]) -> None:
-        """That the parts of all ranks are of one structure: with constant structure no rank has asked another."""
+        """Check that the parts of all ranks have one structure. With constant structure no rank has asked another."""
         plans = [report["plan"] for report in reports]
         known = next((plan for plan in plans if plan != ANY_PLAN), ANY_PLAN)
         for rank, plan in enumerate(plans):
@@ -375,7 +379,7 @@ class FolderAttempt(Attempt):
                 )
 
     def _check_complete(self, reports: Sequence[dict[str, Any]]) -> None:
-        """That all ranks have written into the same folder is for the job to arrange: a shared file system."""
+        """Check that all ranks have written into the same folder, on a file system that all hosts share."""
         missing_names = self.opened.missing({name for report in reports for name in report["files"]})
         for rank, report in enumerate(reports):
             missing = report["files"].keys() & missing_names
@@ -423,12 +427,12 @@ class FileSetAttempt(FolderAttempt):
         return self.layout.metadata
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
-        """The first index is there at once: by it the folder is known for ours, whatever else is in it."""
+        """Create the first index at once. It marks the folder as ours, even if the folder has other files."""
         self._first_index = super()._create(self._index_name(0)) if self._large else None
         return super().write(pool)
 
     def _follow(self, file: LargeFile, output: ImageFile | UnwrittenFile) -> Sequence[int]:
-        """An archive is completed in the slot."""
+        """Complete an archive in the slot, if the file is one, and write it."""
         if not isinstance(file, ArchiveData):
             return super()._follow(file, output)
         image = self.image(file.begin, file.nbytes)

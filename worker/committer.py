@@ -81,33 +81,33 @@ class ReplicaCheck:
         logger.warning("%s [path %s]", text, request.path)
 
 
-# How long the first rank's worker, at its end, waits for others that may still want to know how the last save ended.
+# Seconds that the first rank's worker waits at its end, for others that may still ask how the last save ended.
 _LEAVE_S = 5.0
-# How long to look for the store, which the first rank may just be bringing back in the save that this one is in too.
-# All saves that are under way look together.
+# Seconds to look for the store, which the first rank may be starting again in the same save. All saves under way share
+# this time.
 _PATIENCE_S = 20.0
-# How long the first rank's worker may take to be told, at the end, of what has failed, or else it waits for this rank
-# until the time for a commit is up; and that this one has left, which matters less. One that is gone refuses at once.
+# Seconds to tell the first rank's worker at the end of failures (otherwise it waits for this rank until its timeout),
+# and that this rank has left, which is less important. A worker that is gone refuses at once.
 _TELL_S, _TELL_LEFT_S = 10.0, 1.0
-# How long to look whether a store is gone, or just the connection to it. One that is gone refuses at once.
+# Seconds to find out whether a store is gone, or only the connection to it. A store that is gone refuses at once.
 _PROBE_S = 10.0
-# A save that waited here until its time was up may have been reported by all ranks meanwhile: time to see that.
+# Minimum seconds for each wait. While a save waited in the queue until its timeout, all ranks may have reported it.
 _LEAST_S = 1.0
-# How long storage may take to say how a save has ended.
+# Seconds that the storage may take to say how a save has ended.
 _RESOLVE_S = 30.0
 _KIND = "save"
 _UNREPORTED = "a save was concluded before this rank had reported: please report this"
 
 
 class _SoloRounds:
-    """``Rounds`` for a job of one rank: what it reports is all there is to collect, and nobody else is told."""
+    """``Rounds`` for a job of one rank. It collects the report of this rank, and has nobody to tell."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._reports: dict[str, bytes | CheckpointError] = {}
 
     def report_soon(self, name: str, value: bytes | CheckpointError, timeout: float) -> None:
-        """The first one counts."""
+        """Record a report. Only the first one counts."""
         with self._changed:
             self._reports.setdefault(name, value)
             self._changed.notify_all()
@@ -125,7 +125,7 @@ class _SoloRounds:
         return [report]
 
     def clear(self, kind: str, number: int) -> None:
-        """Forget what came too late."""
+        """Forget reports that came too late."""
         with self._changed:
             self._reports.pop(round_name(kind, number), None)
 
@@ -139,7 +139,7 @@ class _SoloRounds:
 
     def close(self, timeout: float) -> None: ...
 
-    # Never called: for other ranks than the first.
+    # Never called: these are for other ranks than the first.
 
     def leave(self) -> None: ...
 
@@ -153,23 +153,23 @@ class _SoloRounds:
 class Committer:
     """One thread that ends saves in the order in which they began.
 
-    A save is, here, one after the other:
+    A save has these states:
 
     - *open*, from ``expect`` on: this rank's part is being staged and written, and any rank may fail the save;
-    - *written*, from ``written`` on: this rank's part is durable, its attempt is kept here, and it was reported;
-    - *ended*, when the thread takes it: committed, or failed. An attempt that comes later is discarded.
+    - *written*, from ``written`` on: this rank's part is durable and reported, and its attempt is kept here;
+    - *ended*, when the thread takes it: committed, or failed. A later attempt is discarded.
 
-    On the first rank the thread collects the reports, finalizes the checkpoint and concludes. On the others it waits
-    for the outcome, and if that does not come finds it out on storage (``resolve``): then the save is committed, or it
-    never will be. It releases the attempt, or discards it, and tells the trainer. The first rank's attempt is discarded
-    only when the other ranks have been told of the failure.
+    On the first rank the thread collects the reports, finalizes the checkpoint and concludes. On other ranks it waits
+    for the outcome. If no outcome comes, it asks the storage (``resolve``): then the save is committed, or never will
+    be. The thread releases or discards the attempt, and tells the trainer. The first rank's attempt is discarded only
+    after the other ranks have been told of the failure.
     """
 
     def __init__(self, send: Callable[[WriteRequest, Committed | Failed], None]) -> None:
-        """``send`` tells the trainer how a save has ended."""
+        """Start the threads. ``send``: tells the trainer how a save has ended."""
         self._send = send
         self.uploader: Uploader | None = None
-        """First rank: copies what is committed to another root, if there is one."""
+        """First rank: copies committed checkpoints to another root, if there is one."""
         self._rank = 0
         self._rendezvous: Rendezvous | None = None
         self._rounds: Rounds | _SoloRounds = _SoloRounds()
@@ -178,9 +178,9 @@ class Committer:
         self._replicas = ReplicaCheck()
         self._lock = threading.Lock()
         self._open: dict[int, Attempt | None] = {}
-        self._unended: dict[int, WriteRequest] = {}  # those that are open, or just being ended
+        self._unended: dict[int, WriteRequest] = {}  # open, or just being ended
         self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
-        # Storage may take its time to remove, and no commit waits for that.
+        # No commit waits for the removal of old checkpoints.
         self._last_step: int | None = None
         self._next_step: int | None = None
         self._prunable: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -190,18 +190,18 @@ class Committer:
         start(self._thread)
 
     def join(self, rendezvous: Rendezvous, timeout: float) -> None:
-        """From the next save on, commit with the other ranks; ``timeout``: seconds that the store may take."""
+        """Commit with the other ranks, from the next save on. ``timeout``: seconds that the store may take."""
         self._rank, self._rendezvous = rendezvous.rank, rendezvous
         self._rounds = Rounds(rendezvous, timeout, self._patience)
 
     def hurry(self) -> None:
-        """The trainer is gone: nobody brings the store back for its saves."""
+        """Note that the trainer is gone. Nobody starts the store again for its saves."""
         self._patience.end()
         if self._rank == 0 and self._rendezvous is not None and not self.idle():
             self._survivors = Survivors(self._rendezvous, self._saves)
 
     def restarted(self) -> None:
-        """The job is started again: ranks whose workers are gone, too, are waited for no more."""
+        """Note that the job was started again. Ranks without trainer and worker are not waited for any more."""
         if self._survivors is not None:
             self._survivors.restarted()
 
@@ -209,7 +209,7 @@ class Committer:
         return None if self._survivors is None else self._survivors.lost(rank)
 
     def expect(self, request: WriteRequest) -> None:
-        """A save has begun."""
+        """Note that a save has begun."""
         if self._rank > 0 and self._rendezvous is not None and self._survivors is None:
             self._survivors = Survivors(self._rendezvous, self._saves)
         self._patience.renew()
@@ -219,12 +219,12 @@ class Committer:
         self._queue.put((request, time.monotonic() + request.timeout))
 
     def can_succeed(self, request: WriteRequest) -> bool:
-        """Whether the save has not ended yet: it fails as soon as another rank fails it."""
+        """Return whether the save has not ended yet. It ends as soon as another rank fails it."""
         with self._lock:
             return request.save_id in self._open
 
     def idle(self) -> bool:
-        """Whether no save is open."""
+        """Return whether no save is open."""
         with self._lock:
             return not self._open
 
@@ -232,12 +232,12 @@ class Committer:
         return not self.idle()
 
     def unended(self) -> tuple[WriteRequest, ...]:
-        """The saves that have not ended."""
+        """Return the saves that have not ended."""
         with self._lock:
             return tuple(self._unended.values())
 
     def written(self, attempt: Attempt, report: bytes) -> None:
-        """This rank's part of a save is durable."""
+        """Note that this rank's part of a save is durable, and report it."""
         request = attempt.request
         attempt.written_at = time.perf_counter()
         with self._lock:
@@ -247,27 +247,27 @@ class Committer:
         if is_late:
             attempt.discard()
             return
-        # Nothing is written later because the first rank's worker takes its time.
+        # In the background: a slow worker of the first rank must not delay the next write.
         self._rounds.report_soon(round_name(_KIND, request.save_id), report, request.timeout)
 
     def failed(self, request: WriteRequest, error: CheckpointError, attempt: Attempt | None = None) -> None:
-        """This rank's part of a save has failed, so the save fails on all ranks.
+        """Fail a save on all ranks, because this rank's part has failed.
 
         Args:
             request: The save.
-            error: Why; all ranks get it.
-            attempt: What is to be discarded; None: nothing was written.
+            error: The reason; all ranks get it.
+            attempt: The attempt to discard; None: nothing was written.
         """
         with self._lock:
             if request.rank == 0 and request.save_id in self._open:
-                # Only when the others have been told: they are writing into the folder that goes.
+                # Discard it after the others have been told, because they are writing into that folder.
                 self._open[request.save_id], attempt = attempt, None
         if attempt is not None:
             attempt.discard()
         self._rounds.fail_soon(round_name(_KIND, request.save_id), error, request.timeout)
 
     def gone(self, why: str) -> None:
-        """This rank begins no more saves."""
+        """Tell the other ranks that this rank begins no more saves, for the reason ``why``."""
         self._rounds.gone_soon(RankFailedError(why, rank=self._rank), _TELL_S)
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ class Committer:
         self._rounds.close(_TELL_S)
         if self._survivors is not None:
             self._survivors.close()
-        # At worst the first rank's worker waits a little for one that has left: nothing is lost.
+        # If this fails, the first rank's worker waits a little longer, and nothing is lost.
         with _logged("leaving", logging.INFO), self._probe(_TELL_LEFT_S) as rounds:
             if self._rank == 0:
                 rounds.wait_left(_LEAVE_S, 0 if self._survivors is None else len(self._survivors.gone))
@@ -291,7 +291,7 @@ class Committer:
             self._end(*entry)
 
     def _prune(self) -> None:
-        """Remove what retention does not keep, until told to end."""
+        """Remove old checkpoints, as retention says, until told to end."""
         while (task := self._prunable.get()) is not None:
             try:
                 task()
@@ -299,7 +299,7 @@ class Committer:
                 logger.exception("removing old checkpoints failed")
 
     def _is_recent(self, step: int) -> bool:
-        """Whether ``step``, whatever its number, was committed last, or is being committed; or is to be uploaded."""
+        """Return whether ``step`` was committed last, or is being committed, or waits for its upload."""
         return step in (self._last_step, self._next_step) or (self.uploader is not None and self.uploader.needs(step))
 
     def _end(self, request: WriteRequest, deadline: float) -> None:
@@ -318,7 +318,7 @@ class Committer:
             if request.rank == 0:
                 with _logged("telling the other ranks of the failure"):
                     self._rounds.conclude_failed(name, failure)
-            attempt = self._take(request)  # if it is not written by now, it is never reported
+            attempt = self._take(request)  # if it is not written yet, it is never reported
             if request.rank > 0:
                 failure, is_known = self._resolve(request, name, failure)
         if failure is None and attempt is None:
@@ -330,7 +330,7 @@ class Committer:
             if attempt is not None and is_known:
                 attempt.discard()
             elif attempt is not None:
-                attempt.release()  # the first rank may be about to finalize it: without these files it would be no more
+                attempt.release()  # the first rank may be about to finalize it, and needs these files
             self._tell(Failed(request.save_id, failure))
         elif attempt is not None:
             attempt.release()
@@ -344,9 +344,9 @@ class Committer:
                 self._rounds.clear(_KIND, request.save_id)
 
     def _follow_up(self, request: WriteRequest) -> CheckpointError | None:
-        """Advance the pointer, and take the names from older checkpoints, whose files go later.
+        """Advance the pointer, and rename old checkpoints, which are removed later.
 
-        Returns why the pointer is not advanced.
+        Returns the error if the pointer is not advanced.
         """
         try:
             if leftovers := follow_up(request):
@@ -357,14 +357,14 @@ class Committer:
         return None
 
     def _tell(self, outcome: Committed | Failed) -> None:
-        with self._lock:  # before: who was told may look what is still being written
+        with self._lock:  # first: after the message, somebody may ask which saves have not ended
             request = self._unended.pop(outcome.save_id)
         self._send(request, outcome)
 
     def _commit(self, request: WriteRequest, name: str, deadline: float) -> CheckpointError | None:
-        """First rank: finalize what all have written, carry out what follows, and tell them.
+        """First rank: finalize the checkpoint, carry out the follow-up, and tell the other ranks.
 
-        Returns why a pointer does not name the checkpoint.
+        Returns the error if a pointer does not name the checkpoint.
         """
         limit = max(_LEAST_S, deadline - time.monotonic())
         reports = [json.loads(report) for report in self._rounds.collect(name, limit, lost=self._lost)]
@@ -376,15 +376,15 @@ class Committer:
         self._next_step = request.step
         attempt.commit(reports)
         self._last_step = request.step
-        trouble = self._follow_up(request)  # first: nobody hears of a checkpoint that its pointer does not name yet
-        with _logged("telling the other ranks of the commit"):  # they look at what is finalized
+        trouble = self._follow_up(request)  # first: nobody must hear of a checkpoint before its pointer names it
+        with _logged("telling the other ranks of the commit"):  # otherwise they ask the storage
             self._rounds.conclude(name, b"")
         return trouble
 
     def _await_outcome(self, request: WriteRequest, name: str, deadline: float) -> CheckpointError | None:
-        """What the first rank says: None, the save is committed; or why it never will be.
+        """Return the first rank's answer: None if the save is committed, or the reason why it never will be.
 
-        Raises ``WorkerDiedError`` or ``SaveTimeoutError`` where that cannot be learned.
+        Raises ``WorkerDiedError`` or ``SaveTimeoutError`` if there is no answer.
         """
         deadline += grace(request.timeout)
         store = b""
@@ -396,16 +396,17 @@ class Committer:
             except WorkerDiedError:
                 if not store or not self._is_there(store) or time.monotonic() > deadline:
                     raise
-                continue  # it was only the connection that broke
+                continue  # only the connection was lost
             return located_in(request, outcome) if isinstance(outcome, CheckpointError) else None
 
     def _resolve(
         self, request: WriteRequest, name: str, failure: CheckpointError
     ) -> tuple[CheckpointError | None, bool]:
-        """How a save has ended of which the first rank said nothing, hence ``failure``; None: it is committed. And
-        whether that is known.
+        """Ask the storage how a save has ended, after the first rank has not answered (``failure``).
+
+        Returns the failure, or None if the save is committed; and whether that is certain.
         """
-        # The first rank may only be slow, or another worker of it may expect this save: it shall find why that fails.
+        # The first rank may only be slow, or may have another worker that expects this save. It will find the reason.
         self._rounds.fail_soon(name, failure, request.timeout)
         try:
             return (None if resolve(request, _RESOLVE_S) else failure), True
@@ -413,7 +414,7 @@ class Committer:
             return error, False
 
     def _is_there(self, store: bytes) -> bool:
-        """Whether the same store still answers."""
+        """Return whether the same store still answers."""
         try:
             with self._probe(_PROBE_S) as rounds:
                 return rounds.store_id(_PROBE_S) == store
@@ -422,7 +423,7 @@ class Committer:
 
     @contextlib.contextmanager
     def _probe(self, timeout: float) -> Iterator[Rounds | _SoloRounds]:
-        """Rounds that do not wait for a store that is gone."""
+        """Yield rounds that do not wait for a store that is gone."""
         rounds = _SoloRounds() if self._rendezvous is None else Rounds(self._rendezvous, timeout, Patience(0.0))
         try:
             yield rounds
@@ -430,19 +431,19 @@ class Committer:
             rounds.close(0.0)
 
     def _take(self, request: WriteRequest) -> Attempt | None:
-        """End a save: its attempt, if it is written, is the caller's alone."""
+        """End a save. Return its attempt, if that is written; only the caller has it then."""
         with self._lock:
             return self._open.pop(request.save_id, None)
 
 
 def located_in(request: WriteRequest, error: BaseException) -> CheckpointError:
-    """``error``, as one of that save on this rank."""
+    """Return ``error`` as an error of that save on this rank."""
     return located(error, path=request.path, rank=request.rank, step=request.step)
 
 
 @contextlib.contextmanager
 def _logged(doing: str, level: int = logging.WARNING) -> Iterator[None]:
-    """Log what fails inside: somebody else will notice, and say it better."""
+    """Log errors in the block. Other ranks notice the failure themselves, and have better errors."""
     try:
         yield
     except CheckpointError as error:
