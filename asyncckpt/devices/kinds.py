@@ -79,13 +79,16 @@ class DeviceKind(Protocol):
     def is_capturing(self) -> bool:
         """Return whether the calling thread's current stream, on its current device, is being captured in a graph."""
 
-    def copies_many(self) -> bool:
-        """Return whether ``copy_many`` can work. The call itself starts no device."""
+    def copies_many(self, device: torch.device) -> bool:
+        """Return whether ``copy_many`` works on ``device``. The call itself starts no device."""
 
-    def copy_many(self, stream: DeviceStream, to: array[int], source: array[int], sizes: array[int]) -> bool:
+    def copy_many(
+        self, device: torch.device, stream: DeviceStream, to: array[int], source: array[int], sizes: array[int]
+    ) -> bool:
         """Queue copies by one call, each of ``sizes[i]`` bytes from address ``source[i]`` to ``to[i]``.
 
-        Call this inside ``use``. Returns False if the driver refuses; then queue all of them in another way.
+        Call this inside ``use``. Returns False if the driver refuses; then queue all of them in another way. From then
+        on, ``copies_many`` is False.
         """
 
 
@@ -103,7 +106,7 @@ class TorchDevices:
         is_used: Callable[[int], bool] | None = None,
         event: Mapping[str, Any] = MappingProxyType({}),
         relaxed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-        copy_many: Callable[[], CopyMany | None] = lambda: None,
+        copy_many: Callable[[int], CopyMany | None] = lambda index: None,
     ) -> None:
         """Look up nothing yet: the module may be loaded later, or never.
 
@@ -114,7 +117,7 @@ class TorchDevices:
                 a context there, of some hundred MB. With None, torch does not tell.
             event: Arguments for an event on which the host waits asleep.
             relaxed: Returns a context in which the thread disturbs no capture of another thread.
-            copy_many: Returns the call for many copies; None if the runtime has none.
+            copy_many: Returns the call for many copies to and from the device of that index; None if there is none.
         """
         self.pinner = pinner
         self._type = device_type
@@ -122,6 +125,7 @@ class TorchDevices:
         self._event = dict(event)
         self._relaxed = relaxed
         self._find_copy_many = copy_many
+        self._copy_many: dict[int, CopyMany | None] = {}
 
     @property
     def _module(self) -> Any:
@@ -165,26 +169,25 @@ class TorchDevices:
         asks = getattr(self._module, "is_current_stream_capturing", None)
         return asks is not None and bool(asks())
 
-    @functools.cached_property
-    def _copy_many(self) -> CopyMany | None:
-        return self._find_copy_many()
+    def copies_many(self, device: torch.device) -> bool:
+        if device.index not in self._copy_many:
+            self._copy_many[device.index] = self._find_copy_many(device.index)
+        return self._copy_many[device.index] is not None
 
-    def copies_many(self) -> bool:
-        return self._copy_many is not None
-
-    def copy_many(self, stream: Any, to: array[int], source: array[int], sizes: array[int]) -> bool:
-        if self._copy_many is None:
+    def copy_many(
+        self, device: torch.device, stream: Any, to: array[int], source: array[int], sizes: array[int]
+    ) -> bool:
+        call = self._copy_many.get(device.index)
+        if call is None:
             return False
-        code = self._copy_many(_handle(stream), to, source, sizes)
+        code = call(stream.cuda_stream, to, source, sizes)
         if code != 0:
-            logger.debug("queueing %d copies by one call failed with %s error %d", len(to), self._type, code)
+            logger.warning(
+                "%s copies tensors one by one from now on, because a call for %d copies failed with error %d",
+                *(device, len(to), code),
+            )
+            self._copy_many[device.index] = None
         return code == 0
-
-
-def _handle(stream: Any) -> int:
-    """Return the driver's handle of a stream."""
-    handle: int = stream.cuda_stream
-    return handle
 
 
 def _has_cuda_context(index: int) -> bool:

@@ -53,17 +53,28 @@ class _Attributes(ctypes.Structure):
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 
 
-def cuda_copy_many() -> CopyMany | None:
-    """Return ``CopyMany`` by ``cudaMemcpyBatchAsync`` (CUDA 12.8 and later); None if the runtime lacks it.
+_OFF = "ASYNC_CKPT_COPY_MANY"
+_LEAST_VERSION = 12080  # of the driver: older ones refuse the call
+_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem; 0 under WSL, for one
 
-    On an H200, 2,000 copies of 2 MB took as long as one copy of all bytes, and 1 to 2 ms of calls. One by one, torch's
+
+def cuda_copy_many(index: int) -> CopyMany | None:
+    """Return ``CopyMany`` by ``cudaMemcpyBatchAsync`` for the device ``index``. The call itself starts no device.
+
+    On an H200, 2,000 copies of 2 MB took as long as one copy of all bytes, and 1 to 3 ms of calls. One by one, torch's
     copies took 40 ms of calls, and 2 us each on the device.
+
+    Returns:
+        None if the runtime or the driver is older than CUDA 12.8, if the device knows registered memory by other
+        addresses, or if the environment variable ``ASYNC_CKPT_COPY_MANY`` is 0.
     """
-    call = None if torch.version.cuda is None else runtime_call("MemcpyBatchAsync")
-    last_error = runtime_call("GetLastError")
-    if call is None or last_error is None or torch.version.cuda is None:
+    version = torch.version.cuda
+    call, last_error = runtime_call("MemcpyBatchAsync"), runtime_call("GetLastError")
+    if version is None or call is None or last_error is None or os.environ.get(_OFF) == "0":
         return None
-    has_failed_index = torch.version.cuda.startswith("12.")  # an argument that CUDA 13 has no more
+    if _number("DriverGetVersion") < _LEAST_VERSION or _number("DeviceGetAttribute", _CAN_USE_HOST_POINTER, index) != 1:
+        return None
+    has_failed_index = version.startswith("12.")  # an argument that CUDA 13 has no more
     attributes = (_Attributes * 1)(_Attributes(order=_STREAM_ORDER))
     index_of_first = (ctypes.c_size_t * 1)(0)  # all copies have the same attributes
 
@@ -79,3 +90,11 @@ def cuda_copy_many() -> CopyMany | None:
         return code
 
     return copy_many
+
+
+def _number(name: str, *given: int) -> int:
+    """Return the number that a call of the runtime writes to its first argument; -1 if the call fails."""
+    call, found = runtime_call(name), ctypes.c_int(-1)
+    if call is None or call(ctypes.byref(found), *map(ctypes.c_int, given)) != 0:
+        return -1
+    return found.value

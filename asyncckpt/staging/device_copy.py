@@ -1,7 +1,7 @@
 """Copies from a device into a slot: queued on a side stream, behind the work that the compute stream has at the call.
 
 The driver takes many copies by one call, from CUDA 12.8 on (``devices/runtime.py``). Elsewhere torch queues them one by
-one, some 20 us each.
+one, 7 to 20 us each.
 
 The host waits for events only, asleep, never for the device. A stream takes about a thousand commands. A thread that
 gives the stream more waits in the driver, and holds a lock there: the training cannot launch meanwhile. A profile on an
@@ -14,18 +14,21 @@ the events are past. So ``Tensor.record_stream`` is not needed, which would keep
 
 from __future__ import annotations
 
+import operator
 import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
+from operator import attrgetter
 from typing import Protocol
 
 import torch
 
 from asyncckpt.devices.kinds import DeviceEvent, DeviceKind, DeviceStream, ReadyEvents
-from asyncckpt.planning.forms import plain_addresses
+from asyncckpt.planning.forms import are_plain, plain_addresses
 from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
 from asyncckpt.planning.structure import picker
 from asyncckpt.shm.segment import PAGE
@@ -34,10 +37,11 @@ from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches,
 # Bytes that are reported as arrived at once. They take 1 to 3 ms on the link, so the event (some us) does not count,
 # and the worker begins to write early.
 _CHUNK_BYTES = 64 << 20
-# Commands that the stream has at a time, of the thousand that it takes: 32 units of some 40 ms, if the driver takes
-# many copies by one call.
+# Commands that the stream has at a time, of the thousand that it takes. If the driver takes many copies by one call,
+# they are 32 units; of large tensors, these take the link 40 ms.
 _MOST_COMMANDS = 128
-# Commands of an event on which the host waits asleep; measured was that an event and a copy are four at least.
+# Commands of an event on which the host waits asleep. A profile showed that an event and a copy are four at least. That
+# a call for many copies is one command is an assumption.
 _EVENT_COMMANDS = 3
 # Copies of one unit, if torch queues them one by one, and if the driver takes them by one call (0.9 us each).
 _UNIT_COPIES = 32
@@ -77,7 +81,7 @@ class DeviceCopy:
         """
         self._device, self._kind = device, kind
         self._stream = copy_stream(device, kind)
-        copy_many = partial(kind.copy_many, self._stream) if kind.copies_many() else None
+        copy_many = partial(kind.copy_many, device, self._stream) if kind.copies_many(device) else None
         self.units = device_units(numbers, views, converted, copy_many)
 
     def queue(self, tensors: Sequence[torch.Tensor], ready: ReadyEvents) -> QueuedCopies:
@@ -88,15 +92,14 @@ class DeviceCopy:
             self._queue_some(queued)
         return queued
 
-    def queue_rest(self, queued: QueuedCopies, done: Callable[[CopyUnit], object]) -> None:
-        """Queue the other units, each when an earlier one is copied. Call ``done`` with each copied unit.
+    def queue_more(self, queued: QueuedCopies, done: Callable[[CopyUnit], object]) -> None:
+        """Queue more units, after the first one queued is copied. Call ``done`` with that.
 
         If this raises, call ``settle``.
         """
         with self._kind.use(self._device, self._stream):
-            while queued.left:
-                queued.wait_for_first(done)
-                self._queue_some(queued)
+            queued.wait_for_first(done)
+            self._queue_some(queued)
 
     def wait(self, queued: QueuedCopies, done: Callable[[CopyUnit], object]) -> None:
         """Wait until all units are copied, and call ``done`` with each. If this raises, call ``settle``."""
@@ -222,12 +225,11 @@ class BytesCopy:
             numbers: The numbers of the tensors.
             views: The memory for the tensors.
             copy_many: Queues the copies.
-            otherwise: Makes the unit for the same tensors when some are not plain, or the driver refuses.
+            otherwise: Makes the unit that copies the same tensors in another way.
             part: Of a single tensor, its bytes to copy; None: all.
         """
         self._pick, self._copy_many = picker(numbers), copy_many
-        self._make_otherwise = otherwise
-        self._otherwise: DeviceUnit | None = None
+        self._numbers, self._views, self._otherwise = numbers, views, otherwise
         self._specs = [views.specs[number] for number in numbers]
         self._is_complex = any(spec.dtype.is_complex for spec in self._specs)
         self._offset = 0 if part is None else part.start
@@ -240,14 +242,26 @@ class BytesCopy:
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         picked = self._pick(tensors)
         addresses = plain_addresses(picked, on_host=False, may_be_conjugate=self._is_complex)
+        if addresses is None and len(picked) > 1:
+            self._copy_each(picked, tensors)
+            return
         if addresses is not None:
             check_addresses(addresses, picked, self._specs)
             addresses[0] += self._offset
             if self._copy_many(self._to, addresses, self._sizes):
                 return
-        if self._otherwise is None:
-            self._otherwise = self._make_otherwise()
-        self._otherwise.copy(tensors)
+        self._otherwise().copy(tensors)
+
+    def _copy_each(self, picked: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the ``picked`` ones of ``tensors``, of which some are not plain."""
+        plain = [tensor.is_contiguous() and are_plain([tensor], may_be_conjugate=self._is_complex) for tensor in picked]
+        addresses = checked_addresses(picked, self._specs)
+        arrays = [array("Q", compress(each, plain)) for each in (self._to, addresses, self._sizes)]
+        if any(plain) and not self._copy_many(*arrays):
+            self._otherwise().copy(tensors)
+            return
+        others = list(compress(self._numbers, map(operator.not_, plain)))
+        BatchCopy(others, self._views, non_blocking=True).copy(tensors)
 
 
 def pinned_cuts(place: Place) -> range:
@@ -274,6 +288,12 @@ def device_units(
         converted: As of ``DeviceCopy``.
         copy_many: Queues many copies by one call; None: the driver has no such call.
     """
+    if copy_many is not None and any(converted and converted[number] for number in numbers):
+        divided = [[number for number in numbers if converted[number] is each] for each in (True, False)]
+        by_torch, by_driver = (
+            device_units(each, views, (), call) for each, call in zip(divided, (None, copy_many), strict=True)
+        )
+        return sorted((*by_torch, *by_driver), key=attrgetter("begin"))
     units: list[DeviceUnit] = []
     for batch in batches(numbers, views.places, _CHUNK_BYTES, _UNIT_COPIES if copy_many is None else _CALL_COPIES):
         nbytes, itemsize = views.places[batch[0]].payload_bytes, views.specs[batch[0]].dtype.itemsize
@@ -287,7 +307,7 @@ def device_units(
                 part = range(first * itemsize, (first + count) * itemsize)
                 parts.append((partial(ChunkCopy, batch[0], first, count, views), part))
         for make, its_part in parts:
-            if copy_many is None or any(converted and converted[number] for number in batch):
+            if copy_many is None:
                 units.append(make())
             else:
                 units.append(BytesCopy(batch, views, copy_many, make, its_part))

@@ -378,6 +378,7 @@ def copy_units(
     tensors: Sequence[torch.Tensor],
     threads: CopyThreads,
     done: Callable[[CopyUnit], object],
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Copy all ``units``, on this thread and on ``threads``, in about their order.
 
@@ -386,12 +387,15 @@ def copy_units(
         tensors: All tensors of the plan. No thread reads them after this returns or raises.
         threads: The threads that help.
         done: Called with each copied unit, by the thread that copied it.
+        meanwhile: Other work for this thread, before it copies.
     """
     shared = _SharedUnits(units, tensors, done)
     try:
         try:
-            for _ in range(min(_THREADS, len(units)) - 1):
+            for _ in range(min(_THREADS - 1, len(units) if meanwhile else len(units) - 1)):
                 threads.run(shared.help_copying)
+            if meanwhile is not None:
+                meanwhile()
             shared.copy()
         finally:
             shared.settle()

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import compress
 from operator import attrgetter, eq
 
@@ -115,9 +116,8 @@ class SlotStager:
         try:
             for each in self._device_copies:
                 under_way.append((each, each.queue(mine, ready)))
-            copy_units(self._host, mine, threads, done)
-            for each, copies in under_way:
-                each.queue_rest(copies, done)
+            rest = partial(_queue_rest, under_way, done) if under_way else None
+            copy_units(self._host, mine, threads, done, meanwhile=rest)
             queued([each.fence(copies) for each, copies in under_way])
             for each, copies in under_way:
                 each.wait(copies, done)
@@ -151,6 +151,13 @@ class SlotStager:
             host += host_units(plain, self._views) + batch_units(others, self._views)
         # Assigned together at the end: after an exception, the next save must not find a part of it.
         self._host, self._device_copies, self._devices = sorted(host, key=_begin), device_copies, now_on
+
+
+def _queue_rest(under_way: Sequence[tuple[DeviceCopy, QueuedCopies]], done: Callable[[CopyUnit], object]) -> None:
+    """Queue all copies from devices that are left, in turns."""
+    while unfinished := [(each, copies) for each, copies in under_way if copies.left]:
+        for each, copies in unfinished:
+            each.queue_more(copies, done)
 
 
 class _CopiedPrefix:

@@ -124,7 +124,8 @@ def test_a_copy_that_cannot_be_queued_is_settled(kind: MadeUpDevices, monkeypatc
 
 def _copy_all(copy: DeviceCopy, tensors: list[torch.Tensor], ready: dict[Any, Any]) -> None:
     queued = copy.queue(tensors, ready)
-    copy.queue_rest(queued, lambda _: None)
+    while queued.left:
+        copy.queue_more(queued, lambda _: None)
     copy.wait(queued, lambda _: None)
 
 

@@ -311,7 +311,7 @@ def test_copies_leave_room_for_others_to_launch(
 ) -> None:
     """A thread that gives a stream more than it takes waits in the driver. No other thread launches then."""
     if not by_one_call:
-        monkeypatch.setattr(TorchDevices, "copies_many", lambda _: False)
+        monkeypatch.setattr(TorchDevices, "copies_many", lambda *_: False)
     monkeypatch.setattr(device_copy, "_UNIT_COPIES", 1)  # the simulated device makes one command of many copies
     monkeypatch.setattr(device_copy, "_CALL_COPIES", 1)
     state = _full(device_type, 1, [500] * 3000)
@@ -331,3 +331,18 @@ def test_copies_leave_room_for_others_to_launch(
         save.result(60)
         checkpointer.load(into := zeros_like(state), 1)
         assert all(float(tensor[0]) == 1.0 for tensor in into.values())
+
+
+def test_a_driver_that_refuses_many_copies_is_not_asked_again(
+    device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = _full(device_type, 1, [500] * 200) | {"turned": torch.ones(30, 20, device=device_type).t()}
+    kind = kinds.kind_of(state["0"].device)
+    assert isinstance(kind, TorchDevices) and kind.copies_many(state["0"].device)
+    monkeypatch.setattr(kind, "_copy_many", {state["0"].device.index: lambda *_: 801})
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state).result(60)
+            checkpointer.load(into := zeros_like(state), step)
+            assert all(float(tensor.min()) == 1.0 for tensor in into.values())
+    assert caplog.text.count("one by one from now on") == 1 and not kind.copies_many(state["0"].device)

@@ -199,7 +199,7 @@ def test_the_same_bytes_as_from_the_host(
     if cut:
         monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 300_000)
     if not by_one_call:
-        monkeypatch.setattr(TorchDevices, "copies_many", lambda _: False)
+        monkeypatch.setattr(TorchDevices, "copies_many", lambda *_: False)
     host = _of_all_kinds()
     state = _on_device(host, device_type)
     for name, tensor in state.items():

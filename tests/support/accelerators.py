@@ -28,7 +28,7 @@ def load() -> str:
             pytest.skip(why_not)
         simulated_device.load()
         kind = TorchDevices(
-            CHOICE, CudaPinner(CHOICE), module().is_used, {"blocking": True}, copy_many=lambda: module().copy_many
+            CHOICE, CudaPinner(CHOICE), module().is_used, {"blocking": True}, copy_many=lambda index: module().copy_many
         )
         kinds.KINDS[CHOICE] = kind
     return CHOICE

@@ -115,10 +115,12 @@ class MadeUpDevices:
     def is_capturing(self) -> bool:
         return False
 
-    def copies_many(self) -> bool:
+    def copies_many(self, device: torch.device) -> bool:
         return self._copies_by_address
 
-    def copy_many(self, stream: Any, to: array[int], source: array[int], sizes: array[int]) -> bool:
+    def copy_many(
+        self, device: torch.device, stream: Any, to: array[int], source: array[int], sizes: array[int]
+    ) -> bool:
         assert stream is self.current[-1]
         if self.chance.random() < 0.2:
             return False
