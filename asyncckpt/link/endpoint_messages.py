@@ -148,7 +148,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Follow:
-    """``locator``: where it is published, see ``transfer/locator.py``."""
+    """``locator``: where it is published, see ``transfer/requests.py``."""
 
     locator: str
 

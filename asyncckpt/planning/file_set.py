@@ -16,8 +16,8 @@ from asyncckpt.planning.torch_file_plan import TorchFileContents
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
 
-# What may stand at the top of a set without being asked for: our manifest, and what DCP and we write of states.
-_OURS = re.compile(r"asyncckpt\.json|\.metadata|.*__\d+_\d+\.(index\.json|distcp)")
+# Names at the top of a set that are not the caller's: our manifest and marker, and files of DCP and of states.
+_OURS = re.compile(r"asyncckpt\.(json|uploaded)|\.metadata|.*__\d+_\d+\.(index\.json|distcp)")
 
 # A smaller file of torch's is made here and now: its pickle alone may be more than its tensors, and may grow.
 _LARGE_BYTES = 1 << 20

@@ -200,6 +200,7 @@ class Group:
                 self._connect(self._exchange(error))  # the other ranks wait for this rank
             raise
         if self.alone or client is self._client:
+            self._tell_untold()
             return client
         if self._rendezvous is None:
             self._rendezvous = self._connect(self._exchange(client))

@@ -36,9 +36,6 @@ from asyncckpt.staging.slot_copy import SlotStager
 
 logger = logging.getLogger(__name__)
 
-# A segment fits if at most one part of so many is missing.
-_FEW = 64
-
 Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
 """Bytes that are the same in every save, each with its region in the segment."""
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 
 from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError, unless_interrupt
-from asyncckpt.format.manifest import MANIFEST_NAME, Manifest, is_checkpoint_file, is_index
+from asyncckpt.format.manifest import MANIFEST_NAME, UPLOADED_NAME, Manifest, is_checkpoint_file, is_index
 from asyncckpt.shm.segment import close
 
 LOCK_TIMEOUT_S = 30.0
@@ -129,7 +129,7 @@ def holds_only_a_checkpoint(path: str, *, is_attempt: bool = False) -> bool:
         return True
     try:
         with open(os.path.join(path, MANIFEST_NAME), "rb") as file:
-            return names <= {MANIFEST_NAME, *Manifest.parse(file.read(), path).files}
+            return names <= {MANIFEST_NAME, UPLOADED_NAME, *Manifest.parse(file.read(), path).files}
     except (FileNotFoundError, DamagedCheckpointError, FormatError):
         return False
 

@@ -135,8 +135,12 @@ class LocalStorage(Storage):
         if leftover is not None:
             with contextlib.suppress(OSError):
                 os.unlink(leftover)
-            with contextlib.suppress(OSError):
+            try:
                 remove_folder(leftover)
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as error:
+                logger.warning("%s could not be removed whole: %s", leftover, error)
 
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
         manifest = os.path.join(final, MANIFEST_NAME)
@@ -281,6 +285,8 @@ class LocalStorage(Storage):
             except OSError:
                 rename(trash, path)
                 raise
+            with contextlib.suppress(OSError):  # now it is young, and no leftover of a worker that was killed
+                os.utime(fd)
         return trash
 
     def advance(self, path: str, text: str, at: int) -> bool:

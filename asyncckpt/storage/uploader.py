@@ -1,7 +1,8 @@
 """The uploader: copy committed checkpoints of a local folder to the root of the run, in the background.
 
-The manifest of a local checkpoint says whether to upload it, and a marker beside the manifest says that the upload is
-done. So the next worker continues after a worker has ended, or died. One worker at a time uploads.
+The manifest of a local checkpoint says whether to upload it, and a marker beside the manifest says that the checkpoint
+was uploaded, skipped or refused. So the next worker continues after a worker has ended, or died. One worker at a time
+uploads.
 
 If uploads to the root are slower than saves, a waiting checkpoint is skipped for a newer checkpoint, unless its upload
 is mandatory. A failed upload is retried, at the next save or after a pause, unless a retry cannot help.
@@ -80,6 +81,7 @@ class Uploader:
             make_folder(local)
             os.close(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._linkable: dict[FileStamp, LinkSource] = {}
+        self._settled: set[tuple[int, str]] = set()  # steps and attempts that need no more work
         self._changed = threading.Condition()
         self._is_wanted = bool(self._waiting())
         self._is_ending = False
@@ -105,8 +107,8 @@ class Uploader:
 
     def under_way(self) -> UploadsUnderWay:
         """Return the uploads that have not ended, and a failure if there is one. Raises ``StorageError``."""
+        waiting = [upload.to for _, upload in self._uploads()]  # the folder may be slow
         with self._changed:
-            waiting = [upload.to for _, upload in self._uploads()]
             loss, self._loss = self._loss, None
             return UploadsUnderWay(tuple(waiting), loss or (self._failure if waiting else None))
 
@@ -130,21 +132,22 @@ class Uploader:
         return [(each, each.upload) for each in found if each.upload is not None and not self._is_done(each)]
 
     def _is_done(self, found: StoredStep) -> bool:
+        if (found.step, found.attempt) in self._settled:
+            return True
         marker = self._marker(found)
         with contextlib.suppress(OSError), open(marker) as file:
             return file.read() == found.attempt
         # Look for the manifest last, because retention may have removed the folder together with the marker.
         return not os.path.lexists(os.path.join(os.path.dirname(marker), MANIFEST_NAME))
 
-    def _mark_done(self, found: StoredStep) -> None:
-        """Mark the upload of a checkpoint as done. Do nothing if the checkpoint is gone. Raises ``StorageError``."""
-        path = self._marker(found)
-        with (
-            translated("marking an upload as done", path),
-            contextlib.suppress(FileNotFoundError),
-            open(path, "w") as file,
-        ):
-            file.write(found.attempt)
+    def _settle(self, found: StoredStep) -> None:
+        """Note that a checkpoint was uploaded, skipped or refused, here and by a marker for the next worker."""
+        self._settled.add((found.step, found.attempt))
+        try:
+            with contextlib.suppress(FileNotFoundError), open(self._marker(found), "w") as file:  # it may be gone
+                file.write(found.attempt)
+        except OSError as error:
+            logger.warning("the next worker may upload step %d again, because its marker failed: %s", found.step, error)
 
     def _marker(self, found: StoredStep) -> str:
         return os.path.join(step_folder(self._local, found.step), UPLOADED_NAME)
@@ -197,7 +200,7 @@ class Uploader:
                 return found, upload
             one, other = (step_folder(self._local, each.step) for each in (found, waiting[-1][0]))
             logger.warning("%s is not uploaded, as uploads take too long: %s goes instead", one, other)
-            self._mark_done(found)
+            self._settle(found)
         return waiting[-1] if waiting else None
 
     def _carry_out(self, found: StoredStep, upload: Upload) -> bool:
@@ -213,7 +216,7 @@ class Uploader:
                 prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == found.step)
             with self._changed:
                 self._failure = None
-            self._mark_done(found)  # last, because a caller that waits for the upload waits for the pruning, too
+            self._settle(found)  # last, because a caller that waits for the upload waits for the pruning, too
             return True
         except Exception as error:
             failure = located(error, path=upload.to, rank=0, step=found.step)
@@ -221,14 +224,16 @@ class Uploader:
             is_final = isinstance(failure, _FINAL)
             with self._changed:
                 self._failure, self._loss = (None, failure) if is_final else (failure, self._loss)
-            if is_final:
-                self._mark_done(found)
             text = f"{type(failure).__name__}: {failure}"
             self._tell(Uploaded(upload.to, found.step, time.time() - begun, None, text))
+            if is_final:
+                self._settle(found)
             return is_final
 
     def _note_success(self) -> None:
         """Record in the lock file that this run has reached its root."""
+        if has_uploaded(self._local):
+            return
         with contextlib.suppress(OSError), open(os.path.join(self._local, _LOCK_NAME), "w") as file:
             file.write("some checkpoints were uploaded\n")
 

@@ -41,7 +41,7 @@ _LEAST_LINGER_S = 5.0
 
 @dataclass(frozen=True)
 class MirrorOptions:
-    """The publication that a host's mirror follows (see ``transfer/locator.py``), and the options of the worker."""
+    """The publication that a host's mirror follows (see ``transfer/requests.py``), and the options of the worker."""
 
     job: str
     locator: str

@@ -251,14 +251,24 @@ def test_a_damaged_checkpoint_of_a_worker_that_died_keeps_no_other(
     assert outcome(uploader) is None and complete_steps(str(root)) == [3]
 
 
-def test_a_marker_that_cannot_be_written_at_once(
-    local: Path, root: Path, uploader_of: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch
+def test_a_marker_that_cannot_be_written(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The local disk is full: the upload is tried again, and finds the checkpoint where it belongs."""
+    """The local disk is full: this worker knows that the upload is done, and the next one finds out."""
     uploader = uploader_of()
-    (marker := Path(wanted(local, root, 4)) / UPLOADED_NAME).mkdir()
-    uploader.begin()
-    assert isinstance(outcome(uploader), StorageError) and complete_steps(str(root)) == [4]
+    (marker := Path(wanted(local, root, 3, must=True)) / UPLOADED_NAME).mkdir()
+    upload(uploader, wanted(local, root, 4, must=True))
+    assert outcome(uploader) is None and complete_steps(str(root)) == [3, 4] and not uploader.needs(3)
+    assert caplog.text.count("may upload step 3 again") == 1
+    uploader.close()
     marker.rmdir()
-    uploader.begin()
-    assert outcome(uploader) is None and marker.read_text() == read_manifest(str(marker.parent)).attempt
+    assert outcome(uploader_of()) is None and marker.read_text() == read_manifest(str(marker.parent)).attempt
+
+
+def test_a_marker_of_a_skipped_step_that_cannot_be_written_keeps_no_other(
+    local: Path, root: Path, uploader_of: Callable[..., Uploader]
+) -> None:
+    uploader = uploader_of()
+    (Path(wanted(local, root, 3)) / UPLOADED_NAME).mkdir()
+    upload(uploader, wanted(local, root, 4))
+    assert outcome(uploader) is None and complete_steps(str(root)) == [4]
