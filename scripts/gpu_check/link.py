@@ -14,6 +14,7 @@ import torch
 from bench.limits import WRITE_BYTES, WRITE_THREADS
 
 from asyncckpt.devices import kinds
+from asyncckpt.devices.kinds import DeviceEvent
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.shm.segment import Segment
 from asyncckpt.storage.local_file import LocalFile
@@ -82,7 +83,7 @@ def _queued_seconds(device: Device, target: torch.Tensor, source: torch.Tensor) 
 def _room(device: Device, target: torch.Tensor, source: torch.Tensor) -> int:
     """Return how many small copies, each with an event, a busy stream takes until one call waits for another's end."""
     stream = device.kind.new_stream(device.device)
-    events = []
+    events: list[DeviceEvent] = []
     device.synchronize()
     with device.kind.use(device.device, stream):
         _copy(target, source)
