@@ -12,6 +12,8 @@ The states of a request (``ImageState``):
 
 The trainer may cancel a request before it is written. Its slot is then free at once, unless the request is FOLLOWED. A
 FOLLOWED request becomes CANCELLED until the writer lets go of the slot.
+
+After the death of the trainer, ``finish`` writes all images that the slots say are staged, and gives up the others.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Save calls that people already have, made asynchronous."""
+"""Save calls that people already have, made asynchronous. An integration imports ``asyncckpt.extension``."""

@@ -1,4 +1,4 @@
-"""``asyncckpt ls``: list the checkpoints of a folder, with the cost of each."""
+"""``asyncckpt ls`` and ``inspect``: the checkpoints of a folder with the cost of each, and the values of one."""
 
 from __future__ import annotations
 

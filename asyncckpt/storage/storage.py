@@ -1,4 +1,8 @@
-"""The interface of all kinds of storage. ``storage_for`` picks the kind by the path."""
+"""The interface of all kinds of storage. ``storage_for``, in ``__init__.py``, picks the kind by the path.
+
+A new kind implements the classes here and passes ``tests/support/storage_contract.py``. Code that treats an address
+(``scheme://``) unlike a path asks ``is_address``, also outside of this folder.
+"""
 
 from __future__ import annotations
 
