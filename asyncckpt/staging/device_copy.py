@@ -260,8 +260,8 @@ class BytesCopy:
         if any(plain) and not self._copy_many(*arrays):
             self._otherwise().copy(tensors)
             return
-        others = list(compress(self._numbers, map(operator.not_, plain)))
-        BatchCopy(others, self._views, non_blocking=True).copy(tensors)
+        if others := list(compress(self._numbers, map(operator.not_, plain))):
+            BatchCopy(others, self._views, non_blocking=True).copy(tensors)
 
 
 def pinned_cuts(place: Place) -> range:

@@ -260,8 +260,8 @@ class _ByteCopy:
         plain = [tensor.is_contiguous() and are_plain([tensor], may_be_conjugate=self._is_complex) for tensor in picked]
         addresses = checked_addresses(picked, self._specs)
         copy_many(*(array("Q", compress(each, plain)) for each in (self._to, addresses, self._sizes)))
-        others = list(compress(self._numbers, map(operator.not_, plain)))
-        BatchCopy(others, self._views).copy(tensors)
+        if others := list(compress(self._numbers, map(operator.not_, plain))):
+            BatchCopy(others, self._views).copy(tensors)
 
 
 class BatchCopy:
