@@ -367,7 +367,7 @@ _VARIABLES: dict[str, Callable[[str], Any]] = {
 }
 
 _PREFIX = "ASYNC_CKPT_"
-_OTHER_VARIABLES = ("ASYNC_CKPT_RUNTIME_DIR", "ASYNC_CKPT_VERL_PUBLISH")
+_OTHER_VARIABLES = ("ASYNC_CKPT_COPY_MANY", "ASYNC_CKPT_RUNTIME_DIR", "ASYNC_CKPT_VERL_PUBLISH")
 """Variables of the package that set no field of ``Config``."""
 
 # What fields of a type take, what is kept of that, and in words.

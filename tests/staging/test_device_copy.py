@@ -87,7 +87,7 @@ def _save(
         told.append(nbytes)
 
     stager.copy(late, ready, threads, arrived, fences.extend)
-    assert told == sorted(told) and told[-1] == slot.layout.nbytes and len(set(told)) > 10
+    assert told == sorted(told) and told[-1] == slot.layout.nbytes
     assert len(fences) == len(ready)
     assert slot.image_bytes() == expected
 
