@@ -15,6 +15,7 @@ from support.call_counts import CallCounts, ask
 from support.call_counts import __file__ as counted_worker
 
 from asyncckpt import Checkpointer
+from asyncckpt.devices.kinds import KINDS
 from asyncckpt.link import process as worker_process
 
 
@@ -38,6 +39,8 @@ def check(calls: Counter[str], limit: Limit) -> None:
 
 
 def test_a_steady_save_and_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS.values():  # another test in this process may have used the simulated device
+        monkeypatch.setattr(kind, "is_initialized", lambda: False)
     answer, real = tmp_path / "calls.json", worker_process.command
     monkeypatch.setattr(worker_process, "command", lambda: [real()[0], counted_worker, str(answer)])
     counts = CallCounts()
