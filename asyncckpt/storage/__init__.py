@@ -1,8 +1,8 @@
 """Storage of checkpoints: the kind of storage of a path, the steps of a root, and the outcome of a save.
 
 ``storage.py`` is the interface of all kinds. ``complete_steps`` says which steps are complete; the worker's committer
-makes them so. A root has a folder for each step, ``root/step-00000100``. ``history.py``
-orders the steps by their creation.
+makes them so. A root has a folder for each step, ``root/step-00000100``. ``history.py`` orders the steps by their
+creation.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Uploader:
             make_folder(local)
             os.close(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._linkable: dict[FileStamp, LinkSource] = {}
-        self._settled: set[tuple[int, str]] = set()  # steps and attempts that need no more work
+        self._unmarked: set[tuple[int, str]] = set()  # steps and attempts that are settled, but have no marker
         self._changed = threading.Condition()
         self._is_wanted = bool(self._waiting())
         self._is_ending = False
@@ -132,7 +132,7 @@ class Uploader:
         return [(each, each.upload) for each in found if each.upload is not None and not self._is_done(each)]
 
     def _is_done(self, found: StoredStep) -> bool:
-        if (found.step, found.attempt) in self._settled:
+        if (found.step, found.attempt) in self._unmarked:
             return True
         marker = self._marker(found)
         with contextlib.suppress(OSError), open(marker) as file:
@@ -141,12 +141,12 @@ class Uploader:
         return not os.path.lexists(os.path.join(os.path.dirname(marker), MANIFEST_NAME))
 
     def _settle(self, found: StoredStep) -> None:
-        """Note that a checkpoint was uploaded, skipped or refused, here and by a marker for the next worker."""
-        self._settled.add((found.step, found.attempt))
+        """Mark a checkpoint as uploaded, skipped or refused. If that fails, only this worker knows."""
         try:
             with contextlib.suppress(FileNotFoundError), open(self._marker(found), "w") as file:  # it may be gone
                 file.write(found.attempt)
         except OSError as error:
+            self._unmarked.add((found.step, found.attempt))
             logger.warning("the next worker may upload step %d again, because its marker failed: %s", found.step, error)
 
     def _marker(self, found: StoredStep) -> str:

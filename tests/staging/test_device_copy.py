@@ -123,13 +123,17 @@ def test_a_copy_that_cannot_be_queued_is_settled(kind: MadeUpDevices, monkeypatc
 
 
 def _copy_all(copy: DeviceCopy, tensors: list[torch.Tensor], ready: dict[Any, Any]) -> None:
+    told: list[Any] = []
     queued = copy.queue(tensors, ready)
     while queued.left:
-        copy.queue_more(queued, lambda _: None)
-    copy.wait(queued, lambda _: None)
+        copy.queue_more(queued, told.append)
+    copy.wait(queued, told.append)
+    assert told == copy.units and len(told) > 2  # each when it has arrived, so that the worker writes early
 
 
-def test_large_tensors_alone_wait_for_the_compute_stream(kind: MadeUpDevices) -> None:
+def test_large_tensors_alone_wait_for_the_compute_stream(kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 250_000)
+    monkeypatch.setattr(device_copy, "_MOST_COMMANDS", 20)
     tensors = [torch.zeros(300_000) for _ in range(3)]
     slot = Slot(tensors)
     _, views = slot.own()

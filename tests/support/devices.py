@@ -1,4 +1,4 @@
-"""A made-up kind of device, whose streams run what was queued later, in any order that their events allow."""
+"""A made-up kind of device. Its streams run queued work later, in any order that their events allow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Work:
-    """Something queued, perhaps behind something in another stream."""
+    """Queued work, perhaps behind other work in another stream."""
 
     def __init__(self, run: Callable[[], None], after: Work | None = None) -> None:
         self._run, self._after, self.done = run, after, False
@@ -64,7 +64,7 @@ class MadeUpEvent:
 
 
 class MadeUpDevices:
-    """All devices of the kind. What is queued runs when an event is waited for, and no sooner than it must.
+    """All devices of the kind. Queued work runs as late as possible: when somebody waits for an event.
 
     ``copies_by_address``: the driver takes many copies by one call.
     """
@@ -128,9 +128,7 @@ class MadeUpDevices:
         return True
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make it the kind of devices of type ``TYPE``. Their memory is the host's, and what copies is queued, where a
-        stream is in use.
-        """
+        """Make this the kind of devices of type ``TYPE``. Their memory is the host's. Copies on a stream are queued."""
         monkeypatch.setitem(kinds.KINDS, TYPE, self)
 
         def queued(method: Callable[..., None]) -> Callable[..., None]:
