@@ -1,0 +1,229 @@
+"""Judge a folder after a crash: what DESIGN calls "What must always hold", as far as files show it.
+
+The judge reads with torch alone: stock DCP loads folders, ``torch.load`` loads files. Only ``go_on`` uses asyncckpt, as
+a restarted training does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from asyncckpt import Checkpointer
+from torture.scenarios import Files, Pointers, Replaced, Scenario, Sets, Steps, state_of
+from torture.tally import LIMIT_S
+
+_STEP = re.compile(r"step-(\d{8})")
+_GLOBAL = re.compile(r"global_(\d+)")
+
+
+def judge(scenario: Scenario, root: Path, begun: int, done: int) -> list[str]:
+    """Return every broken promise, one sentence each, naming the path. Empty: all hold.
+
+    Args:
+        scenario: The kind of save.
+        root: The folder that was given to ``scenario.saving``.
+        begun: The newest step that any rank had begun to save; 0: none.
+        done: The newest step whose ``result()`` had returned on any rank; 0: none.
+    """
+    broken: list[str] = []
+    match scenario:
+        case Steps():
+            durable = scenario.durable_folder(root)
+            for folder in {durable, scenario.folder(root)}:
+                found = dict(_named(folder, _STEP))
+                for step, path in found.items():
+                    broken += _wrong_step(scenario, path, step)
+                broken += _missing(folder, found, begun, done if folder == durable else 0)
+        case Pointers():
+            found = dict(_named(root, _GLOBAL))
+            for step, path in found.items():
+                broken += _wrong_folder(path, _states(step, 1), step)
+            broken += _missing(root, found, begun, done)
+            named = _pointed(root / "latest.txt")
+            if named < done or (named and named not in found):
+                broken.append(
+                    f"{root}/latest.txt names step {named}; step {done} was durable, and {sorted(found)} exist"
+                )
+        case Replaced():
+            broken += _wrong_replaced(root / "latest", begun, done, _step_of_folder, _wrong_folder_of)
+        case Files():
+            broken += _wrong_replaced(root / "model.pt", begun, done, _step_of_file, _wrong_file)
+        case _:
+            raise TypeError(f"no promises are known for {scenario.name}")
+    return broken
+
+
+def go_on(scenario: Scenario, root: Path, begun: int, rank: int = 0) -> list[str]:
+    """Restart a training of one rank on ``root``: load, save two more steps, judge again, and look for leftovers.
+
+    Returns the broken promises, as ``judge`` does. A scenario of several ranks goes on with its first rank alone.
+    """
+    started = time.monotonic()
+    broken: list[str] = []
+    alone = Steps(scenario.name) if isinstance(scenario, Steps) and scenario.ranks > 1 else scenario
+    if isinstance(alone, Steps):
+        broken += _loads_newest(alone, root)
+    _make_old(root)
+    with alone.saving(root, rank) as save:
+        for step in (begun + 1, begun + 2):
+            save(step)
+    if scenario.ranks == 1:
+        broken += judge(scenario, root, begun + 2, begun + 2)
+    broken += [f"{path} is left over" for path in _hidden(root)]
+    if (took := time.monotonic() - started) > LIMIT_S:
+        broken.append(f"{root}: the restart took {took:.1f} s")
+    return broken
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
+    """Yield the step and path of each final name in ``folder``."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in sorted(os.listdir(folder)):
+            if match := pattern.fullmatch(name):
+                yield int(match[1]), folder / name
+
+
+def _missing(folder: Path, found: dict[int, Path], begun: int, done: int) -> list[str]:
+    """Judge which steps exist. A step after ``begun`` was never saved; ``done`` or a newer step must exist."""
+    broken = [f"{folder} has step {step}, which was never begun (up to {begun})" for step in found if step > begun]
+    if done and max(found, default=0) < done:
+        broken.append(f"{folder} lost step {done}, which was durable: {sorted(found)}")
+    return broken
+
+
+def _states(step: int, ranks: int, first: int = 0) -> dict[str, Any]:
+    """Return the state of all ranks from ``first`` on together, flattened as DCP names it."""
+    merged: dict[str, Any] = {}
+    for rank in range(first, first + ranks):
+        for name, value in state_of(step, rank).items():
+            if isinstance(value, dict):
+                merged.update({f"{name}.{key}": each for key, each in value.items()})
+            else:
+                merged[name] = value
+    return merged
+
+
+def _blank(value: Any) -> Any:
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)()
+
+
+def _wrong_step(scenario: Steps, path: Path, step: int) -> list[str]:
+    broken = _wrong_folder(path, _states(step, scenario.ranks), step)
+    if isinstance(scenario, Sets):
+        broken += _wrong_folder(path / "deep/down", _states(step, 1, first=1), step)
+        broken += _wrong_value(path / "large_0.pt", lambda: torch.load(path / "large_0.pt"), state_of(step, 2))
+        broken += _wrong_value(path / "small/0.json", lambda: (path / "small/0.json").read_bytes(), str(step).encode())
+    return broken
+
+
+def _wrong_folder(path: Path, expected: dict[str, Any], step: int) -> list[str]:
+    """Judge a folder with stock DCP."""
+
+    def load() -> dict[str, Any]:
+        into = {name: _blank(value) for name, value in expected.items()}
+        dcp.load(into, checkpoint_id=str(path), no_dist=True)
+        return into
+
+    return _wrong_value(path, load, expected)
+
+
+def _wrong_value(path: Path, load: Callable[[], Any], expected: Any) -> list[str]:
+    try:
+        value = load()
+    except Exception as error:
+        return [f"{path} has its final name and cannot be read: {type(error).__name__}: {error}"]
+    return [] if _equal(value, expected) else [f"{path} has other values than were saved"]
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(_equal(value[key], expected[key]) for key in expected)
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(value, expected)
+    return bool(value == expected)
+
+
+def _wrong_replaced(
+    path: Path, begun: int, done: int, step_of: Callable[[Path], int], wrong: Callable[[Path, int], list[str]]
+) -> list[str]:
+    """Judge a name that each save replaces: one step of ``done`` to ``begun`` stands there, whole."""
+    if not path.exists():
+        return [f"{path} is gone; step {done} was durable"] if done else []
+    try:
+        step = step_of(path)
+    except Exception as error:
+        return [f"{path} has its final name and cannot be read: {type(error).__name__}: {error}"]
+    if not done <= step <= begun:
+        return [f"{path} has step {step}; step {done} was durable and {begun} was the newest begun"]
+    return wrong(path, step)
+
+
+def _step_of_folder(path: Path) -> int:
+    into = {"step": 0}
+    dcp.load(into, checkpoint_id=str(path), no_dist=True)
+    return into["step"]
+
+
+def _wrong_folder_of(path: Path, step: int) -> list[str]:
+    return _wrong_folder(path, _states(step, 1), step)
+
+
+def _step_of_file(path: Path) -> int:
+    return int(torch.load(path)["step"])
+
+
+def _wrong_file(path: Path, step: int) -> list[str]:
+    return _wrong_value(path, lambda: torch.load(path), state_of(step))
+
+
+def _pointed(path: Path) -> int:
+    """Return the step that a pointer names; 0 if there is no pointer; -1 if the pointer is torn."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return 0
+    return int(text) if text.isdecimal() else -1
+
+
+def _loads_newest(scenario: Steps, root: Path) -> list[str]:
+    """Load as a restarted training does, from storage."""
+    folders = {scenario.folder(root), scenario.durable_folder(root)}
+    newest = max((step for folder in folders for step, _ in _named(folder, _STEP)), default=0)
+    if not newest or isinstance(scenario, Sets):
+        return []
+    with Checkpointer(scenario.folder(root), scenario.config_in(root)) as checkpointer:
+        into = {
+            key: {name: _blank(each) for name, each in value.items()} if isinstance(value, dict) else _blank(value)
+            for key, value in state_of(newest).items()
+        }
+        found = checkpointer.load(into, memory=False)
+    if found != newest or not _equal(into, state_of(newest)):
+        return [f"{root}: a restart loaded step {found}, not {newest}, or other values"]
+    return []
+
+
+def _make_old(root: Path) -> None:
+    """Make all unfinished work old, so the next save may remove it."""
+    hour_ago = time.time() - 3600
+    for path in _hidden(root):
+        for each in (path, *path.rglob("*")):
+            os.utime(each, (hour_ago, hour_ago), follow_symlinks=False)
+
+
+def _hidden(root: Path) -> list[Path]:
+    return [path for path in root.rglob(".*") if path.name != ".metadata" and not _in_checkpoint(path, root)]
+
+
+def _in_checkpoint(path: Path, root: Path) -> bool:
+    """Return whether ``path`` belongs to a checkpoint with its final name."""
+    parts = path.relative_to(root).parts[:-1]
+    return any(_STEP.fullmatch(part) or _GLOBAL.fullmatch(part) or part == "latest" for part in parts)
