@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from asyncckpt import Checkpointer
 from torture.scenarios import Files, Pointers, Replaced, Scenario, Sets, Steps, state_of
