@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from asyncckpt import Checkpointer
+from asyncckpt import Checkpointer, Save
 from asyncckpt.config import Transport
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from asyncckpt.link import process as worker_process
@@ -60,19 +60,22 @@ def train(pipe: Connection, rank: int, training: Training) -> None:
     checkpointer = Checkpointer(f"{training.place}/root", config)
     found = _load(pipe, checkpointer)
     _prepare(pipe, checkpointer, found)
-    longest = 0.0
+    held = 0.0
     for step in range(found + 1, 10**9):
         dist.barrier()
         begun = time.monotonic()
         try:
-            is_replicated = _save(pipe, checkpointer, step, durable=not training.hold_at and choice.random() < 0.3)
+            try:
+                save = checkpointer.save(step, state_of(step))
+            finally:
+                held = max(held, time.monotonic() - begun)
+            is_replicated = _wait(pipe, save, step, durable=not training.hold_at and choice.random() < 0.3)
         except CheckpointError:
             if not training.may_fail:
                 raise
             is_replicated = False
-        longest = max(longest, time.monotonic() - begun)
         if is_replicated:
-            pipe.send(("replicated", step, longest))
+            pipe.send(("replicated", step, held, time.monotonic() - begun))
         time.sleep(choice.uniform(0, 0.02))
 
 
@@ -110,9 +113,8 @@ def _prepare(pipe: Connection, checkpointer: Checkpointer, found: int) -> None:
     pipe.send(("ready", refused))
 
 
-def _save(pipe: Connection, checkpointer: Checkpointer, step: int, *, durable: bool) -> bool:
-    """Returns whether it was replicated: a newer one may have been copied first."""
-    save = checkpointer.save(step, state_of(step))
+def _wait(pipe: Connection, save: Save, step: int, *, durable: bool) -> bool:
+    """Wait until the other hosts have the step. Return False if a newer step was copied first."""
     is_replicated = False
     with contextlib.suppress(CheckpointError):
         save.wait_replicated(LIMIT_S)
