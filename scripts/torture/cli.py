@@ -17,6 +17,7 @@ from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from torture import (
     damages,
     disks,
+    each_call,
     forks,
     host_restarts,
     hosts,
@@ -37,6 +38,7 @@ _KINDS = {
     "kills": (300, "of trainers, and as many of workers"),
     "interruptions": (300, "signals that the trainer gets"),
     "calls": (300, "system calls of the worker that fail"),
+    "each-call": (2000, "calls at most of each act, of which each fails in turn"),
     "forks": (300, "of the trainer"),
     "damages": (1000, "to files of a checkpoint"),
     "exchanges": (300, "of one checkpoint for another"),
@@ -145,6 +147,8 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
         interruptions.interrupt(tally, folder, args.interruptions, choice("interruptions"))
     if args.calls:
         system_calls.fail_calls(tally, folder, args.calls, choice("calls"))
+    if args.each_call:
+        each_call.fail_each(tally, folder, args.each_call)
     if args.forks:
         forks.fork(tally, folder, args.forks, choice("forks"))
     if args.damages:

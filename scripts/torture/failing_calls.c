@@ -1,19 +1,25 @@
-/* Preloaded into the worker by system_calls.py: makes one call on a file of the torture's folder fail.
+/* Makes calls of a process fail. system_calls.py preloads it into workers, each_call.py into trainers, too.
 
-   A file that both have mapped says which: the countdown-th call from now on. What it was is written there. */
+   A control file, which the torture maps too, names the call: the countdown-th one from now on. The library writes the
+   name of the call that failed there. */
 
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -23,6 +29,8 @@ struct control {
     int does;              /* it is done all the same, where it changes names */
     char only[32];         /* calls of this name alone are counted; empty: all */
     char call[32];         /* which call has failed; empty: none has */
+    int forever;           /* all counted calls after it fail, too */
+    int everywhere;        /* calls on sockets, memory and other files are counted, too */
 };
 
 static struct control *control;
@@ -60,11 +68,22 @@ static int fails(const char *call, int fd, const char *path) {
     if (control->only[0] && strcmp(control->only, call))
         return 0;
     int saved = errno;
-    int is = is_in_folder(fd, path) && atomic_fetch_sub(&control->countdown, 1) == 1;
+    int is = 0;
+    if (control->everywhere ? fd > 2 || path || fd < 0 : is_in_folder(fd, path)) {
+        int left = control->forever ? atomic_load(&control->countdown) : 0;
+        if (left != 1)
+            left = atomic_fetch_sub(&control->countdown, 1);
+        is = left == 1;
+    }
     errno = saved;
-    if (is)
+    if (is && !control->call[0])
         strncpy(control->call, call, sizeof control->call - 1);
     return is;
+}
+
+/* Of a call that has to do with memory, a socket or a new descriptor: never in the folder. */
+static int fails_elsewhere(const char *call) {
+    return control && control->everywhere && fails(call, -1, NULL);
 }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -131,3 +150,58 @@ DONE(int, rmdir, (const char *path), (path), AT_FDCWD, path)
 DONE(int, rename, (const char *from, const char *to), (from, to), AT_FDCWD, to)
 DONE(int, renameat, (int fd, const char *from, int other, const char *to), (fd, from, other, to), other, to)
 DONE(int, renameat2, (int fd, const char *from, int other, const char *to, unsigned flags), (fd, from, other, to, flags), other, to)
+
+DONE(int, link, (const char *from, const char *to), (from, to), AT_FDCWD, to)
+DONE(int, linkat, (int fd, const char *from, int other, const char *to, int flags), (fd, from, other, to, flags), other, to)
+DONE(int, symlink, (const char *target, const char *path), (target, path), AT_FDCWD, path)
+DONE(int, chmod, (const char *path, mode_t mode), (path, mode), AT_FDCWD, path)
+DONE(int, fchmod, (int fd, mode_t mode), (fd, mode), fd, NULL)
+DONE(int, flock, (int fd, int how), (fd, how), fd, NULL)
+
+REFUSED(ssize_t, read, (int fd, void *data, size_t nbytes), (fd, data, nbytes), fd, NULL)
+REFUSED(ssize_t, pread, (int fd, void *data, size_t nbytes, off_t at), (fd, data, nbytes, at), fd, NULL)
+REFUSED(ssize_t, pread64, (int fd, void *data, size_t nbytes, off64_t at), (fd, data, nbytes, at), fd, NULL)
+REFUSED(int, fstat, (int fd, struct stat *facts), (fd, facts), fd, NULL)
+REFUSED(int, fstat64, (int fd, struct stat64 *facts), (fd, facts), fd, NULL)
+REFUSED(int, statvfs64, (const char *path, struct statvfs64 *facts), (path, facts), AT_FDCWD, path)
+REFUSED(int, fstatvfs64, (int fd, struct statvfs64 *facts), (fd, facts), fd, NULL)
+REFUSED(int, posix_fallocate64, (int fd, off64_t at, off64_t nbytes), (fd, at, nbytes), fd, NULL)
+REFUSED(int, fallocate64, (int fd, int mode, off64_t at, off64_t nbytes), (fd, mode, at, nbytes), fd, NULL)
+REFUSED(int, access, (const char *path, int mode), (path, mode), AT_FDCWD, path)
+
+#define NO_DIRECTORY(name, parameters, arguments, fd, path) \
+    DIR *name parameters { \
+        if (fails(#name, fd, path)) { \
+            errno = control->error; \
+            return NULL; \
+        } \
+        return REAL(name) arguments; \
+    }
+
+NO_DIRECTORY(opendir, (const char *path), (path), AT_FDCWD, path)
+NO_DIRECTORY(fdopendir, (int fd), (fd), fd, NULL)
+
+#define ELSEWHERE(type, name, parameters, arguments, failure) \
+    type name parameters { \
+        if (fails_elsewhere(#name)) { \
+            errno = control->error; \
+            return failure; \
+        } \
+        return REAL(name) arguments; \
+    }
+
+ELSEWHERE(int, memfd_create, (const char *name, unsigned flags), (name, flags), -1)
+ELSEWHERE(void *, mmap, (void *at, size_t nbytes, int protection, int flags, int fd, off_t from), (at, nbytes, protection, flags, fd, from), MAP_FAILED)
+ELSEWHERE(void *, mmap64, (void *at, size_t nbytes, int protection, int flags, int fd, off64_t from), (at, nbytes, protection, flags, fd, from), MAP_FAILED)
+ELSEWHERE(int, socket, (int domain, int type, int protocol), (domain, type, protocol), -1)
+ELSEWHERE(int, socketpair, (int domain, int type, int protocol, int ends[2]), (domain, type, protocol, ends), -1)
+ELSEWHERE(int, connect, (int fd, const struct sockaddr *to, socklen_t nbytes), (fd, to, nbytes), -1)
+ELSEWHERE(int, bind, (int fd, const struct sockaddr *to, socklen_t nbytes), (fd, to, nbytes), -1)
+ELSEWHERE(int, listen, (int fd, int backlog), (fd, backlog), -1)
+ELSEWHERE(int, accept4, (int fd, struct sockaddr *from, socklen_t *nbytes, int flags), (fd, from, nbytes, flags), -1)
+ELSEWHERE(ssize_t, send, (int fd, const void *data, size_t nbytes, int flags), (fd, data, nbytes, flags), -1)
+ELSEWHERE(ssize_t, recv, (int fd, void *data, size_t nbytes, int flags), (fd, data, nbytes, flags), -1)
+ELSEWHERE(ssize_t, sendmsg, (int fd, const struct msghdr *message, int flags), (fd, message, flags), -1)
+ELSEWHERE(ssize_t, recvmsg, (int fd, struct msghdr *message, int flags), (fd, message, flags), -1)
+ELSEWHERE(int, poll, (struct pollfd *fds, nfds_t count, int timeout), (fds, count, timeout), -1)
+ELSEWHERE(int, pipe2, (int ends[2], int flags), (ends, flags), -1)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt import Checkpointer
 from torture.scenarios import Files, Pointers, Replaced, Scenario, Sets, Steps, state_of
@@ -112,7 +113,10 @@ def _states(step: int, ranks: int, first: int = 0) -> dict[str, Any]:
     return merged
 
 
-def _blank(value: Any) -> Any:
+def blank(value: Any) -> Any:
+    """Return a value of the same structure to load into."""
+    if isinstance(value, dict):
+        return {name: blank(each) for name, each in value.items()}
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)()
 
 
@@ -129,7 +133,7 @@ def _wrong_folder(path: Path, expected: dict[str, Any], step: int) -> list[str]:
     """Judge a folder with stock DCP."""
 
     def load() -> dict[str, Any]:
-        into = {name: _blank(value) for name, value in expected.items()}
+        into: dict[str, Any] = blank(expected)
         dcp.load(into, checkpoint_id=str(path), no_dist=True)
         return into
 
@@ -139,14 +143,16 @@ def _wrong_folder(path: Path, expected: dict[str, Any], step: int) -> list[str]:
 def _wrong_value(path: Path, load: Callable[[], Any], expected: Any) -> list[str]:
     try:
         value = load()
-    except Exception as error:
-        return [f"{path} has its final name and cannot be read: {type(error).__name__}: {error}"]
-    return [] if _equal(value, expected) else [f"{path} has other values than were saved"]
+    except (Exception, CheckpointException) as error:
+        # Retention may have removed the path meanwhile.
+        return [f"{path} has its final name and cannot be read: {error!r}"] if path.exists() else []
+    return [] if equal(value, expected) else [f"{path} has other values than were saved"]
 
 
-def _equal(value: Any, expected: Any) -> bool:
+def equal(value: Any, expected: Any) -> bool:
+    """Return whether two states have the same structure and the same bits."""
     if isinstance(expected, dict):
-        return value.keys() == expected.keys() and all(_equal(value[key], expected[key]) for key in expected)
+        return value.keys() == expected.keys() and all(equal(value[key], expected[key]) for key in expected)
     if isinstance(expected, torch.Tensor):
         return torch.equal(value, expected)
     return bool(value == expected)
@@ -160,8 +166,8 @@ def _wrong_replaced(
         return [f"{path} is gone; step {done} was durable"] if done else []
     try:
         step = step_of(path)
-    except Exception as error:
-        return [f"{path} has its final name and cannot be read: {type(error).__name__}: {error}"]
+    except (Exception, CheckpointException) as error:
+        return [f"{path} has its final name and cannot be read: {error!r}"]
     if not done <= step <= begun:
         return [f"{path} has step {step}; step {done} was durable and {begun} was the newest begun"]
     return wrong(path, step)
@@ -201,12 +207,9 @@ def _loads_newest(scenario: Steps, root: Path) -> list[str]:
     if not newest or isinstance(scenario, Sets):
         return []
     with Checkpointer(scenario.folder(root), scenario.config_in(root)) as checkpointer:
-        into = {
-            key: {name: _blank(each) for name, each in value.items()} if isinstance(value, dict) else _blank(value)
-            for key, value in state_of(newest).items()
-        }
+        into = blank(state_of(newest))
         found = checkpointer.load(into, memory=False)
-    if found != newest or not _equal(into, state_of(newest)):
+    if found != newest or not equal(into, state_of(newest)):
         return [f"{root}: a restart loaded step {found}, not {newest}, or other values"]
     return []
 

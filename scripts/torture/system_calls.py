@@ -46,36 +46,60 @@ _NAMES = [
 _NAMES += ["stat64", "lstat64", "fstatat64"]
 
 
-class _Calls:
+class Calls:
     """The control of the library: see ``failing_calls.c``."""
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(mmap.PAGESIZE))
+        if not path.exists():  # else a process has mapped it
+            path.write_bytes(bytes(mmap.PAGESIZE))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
 
-    def fail(self, countdown: int, error: int, *, only: str, does: bool) -> None:
-        """Have the ``countdown``-th call from now on fail; ``only``: of that name; ``does``: when it is done."""
-        struct.pack_into("iii32s32s", self._memory, 0, 0, error, does, only.encode(), b"")
+    def fail(
+        self, countdown: int, error: int, *, only: str, does: bool, forever: bool = False, everywhere: bool = False
+    ) -> None:
+        """Have the ``countdown``-th call from now on fail.
+
+        Args:
+            countdown: 1 for the next call.
+            error: The errno that the call sets.
+            only: Count calls of this name alone; "": all.
+            does: The call fails after it did the work.
+            forever: All calls after it fail, too, until ``failed``.
+            everywhere: Count calls on sockets, memory and files outside of the folder, too.
+        """
+        struct.pack_into(
+            "iii32s32sii", self._memory, 0, 0, error, does, only.encode(), b"", int(forever), int(everywhere)
+        )
         struct.pack_into("i", self._memory, 0, countdown)
 
     def failed(self) -> str:
-        """Which call has failed, "" where none has. None will."""
+        """Disarm the library. Return the name of the call that failed, "" if none has."""
         struct.pack_into("i", self._memory, 0, 0)
         (call,) = struct.unpack_from("32s", self._memory, 44)
         return str(call.rstrip(b"\0").decode())
 
 
-@contextlib.contextmanager
-def _preloaded(folder: Path, root: Path) -> Iterator[_Calls]:
-    """Workers that are started now have the library."""
-    library, control = folder / "failing_calls.so", folder / "calls"
+def build_library(folder: Path) -> Path:
+    """Compile the library into ``folder``."""
+    library = folder / "failing_calls.so"
     source = Path(__file__).with_name("failing_calls.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    return library
+
+
+def variables_of(library: Path, control: Path, root: Path) -> list[str]:
+    """Return the environment variables of a process that loads the library."""
+    return [f"LD_PRELOAD={library}", f"ASYNCCKPT_TORTURE_CALLS={control}", f"ASYNCCKPT_TORTURE_CALLS_IN={root}"]
+
+
+@contextlib.contextmanager
+def _preloaded(folder: Path, root: Path) -> Iterator[Calls]:
+    """Workers that are started now have the library."""
+    library, control = build_library(folder), folder / "calls"
     real = worker_process.command
-    variables = [f"LD_PRELOAD={library}", f"ASYNCCKPT_TORTURE_CALLS={control}", f"ASYNCCKPT_TORTURE_CALLS_IN={root}"]
-    calls = _Calls(control)
-    worker_process.command = lambda: ["env", *variables, *real()]
+    calls = Calls(control)
+    worker_process.command = lambda: ["env", *variables_of(library, control, root), *real()]
     try:
         yield calls
     finally:

@@ -1,0 +1,324 @@
+"""Each call fails: number 1, 2, 3 ... of a save, a load, an open and a restart, once and for ever, with each error.
+
+A trainer runs in a process of its own, with ``failing_calls.c`` in it and in its worker. One round arms the library for
+one call of one of the two, runs one act (a save, say), disarms the library and judges:
+
+- the act succeeded, or raised one error of ours;
+- a save that raised left no checkpoint; a save that succeeded left a whole one;
+- the next save works, and all promises hold (``promises.judge``);
+- nothing waited longer than ``LIMIT_S``.
+
+An act has no call number k once a round ends in which no call failed. ``--each-call`` N bounds k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from tqdm import tqdm
+
+from asyncckpt import Checkpointer
+from asyncckpt.errors import CheckpointError
+from asyncckpt.link import process as worker_process
+from torture import promises
+from torture.scenarios import CONFIG, SCENARIOS, Saver, Scenario, Steps, state_of
+from torture.system_calls import Calls, build_library, variables_of
+from torture.tally import LIMIT_S, Tally
+
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.EAGAIN, errno.EMFILE, errno.ENOMEM)
+_SIDES = ("trainer", "worker")
+_ACTS = ("save", "load", "open", "restart")
+# Which calls are counted, and how long they fail.
+_KINDS = ("files, once", "files, once, but done", "files, for ever", "anywhere, once", "anywhere, for ever")
+
+
+@dataclass(frozen=True)
+class Round:
+    """The act, and the call of it that fails."""
+
+    scenario: str
+    side: str
+    act: str
+    number: int
+    error: int
+    kind: str
+
+    @property
+    def forever(self) -> bool:
+        return "for ever" in self.kind
+
+    @property
+    def everywhere(self) -> bool:
+        return "anywhere" in self.kind
+
+    @property
+    def does(self) -> bool:
+        return "done" in self.kind
+
+    def __str__(self) -> str:
+        name = errno.errorcode[self.error]
+        return f"{self.scenario}, {self.act}: call {self.number} of the {self.side} fails ({self.kind}) with {name}"
+
+
+def fail_each(tally: Tally, folder: Path, most: int, scenarios: tuple[Scenario, ...] = SCENARIOS) -> None:
+    """Fail each call of each act of each scenario of one rank, up to number ``most``."""
+    if shutil.which("cc") is None:
+        tally.counts["no compiler: no call failed"] += 1
+        return
+    library = build_library(folder)
+    for scenario in scenarios:
+        if scenario.ranks > 1:
+            continue
+        acts = _ACTS if type(scenario) is Steps else _ACTS[:1]
+        for side in _SIDES:
+            for act in acts:
+                _fail_act(tally, folder, library, scenario, side, act, most)
+
+
+def _fail_act(tally: Tally, folder: Path, library: Path, scenario: Scenario, side: str, act: str, most: int) -> None:
+    """Run the rounds of one act in trainers: a new trainer follows a trainer that died or hung."""
+    pending = _rounds(scenario, side, act, most)
+    ended: set[str] = set()
+    progress = tqdm(desc=f"each call: {scenario.name}, {act}, {side}", unit="call", disable=None)
+    round_ = next(pending, None)
+    while round_ is not None:
+        place = folder / "each-call"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        with _Trainer(place, library, scenario, side) as trainer:
+            while round_ is not None:
+                if round_.kind not in ended:
+                    said = trainer.go(round_)
+                    progress.update()
+                    if said is None:
+                        tally.lose(f"{round_}: the trainer {trainer.end()}")
+                        round_ = next(pending, None)
+                        break
+                    if not said["call"]:
+                        ended.add(round_.kind)
+                    else:
+                        tally.counts[f"each call: places of {act}"] += 1
+                        tally.counts[f"each call: {act} of the {side} {said['outcome']}"] += 1
+                        tally.wait(f"each call: longest {act}, s", said["took"])
+                    for broken in said["broken"]:
+                        tally.lose(f"{round_} ({said['call']}, {said['outcome']}): {broken}")
+                round_ = None if len(ended) == len(_KINDS) else next(pending, None)
+    progress.close()
+
+
+def _rounds(scenario: Scenario, side: str, act: str, most: int) -> Iterator[Round]:
+    for number in range(1, most + 1):
+        for kind in _KINDS:
+            for error in ERRORS:
+                # Python calls again after EINTR, without an end.
+                if error != errno.EINTR or "for ever" not in kind:
+                    yield Round(scenario.name, side, act, number, error, kind)
+
+
+class _Trainer:
+    """The process that runs the rounds. Its standard input has rounds; its standard output has what became of them."""
+
+    def __init__(self, place: Path, library: Path, scenario: Scenario, side: str) -> None:
+        controls = {each: place / f"{each}.calls" for each in _SIDES}
+        for control in controls.values():
+            control.write_bytes(bytes(mmap.PAGESIZE))
+        variables = [
+            *variables_of(library, controls["trainer"], place / "root"),
+            f"PYTHONPATH={os.pathsep.join(sys.path)}",
+        ]
+        command = [sys.executable, "-m", "torture.each_call", str(place), str(library), scenario.name, side]
+        self._errors = (place / "errors").open("wb")
+        self._process = subprocess.Popen(
+            ["env", *variables, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self._to, self._from = cast("IO[str]", self._process.stdin), cast("IO[str]", self._process.stdout)
+        self._place = place
+
+    def go(self, round_: Round) -> dict[str, Any] | None:
+        """Run a round. Return None if the trainer died or did not answer in time."""
+        try:
+            self._to.write(json.dumps(vars(round_)) + "\n")
+            self._to.flush()
+        except BrokenPipeError:
+            return None
+        with _Watchdog(self._process, 3 * LIMIT_S):
+            line = self._from.readline()
+        return json.loads(line) if line.endswith("\n") else None
+
+    def end(self) -> str:
+        """Kill the trainer. Return how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        ended = self._process.poll()
+        self._process.kill()
+        self._process.wait()
+        tail = (self._place / "errors").read_text(errors="replace").strip().splitlines()[-1:]
+        return f"hung: {tail}" if ended is None or ended == -9 else f"ended with {ended}: {tail}"
+
+    def __enter__(self) -> _Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._to.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(LIMIT_S)
+        self._process.kill()
+        self._process.wait()
+        self._from.close()
+        self._errors.close()
+
+
+class _Watchdog:
+    """Kill a process that does not answer in time."""
+
+    def __init__(self, process: subprocess.Popen[str], limit: float) -> None:
+        self._timer = threading.Timer(limit, process.kill)
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+
+def _train(place: Path, library: Path, scenario: Scenario, side: str) -> None:
+    """Run rounds from standard input."""
+    logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    root = place / "root"
+    root.mkdir(exist_ok=True)
+    real = worker_process.command
+    variables = variables_of(library, place / "worker.calls", root)
+    worker_process.command = lambda: ["env", *variables, *real()]
+    calls = Calls(place / f"{side}.calls")
+    with _acting(scenario, root) as acts:
+        for line in sys.stdin:
+            round_ = Round(**json.loads(line))
+            print(json.dumps(_go(round_, acts, calls, scenario, root)), flush=True)
+
+
+class _Acts:
+    """What a trainer does, and the newest durable step."""
+
+    def __init__(self, root: Path, save: Saver | None) -> None:
+        """Save step 1. ``save``: None for a checkpointer of its own, which all acts need but "save"."""
+        self._root = root
+        self._checkpointer = Checkpointer(root / "steps", CONFIG) if save is None else None
+        self._saver = save
+        self.step = 0
+        self.save()
+
+    def save(self) -> None:
+        """Save the next step."""
+        step = self.step + 1
+        if self._checkpointer is not None:
+            self._checkpointer.save(step, state_of(step)).result(LIMIT_S)
+        elif self._saver is not None:
+            self._saver(step)
+        self.step = step
+
+    def load(self) -> None:
+        """Load the newest step from storage."""
+        self._load(memory=False)
+
+    def open(self) -> None:
+        """Save once in another folder: start a worker, take memory, save, close."""
+        folder = self._root / "other"
+        shutil.rmtree(folder, ignore_errors=True)
+        with Steps().saving(folder) as save:
+            save(1)
+
+    def restart(self) -> None:
+        """Begin the training again in this process, as after an exception: load from memory, and save."""
+        self._checkpointer = Checkpointer(self._root / "steps", CONFIG)
+        self._load(memory=True)
+        self.save()
+
+    def _load(self, *, memory: bool) -> None:
+        if self._checkpointer is None:
+            raise TypeError("only a scenario with a checkpointer loads")
+        expected = state_of(self.step)
+        found = self._checkpointer.load(into := promises.blank(expected), memory=memory)
+        if found != self.step or not promises.equal(into, expected):
+            raise AssertionError(f"step {found} was loaded in the place of {self.step}, or other values")
+
+    def close(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+
+@contextlib.contextmanager
+def _acting(scenario: Scenario, root: Path) -> Iterator[_Acts]:
+    if type(scenario) is Steps:
+        with contextlib.closing(_Acts(root, None)) as acts:
+            yield acts
+    else:
+        with scenario.saving(root) as save:
+            yield _Acts(root, save)
+
+
+def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path) -> dict[str, Any]:
+    """Run one round: the act with a call that fails, then a save that has to work."""
+    act: Callable[[], None] = getattr(acts, round_.act)
+    broken: list[str] = []
+    error: Exception | None = None
+    begun = time.monotonic()
+    calls.fail(
+        round_.number,
+        round_.error,
+        only="",
+        does=round_.does,
+        forever=round_.forever,
+        everywhere=round_.everywhere,
+    )
+    try:
+        act()
+    except Exception as raised:
+        error = raised
+    finally:
+        call = calls.failed()
+    took = time.monotonic() - begun
+    if error is not None:
+        said = f"{type(error).__name__}: {error}"
+        if not isinstance(error, CheckpointError):
+            broken.append(f"no error of ours: {said}")
+        if not call:
+            broken.append(f"no call failed, and yet: {said}")
+        # A save that raised left no checkpoint.
+        broken += promises.judge(scenario, root, acts.step, acts.step)
+    begun = time.monotonic()
+    try:
+        acts.save()
+    except Exception as raised:
+        broken.append(f"the next save failed: {type(raised).__name__}: {raised}")
+    took = max(took, time.monotonic() - begun)
+    if took > LIMIT_S:
+        broken.append(f"it took {took:.1f} s")
+    broken += promises.judge(scenario, root, acts.step, acts.step)
+    outcome = "succeeded" if error is None else f"raised {type(error).__name__}"
+    return {"call": call, "outcome": outcome, "took": took, "broken": broken}
+
+
+if __name__ == "__main__":
+    _, _place, _library, _name, _side = sys.argv
+    _train(Path(_place), Path(_library), next(each for each in SCENARIOS if each.name == _name), _side)
