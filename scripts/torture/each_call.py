@@ -33,7 +33,7 @@ import torch
 from tqdm import tqdm
 
 from asyncckpt import Checkpointer
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.link import process as worker_process
 from torture import promises
 from torture.scenarios import CONFIG, SCENARIOS, Saver, Scenario, Steps, state_of
@@ -138,7 +138,7 @@ class _Trainer:
         for control in controls.values():
             control.write_bytes(bytes(mmap.PAGESIZE))
         variables = [
-            *variables_of(library, controls["trainer"], place / "root"),
+            *variables_of(library, controls["trainer"], place),
             f"PYTHONPATH={os.pathsep.join(sys.path)}",
         ]
         command = [sys.executable, "-m", "torture.each_call", str(place), str(library), scenario.name, side]
@@ -208,7 +208,7 @@ def _train(place: Path, library: Path, scenario: Scenario, side: str) -> None:
     root = place / "root"
     root.mkdir(exist_ok=True)
     real = worker_process.command
-    variables = variables_of(library, place / "worker.calls", root)
+    variables = variables_of(library, place / "worker.calls", place)
     worker_process.command = lambda: ["env", *variables, *real()]
     calls = Calls(place / f"{side}.calls")
     with _acting(scenario, root) as acts:
@@ -223,19 +223,20 @@ class _Acts:
     def __init__(self, root: Path, save: Saver | None) -> None:
         """Save step 1. ``save``: None for a checkpointer of its own, which all acts need but "save"."""
         self._root = root
+        self._other = root.with_name("other")
         self._checkpointer = Checkpointer(root / "steps", CONFIG) if save is None else None
         self._saver = save
-        self.step = 0
+        self.begun = self.done = 0
         self.save()
 
     def save(self) -> None:
         """Save the next step."""
-        step = self.step + 1
+        self.begun = step = self.begun + 1
         if self._checkpointer is not None:
             self._checkpointer.save(step, state_of(step)).result(LIMIT_S)
         elif self._saver is not None:
             self._saver(step)
-        self.step = step
+        self.done = step
 
     def load(self) -> None:
         """Load the newest step from storage."""
@@ -243,10 +244,12 @@ class _Acts:
 
     def open(self) -> None:
         """Save once in another folder: start a worker, take memory, save, close."""
-        folder = self._root / "other"
-        shutil.rmtree(folder, ignore_errors=True)
-        with Steps().saving(folder) as save:
+        with Steps().saving(self._other) as save:
             save(1)
+
+    def get_ready(self) -> None:
+        """Remove what the last ``open`` left."""
+        shutil.rmtree(self._other, ignore_errors=True)
 
     def restart(self) -> None:
         """Begin the training again in this process, as after an exception: load from memory, and save."""
@@ -257,10 +260,10 @@ class _Acts:
     def _load(self, *, memory: bool) -> None:
         if self._checkpointer is None:
             raise TypeError("only a scenario with a checkpointer loads")
-        expected = state_of(self.step)
+        expected = state_of(self.done)
         found = self._checkpointer.load(into := promises.blank(expected), memory=memory)
-        if found != self.step or not promises.equal(into, expected):
-            raise AssertionError(f"step {found} was loaded in the place of {self.step}, or other values")
+        if found != self.done or not promises.equal(into, expected):
+            raise AssertionError(f"step {found} was loaded in the place of {self.done}, or other values")
 
     def close(self) -> None:
         if self._checkpointer is not None:
@@ -282,6 +285,7 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
     act: Callable[[], None] = getattr(acts, round_.act)
     broken: list[str] = []
     error: Exception | None = None
+    acts.get_ready()
     begun = time.monotonic()
     calls.fail(
         round_.number,
@@ -304,8 +308,9 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
             broken.append(f"no error of ours: {said}")
         if not call:
             broken.append(f"no call failed, and yet: {said}")
-        # A save that raised left no checkpoint.
-        broken += promises.judge(scenario, root, acts.step, acts.step)
+        # A save that raised left no checkpoint, unless nobody could say in time what became of it.
+        newest = acts.begun if isinstance(error, SaveTimeoutError) else acts.done
+        broken += promises.judge(scenario, root, newest, acts.done)
     begun = time.monotonic()
     try:
         acts.save()
@@ -314,7 +319,7 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
     took = max(took, time.monotonic() - begun)
     if took > LIMIT_S:
         broken.append(f"it took {took:.1f} s")
-    broken += promises.judge(scenario, root, acts.step, acts.step)
+    broken += promises.judge(scenario, root, acts.begun, acts.done)
     outcome = "succeeded" if error is None else f"raised {type(error).__name__}"
     return {"call": call, "outcome": outcome, "took": took, "broken": broken}
 

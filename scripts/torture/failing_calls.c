@@ -67,6 +67,8 @@ static int fails(const char *call, int fd, const char *path) {
         return 0;
     if (control->only[0] && strcmp(control->only, call))
         return 0;
+    if (control->error == EAGAIN && (!strcmp(call, "read") || !strncmp(call, "pread", 5)))
+        return 0; /* a file never says that, and Python reads None then */
     int saved = errno;
     int is = 0;
     if (control->everywhere ? fd > 2 || path || fd < 0 : is_in_folder(fd, path)) {
@@ -191,8 +193,18 @@ NO_DIRECTORY(fdopendir, (int fd), (fd), fd, NULL)
     }
 
 ELSEWHERE(int, memfd_create, (const char *name, unsigned flags), (name, flags), -1)
-ELSEWHERE(void *, mmap, (void *at, size_t nbytes, int protection, int flags, int fd, off_t from), (at, nbytes, protection, flags, fd, from), MAP_FAILED)
-ELSEWHERE(void *, mmap64, (void *at, size_t nbytes, int protection, int flags, int fd, off64_t from), (at, nbytes, protection, flags, fd, from), MAP_FAILED)
+/* Anonymous memory is the interpreter's: threading.Thread.start waits for ever if the new thread has none. */
+#define MAPS(name, offset) \
+    void *name(void *at, size_t nbytes, int protection, int flags, int fd, offset from) { \
+        if (fd >= 0 && fails_elsewhere(#name)) { \
+            errno = control->error; \
+            return MAP_FAILED; \
+        } \
+        return REAL(name)(at, nbytes, protection, flags, fd, from); \
+    }
+
+MAPS(mmap, off_t)
+MAPS(mmap64, off64_t)
 ELSEWHERE(int, socket, (int domain, int type, int protocol), (domain, type, protocol), -1)
 ELSEWHERE(int, socketpair, (int domain, int type, int protocol, int ends[2]), (domain, type, protocol, ends), -1)
 ELSEWHERE(int, connect, (int fd, const struct sockaddr *to, socklen_t nbytes), (fd, to, nbytes), -1)
