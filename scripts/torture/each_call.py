@@ -43,8 +43,11 @@ from torture.tally import LIMIT_S, Tally
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.EAGAIN, errno.EMFILE, errno.ENOMEM)
 _SIDES = ("trainer", "worker")
 _ACTS = ("save", "load", "open", "restart")
+_MEMORY = "memory, once"
 # Which calls are counted, and how long they fail.
-_KINDS = ("files, once", "files, once, but done", "files, for ever", "anywhere, once", "anywhere, for ever")
+_KINDS = ("files, once", "files, once, but done", "files, for ever", "anywhere, once", "anywhere, for ever", _MEMORY)
+# An act makes thousands of allocations: one in so many fails.
+_STRIDE = 11
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class Round:
     @property
     def everywhere(self) -> bool:
         return "anywhere" in self.kind
+
+    @property
+    def memory(self) -> bool:
+        return self.kind == _MEMORY
 
     @property
     def does(self) -> bool:
@@ -123,7 +130,8 @@ def _fail_act(tally: Tally, folder: Path, library: Path, scenario: Scenario, sid
 
 def _rounds(scenario: Scenario, side: str, act: str, most: int) -> Iterator[Round]:
     for number in range(1, most + 1):
-        for kind in _KINDS:
+        yield Round(scenario.name, side, act, number * _STRIDE, errno.ENOMEM, _MEMORY)
+        for kind in _KINDS[:-1]:
             for error in ERRORS:
                 # Python calls again after EINTR, without an end.
                 if error != errno.EINTR or "for ever" not in kind:
@@ -294,6 +302,7 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
         does=round_.does,
         forever=round_.forever,
         everywhere=round_.everywhere,
+        memory=round_.memory,
     )
     try:
         act()
@@ -304,7 +313,8 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
     took = time.monotonic() - begun
     if error is not None:
         said = f"{type(error).__name__}: {error}"
-        if not isinstance(error, CheckpointError):
+        # Python itself has no memory for a variable: every program may see that.
+        if not isinstance(error, CheckpointError) and not (round_.memory and isinstance(error, MemoryError)):
             broken.append(f"no error of ours: {said}")
         if not call:
             broken.append(f"no call failed, and yet: {said}")

@@ -31,6 +31,7 @@ struct control {
     char call[32];         /* which call has failed; empty: none has */
     int forever;           /* all counted calls after it fail, too */
     int everywhere;        /* calls on sockets, memory and other files are counted, too */
+    int memory;            /* allocations are counted in the place of calls */
 };
 
 static struct control *control;
@@ -63,7 +64,7 @@ static int is_in_folder(int fd, const char *path) {
 }
 
 static int fails(const char *call, int fd, const char *path) {
-    if (!control || atomic_load(&control->countdown) <= 0)
+    if (!control || control->memory || atomic_load(&control->countdown) <= 0)
         return 0;
     if (control->only[0] && strcmp(control->only, call))
         return 0;
@@ -217,3 +218,20 @@ ELSEWHERE(ssize_t, sendmsg, (int fd, const struct msghdr *message, int flags), (
 ELSEWHERE(ssize_t, recvmsg, (int fd, struct msghdr *message, int flags), (fd, message, flags), -1)
 ELSEWHERE(int, poll, (struct pollfd *fds, nfds_t count, int timeout), (fds, count, timeout), -1)
 ELSEWHERE(int, pipe2, (int ends[2], int flags), (ends, flags), -1)
+
+/* With PYTHONMALLOC=malloc each object of Python is one of these. */
+static int has_no_memory(void) {
+    if (!control || !control->memory || atomic_load(&control->countdown) <= 0)
+        return 0;
+    if (atomic_fetch_sub(&control->countdown, 1) != 1)
+        return 0;
+    strncpy(control->call, "malloc", sizeof control->call - 1);
+    errno = ENOMEM;
+    return 1;
+}
+
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t);
+
+void *malloc(size_t nbytes) { return has_no_memory() ? NULL : __libc_malloc(nbytes); }
+void *calloc(size_t count, size_t nbytes) { return has_no_memory() ? NULL : __libc_calloc(count, nbytes); }
+void *realloc(void *old, size_t nbytes) { return has_no_memory() ? NULL : __libc_realloc(old, nbytes); }

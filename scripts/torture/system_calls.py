@@ -56,7 +56,15 @@ class Calls:
             self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
 
     def fail(
-        self, countdown: int, error: int, *, only: str, does: bool, forever: bool = False, everywhere: bool = False
+        self,
+        countdown: int,
+        error: int,
+        *,
+        only: str,
+        does: bool,
+        forever: bool = False,
+        everywhere: bool = False,
+        memory: bool = False,
     ) -> None:
         """Have the ``countdown``-th call from now on fail.
 
@@ -67,9 +75,10 @@ class Calls:
             does: The call fails after it did the work.
             forever: All calls after it fail, too, until ``failed``.
             everywhere: Count calls on sockets, memory and files outside of the folder, too.
+            memory: Count allocations in the place of calls. With ``PYTHONMALLOC=malloc`` all of Python's are counted.
         """
         struct.pack_into(
-            "iii32s32sii", self._memory, 0, 0, error, does, only.encode(), b"", int(forever), int(everywhere)
+            "iii32s32siii", self._memory, 0, 0, error, does, only.encode(), b"", forever, everywhere, memory
         )
         struct.pack_into("i", self._memory, 0, countdown)
 
@@ -90,7 +99,8 @@ def build_library(folder: Path) -> Path:
 
 def variables_of(library: Path, control: Path, root: Path) -> list[str]:
     """Return the environment variables of a process that loads the library."""
-    return [f"LD_PRELOAD={library}", f"ASYNCCKPT_TORTURE_CALLS={control}", f"ASYNCCKPT_TORTURE_CALLS_IN={root}"]
+    of_library = [f"ASYNCCKPT_TORTURE_CALLS={control}", f"ASYNCCKPT_TORTURE_CALLS_IN={root}"]
+    return [f"LD_PRELOAD={library}", "PYTHONMALLOC=malloc", *of_library]
 
 
 @contextlib.contextmanager
