@@ -238,6 +238,25 @@ def test_one_that_cannot_be_told_anything_is_another_soon(root: Path, monkeypatc
         assert checkpointer.steps() == [1, 3]
 
 
+def test_a_worker_whose_end_cannot_be_asked_for_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer has no descriptor left, say, when its worker dies: the next save starts another worker."""
+
+    def refuse(self: WorkerProcess) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        worker = checkpointer._engine.worker
+        assert worker is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(WorkerProcess, "last_words", refuse)
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.wait_for_end(30)
+        with pytest.raises(WorkerDiedError, match="out of reach: .*Too many open files"):
+            worker.check_usable()
+        checkpointer.save(2, small_state()).result(60)
+
+
 def test_nobody_knows_how_it_ended_where_sigchld_is_ignored() -> None:
     """The kernel keeps no status then, and Python says 0."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
