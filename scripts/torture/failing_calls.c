@@ -1,6 +1,9 @@
 /* Preloaded into the worker by system_calls.py: makes one call on a file of the torture's folder fail.
 
-   A file that both have mapped says which: the countdown-th call from now on. What it was is written there. */
+   A file that both have mapped says which: the countdown-th call from now on. What it was is written there.
+
+   With the error STOP no call fails. The worker stops before or after the call, until it is killed. Calls that only
+   look are not counted then. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -17,16 +20,19 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#define STOP -1
+
 struct control {
     _Atomic int countdown; /* 0: no call fails any more */
-    int error;             /* what it is answered with */
-    int does;              /* it is done all the same, where it changes names */
+    int error;             /* what it is answered with, or STOP */
+    int does;              /* it is done all the same, where it changes names; with STOP: the worker stops after it */
     char only[32];         /* calls of this name alone are counted; empty: all */
     char call[32];         /* which call has failed; empty: none has */
 };
 
 static struct control *control;
 static const char *folder;
+static __thread const char *stops_after;
 
 __attribute__((constructor)) static void begin(void) {
     const char *path = getenv("ASYNCCKPT_TORTURE_CALLS");
@@ -54,6 +60,16 @@ static int is_in_folder(int fd, const char *path) {
     return strstr(target, folder) != NULL;
 }
 
+static void stop(const char *call) {
+    strncpy(control->call, call, sizeof control->call - 1);
+    for (;;)
+        pause();
+}
+
+static int only_looks(const char *call, int flags) {
+    return control && control->error == STOP && (strstr(call, "stat") || (strstr(call, "open") && !(flags & O_CREAT)));
+}
+
 static int fails(const char *call, int fd, const char *path) {
     if (!control || atomic_load(&control->countdown) <= 0)
         return 0;
@@ -62,6 +78,12 @@ static int fails(const char *call, int fd, const char *path) {
     int saved = errno;
     int is = is_in_folder(fd, path) && atomic_fetch_sub(&control->countdown, 1) == 1;
     errno = saved;
+    if (is && control->error == STOP) {
+        if (!control->does)
+            stop(call);
+        stops_after = call;
+        return 0;
+    }
     if (is)
         strncpy(control->call, call, sizeof control->call - 1);
     return is;
@@ -69,26 +91,33 @@ static int fails(const char *call, int fd, const char *path) {
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
+/* The real call. */
+#define CALLED(type, name, arguments) \
+    type answer = REAL(name) arguments; \
+    if (stops_after) \
+        stop(stops_after); \
+    return answer;
+
 /* A call that changes nothing that could be seen where it fails. */
 #define REFUSED(type, name, parameters, arguments, fd, path) \
     type name parameters { \
-        if (fails(#name, fd, path)) { \
+        if (!only_looks(#name, 0) && fails(#name, fd, path)) { \
             errno = control->error; \
             return -1; \
         } \
-        return REAL(name) arguments; \
+        CALLED(type, name, arguments) \
     }
 
 /* A call that may have been done although it is answered with an error. */
 #define DONE(type, name, parameters, arguments, fd, path) \
     type name parameters { \
-        if (fails(#name, fd, path)) { \
+        if (!only_looks(#name, 0) && fails(#name, fd, path)) { \
             if (control->does) \
                 REAL(name) arguments; \
             errno = control->error; \
             return -1; \
         } \
-        return REAL(name) arguments; \
+        CALLED(type, name, arguments) \
     }
 
 #define OPENS(name, parameters, arguments, fd) \
@@ -97,11 +126,11 @@ static int fails(const char *call, int fd, const char *path) {
         va_start(rest, flags); \
         mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0; \
         va_end(rest); \
-        if (fails(#name, fd, path)) { \
+        if (!only_looks(#name, flags) && fails(#name, fd, path)) { \
             errno = control->error; \
             return -1; \
         } \
-        return REAL(name) arguments; \
+        CALLED(int, name, arguments) \
     }
 
 OPENS(open, (const char *path, int flags, ...), (path, flags, mode), AT_FDCWD)
@@ -131,3 +160,5 @@ DONE(int, rmdir, (const char *path), (path), AT_FDCWD, path)
 DONE(int, rename, (const char *from, const char *to), (from, to), AT_FDCWD, to)
 DONE(int, renameat, (int fd, const char *from, int other, const char *to), (fd, from, other, to), other, to)
 DONE(int, renameat2, (int fd, const char *from, int other, const char *to, unsigned flags), (fd, from, other, to, flags), other, to)
+DONE(int, link, (const char *from, const char *to), (from, to), AT_FDCWD, to)
+DONE(int, linkat, (int fd, const char *from, int other, const char *to, int flags), (fd, from, other, to, flags), other, to)
