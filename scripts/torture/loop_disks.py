@@ -43,6 +43,7 @@ class LoopDisk:
         self._folder = folder
         self._image = folder / "image"
         self._device = ""
+        self._is_mounted = False
         self.mount_point.mkdir(parents=True)
         with contextlib.ExitStack() as undone:
             undone.callback(self.remove)
@@ -83,10 +84,12 @@ class LoopDisk:
             self._device = _run("losetup", "--find", "--show", str(self._backing())).strip()
         options = ["-o", self._options] if self._options else []
         _run("mount", "-t", self.file_system, *options, self._device, str(self.mount_point))
+        self._is_mounted = True
 
     def _unmount(self) -> None:
-        if os.path.ismount(self.mount_point):
+        if self._is_mounted:
             _unmount(self.mount_point)
+            self._is_mounted = False
         if self._device:  # no dirty page of the device may outlive the cut
             _run("losetup", "--detach", self._device)
             self._device = ""

@@ -333,7 +333,8 @@ class _Cuts:
             for worker in workers:
                 with contextlib.suppress(psutil.Error):
                     worker.kill()
-            psutil.wait_procs(workers, LIMIT_S)
+            while any(map(self._is_worker, workers)):  # a zombie has closed its files; init may reap it much later
+                time.sleep(_POLL_S)
         for path in self._runtime.glob("*"):
             path.unlink(missing_ok=True)
 
@@ -360,6 +361,8 @@ def _listen(disk: LoopDisk, job: Job, heard: _Heard, until: Callable[[], bool] =
             raise RuntimeError(f"before the cut {heard.failed}")
         if until():
             return
+        if not all(process.is_alive() for process in job.processes):
+            raise RuntimeError(f"a trainer has ended after step {heard.begun}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"the job has said nothing more after step {heard.begun}, done {heard.done}")
         multiprocessing.connection.wait(job.pipes, _POLL_S)
