@@ -29,7 +29,7 @@ from asyncckpt.link import process as worker_process
 from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from torture.jobs import Job
 from torture.loop_disks import LoopDisk, ServedDisk, missing
-from torture.promises import go_on, judge
+from torture.promises import go_on, judge, make_old
 from torture.scenarios import SCENARIOS, Files, Saver, Scenario, state_of
 from torture.system_calls import Calls, build, preloaded
 from torture.tally import LIMIT_S, Tally
@@ -37,6 +37,9 @@ from torture.tally import LIMIT_S, Tally
 # A new file system is made after so many rounds.
 _ROUNDS_PER_DISK = 50
 _NAIVE_ROUNDS = 4
+_SWEPT = ("at a call", "at a request")
+# So often a new job goes on from what the cut has left, and its power may be cut again before all is cleaned.
+_AT_ONCE = 0.4
 # The longest sleep before a cut at random. A save takes a third of it.
 _SLEEP_S = 0.15
 _POLL_S = 0.002
@@ -58,19 +61,19 @@ class _Naive(Files):
 
 @dataclass
 class _Sweep:
-    """The calls of a save, one after another: before the first, after the first, before the second, and so on."""
+    """The calls of a save, one after another: the power is cut before each of them, in the next sweep after each."""
 
+    after: bool
     number: int = 1
-    after: bool = False
     ended: int = 0
 
-    def go_on(self) -> None:
-        self.number += self.after
-        self.after = not self.after
+    def key(self) -> tuple[int, int]:
+        """Return how far this sweep is."""
+        return self.ended, self.number
 
     def end(self) -> None:
         """Begin again: a save has no such call."""
-        self.number, self.after, self.ended = 1, False, self.ended + 1
+        self.number, self.after, self.ended = 1, not self.after, self.ended + 1
 
 
 @dataclass
@@ -198,12 +201,10 @@ class _Cuts:
         if shutil.which("cc") is not None:
             build(self._library)
             self._calls = Calls(self._control)
-        self._sweeps = {
-            kind: {scenario.name: _Sweep() for scenario in SCENARIOS} for kind in ("at a call", "at a request")
-        }
-        self._instants = ["at random", "after done"]
-        self._instants += ["at a call"] if self._calls is not None else []
-        self._instants += ["at a request"] if caches else []
+        # Each second seed begins with cuts after calls.
+        self._sweeps = {kind: {scenario.name: _Sweep(after=seed % 2 == 0) for scenario in SCENARIOS} for kind in _SWEPT}
+        swept = [*["at a call"] * (self._calls is not None), *["at a request"] * caches]
+        self._instants = ["at random", *swept, "after done", *swept]
 
     def check_losses(self) -> None:
         """Show that losses are seen: files that were never flushed must be lost."""
@@ -222,8 +223,10 @@ class _Cuts:
 
     def round(self, number: int) -> None:
         choice = random.Random(f"{self._seed} {self._name} {number}")
-        scenario = SCENARIOS[number // len(self._instants) % len(SCENARIOS)]
         instant = self._instants[number % len(self._instants)]
+        scenario = SCENARIOS[number // len(self._instants) % len(SCENARIOS)]
+        if instant in _SWEPT:
+            scenario = min(SCENARIOS, key=lambda each: self._sweeps[instant][each.name].key())
         what = f"{self._name}, seed {self._seed}, round {number}, {scenario.name}, {instant}"
         began = time.monotonic()
         try:
@@ -234,14 +237,17 @@ class _Cuts:
             disk.mount_again()
             broken = judge(scenario, place.root, heard.begun, heard.done)
             left = sorted(str(path.relative_to(place.root)) for path in place.root.rglob("*"))
-            try:
-                broken += [f"after going on: {each}" for each in go_on(scenario, place.root, heard.begun)]
-            finally:
-                self._end_workers()
-            if broken or scenario.ranks > 1:
-                self._disks.forget(scenario)
+            if is_at_once := choice.random() < _AT_ONCE:
+                make_old(place.root)
+                place.begun, place.done = heard.begun, heard.done
             else:
+                try:
+                    broken += [f"after going on: {each}" for each in go_on(scenario, place.root, heard.begun)]
+                finally:
+                    self._end_workers()
                 place.begun = place.done = heard.begun + 2
+            if broken or (scenario.ranks > 1 and not is_at_once):
+                self._disks.forget(scenario)
             for each in broken:
                 self._tally.lose(f"{what}: {each}; left by the cut: {left}")
         except Exception as error:
@@ -252,10 +258,11 @@ class _Cuts:
         self._tally.wait("longest round with a power cut, s", time.monotonic() - began)
 
     def close(self) -> None:
-        for kind, sweeps in self._sweeps.items():
-            if kind in self._instants:
-                ended = min(sweep.ended for sweep in sweeps.values())
-                self._tally.counts[f"{self._name}: times that all calls were met, {kind}"] += ended
+        for kind in {*_SWEPT} & {*self._instants}:
+            ended = sum(sweep.ended > 0 for sweep in self._sweeps[kind].values())
+            self._tally.counts[f"{self._name}: scenarios cut {kind}, each that a save has, of {len(SCENARIOS)}"] += (
+                ended
+            )
         self._end_workers()
         self._disks.drop()
 
@@ -317,12 +324,11 @@ class _Cuts:
             _listen(disk, job, heard, lambda: calls.stopped() != "" or heard.done >= first + 2)
             call = calls.stopped()
             at = f"{'after' if sweep.after else 'before'} call {sweep.number} ({call or 'none'}), "
-            sweep.go_on()
         elif isinstance(disk, ServedDisk):
             disk.cut_at(sweep.number, choice)
             _listen(disk, job, heard, lambda: disk.is_cut or heard.done >= first + 2)
             at = f"before request {sweep.number}, "
-            sweep.number += 1
+        sweep.number += 1
         if heard.done > first:  # another save is under way, or none is
             sweep.end()
         return at
