@@ -260,9 +260,7 @@ class _Cuts:
     def close(self) -> None:
         for kind in {*_SWEPT} & {*self._instants}:
             ended = sum(sweep.ended > 0 for sweep in self._sweeps[kind].values())
-            self._tally.counts[f"{self._name}: scenarios cut {kind}, each that a save has, of {len(SCENARIOS)}"] += (
-                ended
-            )
+            self._tally.counts[f"{self._name}: of {len(SCENARIOS)} scenarios, those cut {kind}, at each"] += ended
         self._end_workers()
         self._disks.drop()
 
@@ -335,11 +333,14 @@ class _Cuts:
 
     def _end_workers(self) -> None:
         """Kill all workers, and empty the runtime folder, as a power cut does."""
+        deadline = time.monotonic() + LIMIT_S
         while workers := [process for process in psutil.process_iter() if self._is_worker(process)]:
             for worker in workers:
                 with contextlib.suppress(psutil.Error):
                     worker.kill()
             while any(map(self._is_worker, workers)):  # a zombie has closed its files; init may reap it much later
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"killed workers still run: {workers}")
                 time.sleep(_POLL_S)
         for path in self._runtime.glob("*"):
             path.unlink(missing_ok=True)
@@ -378,6 +379,7 @@ def _train(
     pipe: Connection, rank: int, scenario: Scenario, root: str, first: int, calls: tuple[Path, Path, Path] | None
 ) -> None:
     """Save without end. After a failed save, wait to be killed."""
+    step = first
     with preloaded(*calls) if calls is not None else contextlib.nullcontext():
         try:
             with scenario.saving(Path(root), rank) as save:
