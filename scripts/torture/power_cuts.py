@@ -23,6 +23,7 @@ from types import FrameType
 
 import psutil
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from tqdm import tqdm
 
 from asyncckpt.link import process as worker_process
@@ -250,7 +251,7 @@ class _Cuts:
                 self._disks.forget(scenario)
             for each in broken:
                 self._tally.lose(f"{what}: {each}; left by the cut: {left}")
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # stock DCP's is a BaseException
             self._tally.lose(f"{what}: {type(error).__name__}: {error}")
             self._end_workers()
             self._disks.drop()

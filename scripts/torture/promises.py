@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt import Checkpointer
 from torture.scenarios import Files, Pointers, Replaced, Scenario, Sets, Steps, state_of
@@ -139,7 +140,7 @@ def _wrong_folder(path: Path, expected: dict[str, Any], step: int) -> list[str]:
 def _wrong_value(path: Path, load: Callable[[], Any], expected: Any) -> list[str]:
     try:
         value = load()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # stock DCP's is a BaseException
         return [f"{path} has its final name and cannot be read: {type(error).__name__}: {error}"]
     return [] if _equal(value, expected) else [f"{path} has other values than were saved"]
 
@@ -160,7 +161,7 @@ def _wrong_replaced(
         return [f"{path} is gone; step {done} was durable"] if done else []
     try:
         step = step_of(path)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # stock DCP's is a BaseException
         return [f"{path} has its final name and cannot be read: {type(error).__name__}: {error}"]
     if not done <= step <= begun:
         return [f"{path} has step {step}; step {done} was durable and {begun} was the newest begun"]
