@@ -41,6 +41,8 @@ _NAIVE_ROUNDS = 4
 _SWEPT = ("at a call", "at a request")
 # So often a new job goes on from what the cut has left, and its power may be cut again before all is cleaned.
 _AT_ONCE = 0.4
+# A swept save is the fourth of a folder or a later one, so older ones are removed. The removal ends in this time.
+_SWEPT_STEP, _BACKGROUND_S = 4, 0.1
 # The longest sleep before a cut at random. A save takes a third of it.
 _SLEEP_S = 0.15
 _POLL_S = 0.002
@@ -92,6 +94,7 @@ class _Heard:
 
     begun: int
     done: int
+    is_idle: bool = False
     failed: str = ""
 
     def add(self, said: list[tuple[str, int, str]]) -> None:
@@ -100,6 +103,8 @@ class _Heard:
                 self.begun = max(self.begun, step)
             elif kind == "done":
                 self.done = max(self.done, step)
+            elif kind == "idle":
+                self.is_idle = True
             else:
                 self.failed = f"step {step} failed: {text}"
 
@@ -277,13 +282,14 @@ class _Cuts:
     ) -> tuple[_Heard, str]:
         """Run a job until the power is cut, and kill it. Return what it has said before, and how it was cut."""
         first = place.begun + 1
+        swept = max(first + 1, _SWEPT_STEP) if instant in _SWEPT else 0
         calls = (self._library, self._control, disk.mount_point) if instant == "at a call" else None
         if self._calls is not None:
             self._calls.failed()
-        with Job(scenario.ranks, _train, scenario, str(place.root), first, calls) as job:
+        with Job(scenario.ranks, _train, scenario, str(place.root), first, swept, calls) as job:
             try:
                 heard = _Heard(place.begun, place.done)
-                at = self._wait(disk, job, heard, scenario, instant, first, choice)
+                at = self._wait(disk, job, heard, scenario, instant, swept or first, choice)
                 if not disk.is_cut:
                     _listen(disk, job, heard)
                 sure = heard.done
@@ -303,32 +309,34 @@ class _Cuts:
         heard: _Heard,
         scenario: Scenario,
         instant: str,
-        first: int,
+        step: int,
         choice: random.Random,
     ) -> str:
-        """Wait until the instant of the cut. Return what the job was just doing, as far as that is known."""
+        """Wait until the instant of the cut, in ``step`` or soon after. Return what the job was doing, if it is known."""
         if instant == "at random":
-            step = first + choice.randrange(3)
+            step += choice.randrange(3)
             _listen(disk, job, heard, lambda: heard.begun >= step)
             time.sleep(choice.uniform(0, _SLEEP_S))
             return ""
         if instant == "after done":
-            step = first + choice.randrange(3)
+            step += choice.randrange(3)
             _listen(disk, job, heard, lambda: heard.done >= step)
             return ""
-        _listen(disk, job, heard, lambda: heard.done >= first)
+        _listen(disk, job, heard, lambda: heard.done >= step - 1)
+        time.sleep(_BACKGROUND_S)
         sweep, calls = self._sweeps[instant][scenario.name], self._calls
         if instant == "at a call" and calls is not None:
             calls.stop(sweep.number, after=sweep.after)
-            _listen(disk, job, heard, lambda: calls.stopped() != "" or heard.done >= first + 2)
-            call = calls.stopped()
-            at = f"{'after' if sweep.after else 'before'} call {sweep.number} ({call or 'none'}), "
         elif isinstance(disk, ServedDisk):
             disk.cut_at(sweep.number, choice)
-            _listen(disk, job, heard, lambda: disk.is_cut or heard.done >= first + 2)
-            at = f"before request {sweep.number}, "
+        for pipe in job.pipes:
+            pipe.send("go on")
+        _listen(disk, job, heard, lambda: heard.is_idle or (calls is not None and calls.stopped() != ""))
+        call = calls.stopped() if calls is not None else ""
+        side, kind = "after" if sweep.after else "before", instant.split()[-1]
+        at = f"{side} {kind} {sweep.number}{f' ({call})' if call else ''}, "
         sweep.number += 1
-        if heard.done > first:  # another save is under way, or none is
+        if heard.is_idle:
             sweep.end()
         return at
 
@@ -377,17 +385,32 @@ def _listen(disk: LoopDisk, job: Job, heard: _Heard, until: Callable[[], bool] =
 
 
 def _train(
-    pipe: Connection, rank: int, scenario: Scenario, root: str, first: int, calls: tuple[Path, Path, Path] | None
+    pipe: Connection,
+    rank: int,
+    scenario: Scenario,
+    root: str,
+    first: int,
+    swept: int,
+    calls: tuple[Path, Path, Path] | None,
 ) -> None:
-    """Save without end. After a failed save, wait to be killed."""
+    """Save without end. After a failed save, wait to be killed.
+
+    Before step ``swept``, wait to be told to go on; after it, say when nothing is done any more. 0: there is none.
+    """
     step = first
     with preloaded(*calls) if calls is not None else contextlib.nullcontext():
         try:
             with scenario.saving(Path(root), rank) as save:
                 for step in range(first, 10**9):
+                    if step == swept:
+                        pipe.recv()
                     pipe.send(("begun", step, ""))
                     save(step)
                     pipe.send(("done", step, ""))
+                    if step == swept:
+                        time.sleep(_BACKGROUND_S)
+                        pipe.send(("idle", step, ""))
+                        time.sleep(2 * LIMIT_S)
         except Exception as error:
             pipe.send(("failed", step, f"{type(error).__name__}: {error}"))
             time.sleep(2 * LIMIT_S)
