@@ -312,7 +312,7 @@ class _Cuts:
         step: int,
         choice: random.Random,
     ) -> str:
-        """Wait until the instant of the cut, in ``step`` or soon after. Return what the job was doing, if it is known."""
+        """Wait for the instant of the cut, in ``step`` or soon after. Return what the job was doing, if it is known."""
         if instant == "at random":
             step += choice.randrange(3)
             _listen(disk, job, heard, lambda: heard.begun >= step)
