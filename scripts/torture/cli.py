@@ -47,8 +47,8 @@ _KINDS = {
     "full": (50, "times that space runs out"),
     "framework-kills": (20, "of trainings of each kind in --frameworks"),
     "host-kills": (300, "hosts of a job that are lost with their memory"),
-    "power-cuts": (100, "of a disk, for each of --file-systems; root alone may mount them"),
-    "cache-cuts": (100, "of a disk with a volatile write cache, for each of --file-systems"),
+    "power-cuts": (60, "of a disk, for each of --file-systems; root alone may mount them"),
+    "cache-cuts": (60, "of a disk with a volatile write cache, for each of --file-systems"),
     "restart-mib": (1024, "MiB of a state that is restarted out of memory, and timed"),
     "host-restart-mib": (1024, "MiB of each of four ranks on two hosts, which are restarted and timed"),
 }

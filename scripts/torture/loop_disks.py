@@ -186,5 +186,5 @@ def _unmount(path: Path) -> None:
 def _run(*command: str) -> str:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise DiskError(f"{' '.join(command)}: {ended.stderr.strip()}")
+        raise DiskError(f"{' '.join(command)} ended with {ended.returncode}: {ended.stderr.strip()}")
     return ended.stdout
