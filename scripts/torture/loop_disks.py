@@ -26,6 +26,7 @@ _MAKE = {
 }
 _FS_IOC_SHUTDOWN, _FLUSH_LOG, _DROP_LOG = 0x8004587D, 1, 2
 _BUSY_S = 10.0
+_LOG_LINES = 60
 
 
 class DiskError(Exception):
@@ -83,7 +84,10 @@ class LoopDisk:
         if not self._device:
             self._device = _run("losetup", "--find", "--show", str(self._backing())).strip()
         options = ["-o", self._options] if self._options else []
-        _run("mount", "-t", self.file_system, *options, self._device, str(self.mount_point))
+        try:
+            _run("mount", "-t", self.file_system, *options, self._device, str(self.mount_point))
+        except DiskError as error:
+            raise DiskError(f"{error}; the kernel says: {_kernel_log()}") from None
         self._is_mounted = True
 
     def _unmount(self) -> None:
@@ -181,6 +185,12 @@ def _unmount(path: Path) -> None:
             if time.monotonic() > until:
                 raise
             time.sleep(0.02)
+
+
+def _kernel_log() -> str:
+    """Return the last lines of the kernel's log, if this process may read it."""
+    ended = subprocess.run(["dmesg"], capture_output=True, text=True, check=False)
+    return " | ".join(ended.stdout.splitlines()[-_LOG_LINES:])
 
 
 def _run(*command: str) -> str:
