@@ -33,6 +33,10 @@ class DiskError(Exception):
     """A disk could not be made, mounted or unmounted."""
 
 
+class KernelError(DiskError):
+    """The kernel crashed in a mount: the fault is in its file system."""
+
+
 class LoopDisk:
     """A file system whose power is cut by FS_IOC_SHUTDOWN: what was not written yet, never is."""
 
@@ -87,7 +91,7 @@ class LoopDisk:
         try:
             _run("mount", "-t", self.file_system, *options, self._device, str(self.mount_point))
         except DiskError as error:
-            raise DiskError(f"{error}; the kernel says: {_kernel_log()}") from None
+            raise type(error)(f"{error}; the kernel says: {_kernel_log()}") from None
         self._is_mounted = True
 
     def _unmount(self) -> None:
@@ -196,5 +200,7 @@ def _kernel_log() -> str:
 def _run(*command: str) -> str:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise DiskError(f"{' '.join(command)} ended with {ended.returncode}: {ended.stderr.strip()}")
+        raise (KernelError if ended.returncode < 0 else DiskError)(
+            f"{' '.join(command)} ended with {ended.returncode}: {ended.stderr.strip()}"
+        )
     return ended.stdout
