@@ -25,12 +25,14 @@ from torture import (
     kills,
     leftovers,
     links,
+    power_cuts,
     restarts,
     stores,
     system_calls,
 )
 from torture.frameworks import trials
 from torture.jobs import MARK
+from torture.loop_disks import FILE_SYSTEMS
 from torture.tally import Tally
 
 # Each with how many there are where none is named, and of what.
@@ -47,6 +49,8 @@ _KINDS = {
     "full": (50, "times that space runs out"),
     "framework-kills": (20, "of trainings of each kind in --frameworks"),
     "host-kills": (300, "hosts of a job that are lost with their memory"),
+    "power-cuts": (60, "of a disk, for each of --file-systems; root alone may mount them"),
+    "cache-cuts": (60, "of a disk with a volatile write cache, for each of --file-systems"),
     "restart-mib": (1024, "MiB of a state that is restarted out of memory, and timed"),
     "host-restart-mib": (1024, "MiB of each of four ranks on two hosts, which are restarted and timed"),
 }
@@ -80,6 +84,17 @@ def main() -> int:
     )
     parser.add_argument(
         "--host-stops", type=float, default=0.3, help="of the --host-kills, how many with workers stopped"
+    )
+    parser.add_argument(
+        "--file-systems",
+        nargs="*",
+        choices=FILE_SYSTEMS,
+        default=FILE_SYSTEMS,
+        help="for --power-cuts and --cache-cuts; without root, mkfs or loop devices they are left out, and the tally"
+        " says so",
+    )
+    parser.add_argument(
+        "--mount-options", default="", help="of all --file-systems; with barrier=0 ext4 loses data in --cache-cuts"
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to write; by default the folder for temporary files")
@@ -168,6 +183,10 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
             chosen = choice(f"hosts {transport}")
             shares = hosts.Shares(args.host_flips, args.host_stops)
             hosts.kill_hosts(tally, folder, args.host_kills, chosen, transport, shares)
+    for file_system in args.file_systems:
+        for rounds, caches in ((args.power_cuts, False), (args.cache_cuts, True)):
+            if rounds:
+                power_cuts.cut_power(tally, folder, rounds, args.seed, file_system, args.mount_options, caches=caches)
     took: dict[str, float] = {}
     if args.restart_mib:
         took = restarts.time_restarts(folder, 5, args.restart_mib << 20)

@@ -34,10 +34,9 @@ from tqdm import tqdm
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
-from asyncckpt.link import process as worker_process
 from torture import promises
 from torture.scenarios import CONFIG, SCENARIOS, Saver, Scenario, Steps, state_of
-from torture.system_calls import Calls, build_library, variables_of
+from torture.system_calls import Calls, build, preloaded, variables_of
 from torture.tally import LIMIT_S, Tally
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.EAGAIN, errno.EMFILE, errno.ENOMEM)
@@ -87,7 +86,8 @@ def fail_each(tally: Tally, folder: Path, most: int, scenarios: tuple[Scenario, 
     if shutil.which("cc") is None:
         tally.counts["no compiler: no call failed"] += 1
         return
-    library = build_library(folder)
+    library = folder / "failing_calls.so"
+    build(library)
     for scenario in scenarios:
         if scenario.ranks > 1:
             continue
@@ -146,6 +146,7 @@ class _Trainer:
         for control in controls.values():
             control.write_bytes(bytes(mmap.PAGESIZE))
         variables = [
+            "PYTHONMALLOC=malloc",  # the worker has it, too
             *variables_of(library, controls["trainer"], place),
             f"PYTHONPATH={os.pathsep.join(sys.path)}",
         ]
@@ -215,11 +216,8 @@ def _train(place: Path, library: Path, scenario: Scenario, side: str) -> None:
     torch.set_num_threads(1)
     root = place / "root"
     root.mkdir(exist_ok=True)
-    real = worker_process.command
-    variables = variables_of(library, place / "worker.calls", place)
-    worker_process.command = lambda: ["env", *variables, *real()]
     calls = Calls(place / f"{side}.calls")
-    with _acting(scenario, root) as acts:
+    with preloaded(library, place / "worker.calls", place), _acting(scenario, root) as acts:
         for line in sys.stdin:
             round_ = Round(**json.loads(line))
             print(json.dumps(_go(round_, acts, calls, scenario, root)), flush=True)

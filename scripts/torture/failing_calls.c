@@ -1,7 +1,10 @@
 /* Makes calls of a process fail. system_calls.py preloads it into workers, each_call.py into trainers, too.
 
    A control file, which the torture maps too, names the call: the countdown-th one from now on. The library writes the
-   name of the call that failed there. */
+   name of the call that failed there.
+
+   With the error STOP no call fails. The worker stops before or after the call, until it is killed. Calls that only
+   look are not counted then. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -23,10 +26,12 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#define STOP -1
+
 struct control {
     _Atomic int countdown; /* 0: no call fails any more */
-    int error;             /* what it is answered with */
-    int does;              /* it is done all the same, where it changes names */
+    int error;             /* what it is answered with, or STOP */
+    int does;              /* it is done all the same, where it changes names; with STOP: the worker stops after it */
     char only[32];         /* calls of this name alone are counted; empty: all */
     char call[32];         /* which call has failed; empty: none has */
     int forever;           /* all counted calls after it fail, too */
@@ -36,6 +41,7 @@ struct control {
 
 static struct control *control;
 static const char *folder;
+static __thread const char *stops_after;
 
 __attribute__((constructor)) static void begin(void) {
     const char *path = getenv("ASYNCCKPT_TORTURE_CALLS");
@@ -63,6 +69,22 @@ static int is_in_folder(int fd, const char *path) {
     return strstr(target, folder) != NULL;
 }
 
+static void stop(const char *call) {
+    strncpy(control->call, call, sizeof control->call - 1);
+    for (;;)
+        pause();
+}
+
+static int only_looks(const char *call, int flags) {
+    static const char *const looks[] = {"stat", "read", "access", "flock"};
+    if (!control || control->error != STOP)
+        return 0;
+    for (size_t each = 0; each < sizeof looks / sizeof *looks; each++)
+        if (strstr(call, looks[each]))
+            return 1;
+    return strstr(call, "open") && !(flags & O_CREAT);
+}
+
 static int fails(const char *call, int fd, const char *path) {
     if (!control || control->memory || atomic_load(&control->countdown) <= 0)
         return 0;
@@ -79,6 +101,12 @@ static int fails(const char *call, int fd, const char *path) {
         is = left == 1;
     }
     errno = saved;
+    if (is && control->error == STOP) {
+        if (!control->does)
+            stop(call);
+        stops_after = call;
+        return 0;
+    }
     if (is && !control->call[0])
         strncpy(control->call, call, sizeof control->call - 1);
     return is;
@@ -91,26 +119,33 @@ static int fails_elsewhere(const char *call) {
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
+/* The real call. */
+#define CALLED(type, name, arguments) \
+    type answer = REAL(name) arguments; \
+    if (stops_after) \
+        stop(stops_after); \
+    return answer;
+
 /* A call that changes nothing that could be seen where it fails. */
 #define REFUSED(type, name, parameters, arguments, fd, path) \
     type name parameters { \
-        if (fails(#name, fd, path)) { \
+        if (!only_looks(#name, 0) && fails(#name, fd, path)) { \
             errno = control->error; \
             return -1; \
         } \
-        return REAL(name) arguments; \
+        CALLED(type, name, arguments) \
     }
 
 /* A call that may have been done although it is answered with an error. */
 #define DONE(type, name, parameters, arguments, fd, path) \
     type name parameters { \
-        if (fails(#name, fd, path)) { \
+        if (!only_looks(#name, 0) && fails(#name, fd, path)) { \
             if (control->does) \
                 REAL(name) arguments; \
             errno = control->error; \
             return -1; \
         } \
-        return REAL(name) arguments; \
+        CALLED(type, name, arguments) \
     }
 
 #define OPENS(name, parameters, arguments, fd) \
@@ -119,11 +154,11 @@ static int fails_elsewhere(const char *call) {
         va_start(rest, flags); \
         mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0; \
         va_end(rest); \
-        if (fails(#name, fd, path)) { \
+        if (!only_looks(#name, flags) && fails(#name, fd, path)) { \
             errno = control->error; \
             return -1; \
         } \
-        return REAL(name) arguments; \
+        CALLED(int, name, arguments) \
     }
 
 OPENS(open, (const char *path, int flags, ...), (path, flags, mode), AT_FDCWD)
@@ -174,7 +209,7 @@ REFUSED(int, access, (const char *path, int mode), (path, mode), AT_FDCWD, path)
 
 #define NO_DIRECTORY(name, parameters, arguments, fd, path) \
     DIR *name parameters { \
-        if (fails(#name, fd, path)) { \
+        if (!only_looks(#name, 0) && fails(#name, fd, path)) { \
             errno = control->error; \
             return NULL; \
         } \

@@ -73,7 +73,7 @@ def go_on(scenario: Scenario, root: Path, begun: int, rank: int = 0) -> list[str
     alone = Steps(scenario.name) if isinstance(scenario, Steps) and scenario.ranks > 1 else scenario
     if isinstance(alone, Steps):
         broken += _loads_newest(alone, root)
-    _make_old(root)
+    make_old(root)
     with alone.saving(root, rank) as save:
         for step in (begun + 1, begun + 2):
             save(step)
@@ -214,7 +214,7 @@ def _loads_newest(scenario: Steps, root: Path) -> list[str]:
     return []
 
 
-def _make_old(root: Path) -> None:
+def make_old(root: Path) -> None:
     """Make all unfinished work old, so the next save may remove it."""
     hour_ago = time.time() - 3600
     for path in _hidden(root):

@@ -43,7 +43,10 @@ _NAMES = [
     "rmdir",
     "unlinkat",
 ]
-_NAMES += ["stat64", "lstat64", "fstatat64"]
+_NAMES += ["link", "linkat", "stat64", "lstat64", "fstatat64"]
+
+# For the library: no call fails, the worker stops.
+_STOP = -1
 
 
 class Calls:
@@ -82,36 +85,40 @@ class Calls:
         )
         struct.pack_into("i", self._memory, 0, countdown)
 
-    def failed(self) -> str:
-        """Disarm the library. Return the name of the call that failed, "" if none has."""
-        struct.pack_into("i", self._memory, 0, 0)
+    def stop(self, countdown: int, *, after: bool) -> None:
+        """Have the worker stop before or ``after`` the ``countdown``-th call that changes something."""
+        self.fail(countdown, _STOP, only="", does=after)
+
+    def stopped(self) -> str:
+        """Return the call that the worker stopped at, "" before."""
         (call,) = struct.unpack_from("32s", self._memory, 44)
         return str(call.rstrip(b"\0").decode())
 
+    def failed(self) -> str:
+        """Which call has failed, "" where none has. None will."""
+        struct.pack_into("i", self._memory, 0, 0)
+        return self.stopped()
 
-def build_library(folder: Path) -> Path:
-    """Compile the library into ``folder``."""
-    library = folder / "failing_calls.so"
+
+def build(library: Path) -> None:
+    """Compile ``failing_calls.c``."""
     source = Path(__file__).with_name("failing_calls.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
-    return library
 
 
 def variables_of(library: Path, control: Path, root: Path) -> list[str]:
-    """Return the environment variables of a process that loads the library."""
-    of_library = [f"ASYNCCKPT_TORTURE_CALLS={control}", f"ASYNCCKPT_TORTURE_CALLS_IN={root}"]
-    return [f"LD_PRELOAD={library}", "PYTHONMALLOC=malloc", *of_library]
+    """Return the environment variables of a process that loads the library, for calls in ``root``."""
+    return [f"LD_PRELOAD={library}", f"ASYNCCKPT_TORTURE_CALLS={control}", f"ASYNCCKPT_TORTURE_CALLS_IN={root}"]
 
 
 @contextlib.contextmanager
-def _preloaded(folder: Path, root: Path) -> Iterator[Calls]:
-    """Workers that are started now have the library."""
-    library, control = build_library(folder), folder / "calls"
+def preloaded(library: Path, control: Path, root: Path) -> Iterator[None]:
+    """Give workers that start in the block the library, for calls in ``root``."""
     real = worker_process.command
-    calls = Calls(control)
-    worker_process.command = lambda: ["env", *variables_of(library, control, root), *real()]
+    variables = variables_of(library, control, root)
+    worker_process.command = lambda: ["env", *variables, *real()]
     try:
-        yield calls
+        yield
     finally:
         worker_process.command = real
 
@@ -122,7 +129,9 @@ def fail_calls(tally: Tally, folder: Path, rounds: int, choice: random.Random) -
         tally.counts["no compiler: no call failed"] += 1
         return
     root = folder / "calls-root"
-    with _preloaded(folder, root) as calls, Checkpointer(root, CONFIG) as checkpointer:
+    build(library := folder / "failing_calls.so")
+    calls = Calls(control := folder / "calls")
+    with preloaded(library, control, root), Checkpointer(root, CONFIG) as checkpointer:
         checkpointer.save(1, state_of(1)).result(LIMIT_S)
         last = 1
         for _ in tqdm(range(rounds), desc="failing system calls", unit="call", disable=None):
