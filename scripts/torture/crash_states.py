@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import logging
 import os
 import random
 import re
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,6 +80,9 @@ def crash_states(
     if not has_compiler():
         tally.counts["no compiler: no calls recorded"] += 1
         return
+    # Stock DCP tells at length of each checkpoint that it cannot read.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
     place = _MEMORY if _MEMORY.is_dir() else folder
     with tempfile.TemporaryDirectory(dir=place, prefix="asyncckpt-crashes-") as name:
         for naive in NAIVE:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from asyncckpt import Checkpointer
@@ -139,9 +140,14 @@ def _wrong_folder(path: Path, expected: dict[str, Any], step: int) -> list[str]:
 def _wrong_value(path: Path, load: Callable[[], Any], expected: Any) -> list[str]:
     try:
         value = load()
-    except Exception as error:
-        return [f"{path} has its final name and cannot be read: {type(error).__name__}: {error}"]
+    except (Exception, CheckpointException) as error:  # the latter is DCP's, and a BaseException
+        return [f"{path} has its final name and cannot be read: {type(error).__name__}: {_last_line(error)}"]
     return [] if _equal(value, expected) else [f"{path} has other values than were saved"]
+
+
+def _last_line(error: BaseException) -> str:
+    """Return what an error says, without the stack that DCP puts before it."""
+    return str(error).strip().rpartition("\n")[2]
 
 
 def _equal(value: Any, expected: Any) -> bool:
@@ -160,8 +166,8 @@ def _wrong_replaced(
         return [f"{path} is gone; step {done} was durable"] if done else []
     try:
         step = step_of(path)
-    except Exception as error:
-        return [f"{path} has its final name and cannot be read: {type(error).__name__}: {error}"]
+    except (Exception, CheckpointException) as error:  # the latter is DCP's, and a BaseException
+        return [f"{path} has its final name and cannot be read: {type(error).__name__}: {_last_line(error)}"]
     if not done <= step <= begun:
         return [f"{path} has step {step}; step {done} was durable and {begun} was the newest begun"]
     return wrong(path, step)
