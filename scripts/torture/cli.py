@@ -163,8 +163,8 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
     if args.full:
         disks.fill_disks(tally, folder, args.full, choice("disks"))
     if args.crash_states:
-        chosen = [scenario for scenario in SCENARIOS if scenario.name in args.scenarios]
-        crash_states.crash_states(tally, folder, args.crash_states, choice("crash states"), chosen)
+        scenarios = [scenario for scenario in SCENARIOS if scenario.name in args.scenarios]
+        crash_states.crash_states(tally, folder, args.crash_states, choice("crash states"), scenarios)
     for name in args.frameworks if args.framework_kills else ():
         trials.kill_trainings(tally, folder, args.framework_kills, choice(name), name)
     if args.host_kills:

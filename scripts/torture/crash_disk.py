@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -82,10 +82,10 @@ class Point:
 class Disk:
     """The states of one recording."""
 
-    def __init__(self, recording: Recording, *, syncs: bool = True) -> None:
-        """``syncs``: False if no fsync does anything, to show what the fsyncs are good for."""
+    def __init__(self, recording: Recording, without: Collection[int] = ()) -> None:
+        """``without``: the ends of fsyncs that do nothing, to show what they are good for."""
         self.recording = recording
-        self._syncs = syncs
+        self._synced = {at for at in ends_of_syncs(recording) if at not in without}
         self._bytes: dict[int, list[int]] = {}  # events, by file
         self._needs: dict[int, set[int]] = {}  # the last events before, on the same names
         last: dict[Entry, int] = {}
@@ -104,15 +104,15 @@ class Disk:
         Each mark changes what must hold. So the crashes just before fsyncs end, before marks, and at the end suffice.
         """
         events = self.recording.events
-        crashes = [at for at, event in enumerate(events) if isinstance(event, (Mark, Synced) if self._syncs else Mark)]
+        crashes = [at for at, event in enumerate(events) if isinstance(event, Mark) or at in self._synced]
         return [self.point(crash) for crash in (*crashes, len(events))]
 
     def point(self, crash: int) -> Point:
         """Return what is durable, and what may be lost, in a crash before the event number ``crash``."""
         events = self.recording.events[:crash]
         until: dict[int | None, int] = {}  # what is before this event is durable, by folder or file
-        for event in events:
-            if isinstance(event, Synced) and isinstance(sync := events[event.begun], Sync) and self._syncs:
+        for event in (events[at] for at in self._synced if at < crash):
+            if isinstance(event, Synced) and isinstance(sync := events[event.begun], Sync):
                 until[sync.file] = max(until.get(sync.file, 0), event.begun)
         for_all = until.pop(None, 0)
 
@@ -218,6 +218,11 @@ class Disk:
             raise TypeError(event)
         end = event.offset + len(event.data)
         return before[: event.offset].ljust(event.offset, b"\0") + event.data + before[end:]
+
+
+def ends_of_syncs(recording: Recording) -> list[int]:
+    """Return the events with which an fsync has ended."""
+    return [at for at, event in enumerate(recording.events) if isinstance(event, Synced)]
 
 
 def digest_of(tree: Tree, contents: Callable[[Leaf], bytes]) -> bytes:

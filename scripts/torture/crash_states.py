@@ -17,14 +17,16 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from tqdm import tqdm
 
-from torture.crash_disk import Data, Disk, Kept, Leaf, Point, Tree, digest_of
+from asyncckpt.engine.shared import shared
+from torture.crash_disk import Data, Disk, Kept, Leaf, Point, Tree, digest_of, ends_of_syncs
 from torture.promises import go_on, judge
 from torture.recorded_calls import Recording, has_compiler, record
 from torture.scenarios import SCENARIOS, Files, Saver, Scenario, state_of
@@ -80,11 +82,8 @@ def crash_states(
     if not has_compiler():
         tally.counts["no compiler: no calls recorded"] += 1
         return
-    # Stock DCP tells at length of each checkpoint that it cannot read.
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
     place = _MEMORY if _MEMORY.is_dir() else folder
-    with tempfile.TemporaryDirectory(dir=place, prefix="asyncckpt-crashes-") as name:
+    with _quiet(), tempfile.TemporaryDirectory(dir=place, prefix="asyncckpt-crashes-") as name:
         for naive in NAIVE:
             with _recorded(Path(name), naive, 3) as recorded:
                 _must_break(tally, recorded, choice, syncs=True)
@@ -92,6 +91,18 @@ def crash_states(
             with _recorded(Path(name), scenario, 3 if scenario is SOUND else _STEPS) as recorded:
                 _must_break(tally, recorded, choice, syncs=False)
                 _must_hold(tally, recorded, most, choice)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence stock DCP, which tells the root logger at length of each checkpoint that it cannot read."""
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 @dataclass
@@ -189,16 +200,20 @@ class _State:
     digest: bytes
 
 
+_Look: TypeAlias = Callable[[_Recorded, Disk, _State], list[str]]
+"""Return the broken promises of a state."""
+
+
 def _must_break(tally: Tally, recorded: _Recorded, choice: random.Random, *, syncs: bool) -> None:
     """Look for a broken promise. There is one, because an fsync is missing, or because none does anything."""
     name = recorded.scenario.name + ("" if syncs else ", no fsync does anything")
-    disk = Disk(recorded.recording, syncs=syncs)
+    disk = Disk(recorded.recording, () if syncs else ends_of_syncs(recorded.recording))
     for count, state in enumerate(_states(recorded, disk, choice), 1):
         if count > 2000:
             break
         if broken := _judge(recorded, disk, state):
             tally.counts[f"crash states: {name}: broken, as it must be"] += 1
-            tqdm.write(f"{name}: state {count}: {_blame(recorded, disk, state)}: {broken[0]}")
+            tqdm.write(f"{name}: state {count}: {_blame(recorded, disk, state, _judge)}: {broken[0]}")
             return
     tally.lose(f"crash states: {name}: no broken promise was found, so this judge finds nothing")
 
@@ -210,19 +225,19 @@ def _must_hold(tally: Tally, recorded: _Recorded, most: int, choice: random.Rand
     states = itertools.islice(_states(recorded, disk, choice), most)
     count = 0
     for count, state in enumerate(tqdm(states, desc=scenario.name, unit="state", total=most, disable=None), 1):
-        broken = _judge(recorded, disk, state)
+        look = _judge
+        broken = look(recorded, disk, state)
         if (form := _form(state.tree)) not in forms or count % _GO_ON == 0:
             forms.add(form)
             if not broken and gone_on * _GO_ON <= count * 2:
                 at = time.monotonic()
-                recorded.build(disk, state.tree, to_read=False)
-                broken = [f"when going on: {each}" for each in _gone_on(recorded, state)]
+                broken = _gone_on(recorded, disk, state)
+                look = _gone_on
                 gone_on += 1
                 went_on_s += time.monotonic() - at
         lost += bool(broken)
         if broken and lost <= _SHOWN:
-            why = broken[0] if broken[0].startswith("when going on") else _blame(recorded, disk, state)
-            tally.lose(f"crash states: {scenario.name}: {why}: {broken[0]}")
+            tally.lose(f"crash states: {scenario.name}: {_blame(recorded, disk, state, look)}: {broken[0]}")
     if lost > _SHOWN:
         tally.lose(f"crash states: {scenario.name}: {lost} states in all have broken promises")
     took = time.monotonic() - begun - went_on_s
@@ -232,11 +247,15 @@ def _must_hold(tally: Tally, recorded: _Recorded, most: int, choice: random.Rand
     tally.counts[f"crash states: {scenario.name}: states a second"] = round(count / took)
 
 
-def _gone_on(recorded: _Recorded, state: _State) -> list[str]:
+def _gone_on(recorded: _Recorded, disk: Disk, state: _State) -> list[str]:
+    """Have a training go on from a state. Return the broken promises."""
+    recorded.build(disk, state.tree, to_read=False)
     try:
-        return go_on(recorded.scenario, recorded.root, state.point.begun)
+        return [f"when going on: {each}" for each in go_on(recorded.scenario, recorded.root, state.point.begun)]
     except Exception as error:
-        return [f"{type(error).__name__}: {error}"]
+        return [f"when going on: {type(error).__name__}: {error}"]
+    finally:
+        shared.close()  # of what has saved single files
 
 
 def _judge(recorded: _Recorded, disk: Disk, state: _State) -> list[str]:
@@ -246,7 +265,7 @@ def _judge(recorded: _Recorded, disk: Disk, state: _State) -> list[str]:
 
 def _form(tree: Tree) -> frozenset[str]:
     """Return the names near the top, without what is random in them."""
-    return frozenset(re.sub(r"[0-9a-f]{12}", "*", path) for path in tree if path.count("/") < 2)
+    return frozenset(re.sub(r"[0-9a-f]{12}", "*", path) for path in tree if path.count("/") < 3)
 
 
 def _states(recorded: _Recorded, disk: Disk, choice: random.Random) -> Iterator[_State]:
@@ -323,13 +342,13 @@ def _plans(disk: Disk, point: Point, choice: random.Random) -> Iterator[tuple[bo
         yield True, _Plan(kept, choice.choice(("new", "old", "size", seed(), seed())))
 
 
-def _blame(recorded: _Recorded, disk: Disk, state: _State) -> str:
+def _blame(recorded: _Recorded, disk: Disk, state: _State, look: _Look) -> str:
     """Describe the least loss that breaks a promise: whatever else was lost is put back as far as it stays broken."""
     point, plan = state.point, state.plan
 
     def is_broken(plan: _Plan) -> bool:
         tree = disk.tree(point, plan.kept, plan.data_of)
-        return bool(_judge(recorded, disk, replace(state, plan=plan, tree=tree)))
+        return bool(look(recorded, disk, replace(state, plan=plan, tree=tree)))
 
     plan = replace(
         plan, data="new", but=tuple((leaf.number, leaf.data) for leaf in state.tree.values() if leaf.data != "new")

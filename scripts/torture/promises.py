@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt import Checkpointer
 from torture.scenarios import Files, Pointers, Replaced, Scenario, Sets, Steps, state_of
