@@ -26,6 +26,8 @@ import torch
 from tqdm import tqdm
 
 from asyncckpt.engine.shared import shared
+from asyncckpt.errors import CheckpointError
+from asyncckpt.loading.source import verify
 from torture.crash_disk import Data, Disk, Kept, Leaf, Point, Tree, digest_of, ends_of_syncs
 from torture.promises import go_on, judge
 from torture.recorded_calls import Recording, has_compiler, record
@@ -38,8 +40,11 @@ _GO_ON = 40
 _ALL = 512
 # After so many random states of one crash, none of which is new, the crash is done with.
 _VAIN = 60
+# To find an fsync that is missing, so many states are judged, of so many crashes after it.
+_FEW, _SOON = 150, 25
 _SHOWN = 3
 _STEPS = 5
+_FINAL = re.compile(r"(?:.*/)?(?:step-\d{8}|global_\d+|latest)")
 _MEMORY = Path("/dev/shm")
 
 
@@ -90,6 +95,7 @@ def crash_states(
         for scenario in (SOUND, *scenarios):
             with _recorded(Path(name), scenario, 3 if scenario is SOUND else _STEPS) as recorded:
                 _must_break(tally, recorded, choice, syncs=False)
+                _count_needed(tally, recorded, choice)
                 _must_hold(tally, recorded, most, choice)
 
 
@@ -115,6 +121,7 @@ class _Recorded:
     store: Path
     """Has each file's bytes once, by their digest."""
     digests: dict[tuple[int, tuple[int, int], Data], bytes] = field(default_factory=dict)
+    verified: dict[bytes, list[str]] = field(default_factory=dict)
 
     def digest(self, disk: Disk, leaf: Leaf) -> bytes:
         """Return the digest of a file's bytes, which are in the store then."""
@@ -125,6 +132,20 @@ class _Recorded:
             if not (path := self.store / found.hex()).exists():
                 path.write_bytes(content)
         return found
+
+    def damages(self, disk: Disk, tree: Tree) -> list[str]:
+        """Return what ``verify`` finds in folders with final names. It reads the indexes, which stock DCP does not."""
+        broken = []
+        for name in filter(_FINAL.fullmatch, tree):
+            within = {path: leaf for path, leaf in tree.items() if path.startswith(f"{name}/")}
+            key = digest_of(within, lambda leaf: self.digest(disk, leaf))
+            if key not in self.verified:
+                try:
+                    self.verified[key] = [str(damage) for damage in verify(str(self.root / name)).damages]
+                except CheckpointError as error:
+                    self.verified[key] = [f"{name} has its final name: {error}"]
+            broken += self.verified[key]
+        return broken
 
     def build(self, disk: Disk, tree: Tree, *, to_read: bool) -> None:
         """Build a state. ``to_read``: nothing will be changed there, so files are linked from the store."""
@@ -218,6 +239,18 @@ def _must_break(tally: Tally, recorded: _Recorded, choice: random.Random, *, syn
     tally.lose(f"crash states: {name}: no broken promise was found, so this judge finds nothing")
 
 
+def _count_needed(tally: Tally, recorded: _Recorded, choice: random.Random) -> None:
+    """Count the fsyncs without each of which a promise is broken: the more there are, the more the judge sees."""
+    ends = ends_of_syncs(recorded.recording)
+    for end in tqdm(ends, desc=f"{recorded.scenario.name}: fsyncs", unit="fsync", disable=None):
+        disk = Disk(recorded.recording, {end})
+        soon = [point for point in disk.points() if point.crash > end][:_SOON]
+        states = itertools.islice(_states(recorded, disk, choice, soon), _FEW)
+        is_needed = any(_judge(recorded, disk, state) for state in states)
+        tally.counts[f"crash states: {recorded.scenario.name}: fsyncs whose loss is found"] += is_needed
+    tally.counts[f"crash states: {recorded.scenario.name}: fsyncs"] += len(ends)
+
+
 def _must_hold(tally: Tally, recorded: _Recorded, most: int, choice: random.Random) -> None:
     scenario, disk = recorded.scenario, Disk(recorded.recording)
     begun, lost, gone_on, forms = time.monotonic(), 0, 0, set[frozenset[str]]()
@@ -260,7 +293,8 @@ def _gone_on(recorded: _Recorded, disk: Disk, state: _State) -> list[str]:
 
 def _judge(recorded: _Recorded, disk: Disk, state: _State) -> list[str]:
     recorded.build(disk, state.tree, to_read=True)
-    return judge(recorded.scenario, recorded.root, state.point.begun, state.point.done)
+    broken = judge(recorded.scenario, recorded.root, state.point.begun, state.point.done)
+    return broken or recorded.damages(disk, state.tree)
 
 
 def _form(tree: Tree) -> frozenset[str]:
@@ -268,8 +302,10 @@ def _form(tree: Tree) -> frozenset[str]:
     return frozenset(re.sub(r"[0-9a-f]{12}", "*", path) for path in tree if path.count("/") < 3)
 
 
-def _states(recorded: _Recorded, disk: Disk, choice: random.Random) -> Iterator[_State]:
-    """Yield states, each once, from all crashes in turn."""
+def _states(
+    recorded: _Recorded, disk: Disk, choice: random.Random, points: Sequence[Point] | None = None
+) -> Iterator[_State]:
+    """Yield states, each once, from the crashes ``points`` in turn; None: from all."""
     seen: set[tuple[bytes, int, int]] = set()
 
     def contents(leaf: Leaf) -> bytes:
@@ -287,7 +323,7 @@ def _states(recorded: _Recorded, disk: Disk, choice: random.Random) -> Iterator[
             elif is_random and (vain := vain + 1) > _VAIN:
                 return
 
-    left = [new_states(point) for point in disk.points()]
+    left = [new_states(point) for point in (disk.points() if points is None else points)]
     while left:
         for states in [*left]:
             if (state := next(states, None)) is None:
