@@ -18,6 +18,7 @@ from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.loading.source import check_root, find_step, read_manifest, settled_step, stands_there
 from asyncckpt.ranks.collectives import from_first
 from asyncckpt.storage import absolute, complete_steps, is_address, set_aside, step_folder
+from asyncckpt.storage.file_system import make_folder
 from asyncckpt.storage.history import Origin, StoredStep, older_step, origin_of
 from asyncckpt.storage.uploader import has_uploaded
 
@@ -142,7 +143,7 @@ def _name(root: str) -> str:
 
 def _make_folder(path: str) -> None:
     try:
-        os.makedirs(path, exist_ok=True)
+        make_folder(path, 0o777)
     except OSError as error:
-        why = "this is a file" if isinstance(error, FileExistsError) else error.strerror
+        why = "this is a file" if os.path.lexists(path) else error.strerror
         raise StorageError(f"making the folder for checkpoints failed: {why}", path=path) from error

@@ -90,15 +90,15 @@ def sync_folder(path: str) -> None:
                 raise
 
 
-def make_folder(path: str) -> None:
+def make_folder(path: str, mode: int = 0o755) -> None:
     """Create the folder ``path`` and its missing parents, each entry durable."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
     if parent != path:
-        make_folder(parent)
+        make_folder(parent, mode)
     with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o755)
+        os.mkdir(path, mode)
     if not os.path.isdir(path):
         raise NotADirectoryError(errno.ENOTDIR, "it is a file", path)
     sync_folder(parent)

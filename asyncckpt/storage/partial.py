@@ -23,7 +23,7 @@ from pathlib import PurePath
 import xxhash
 
 from asyncckpt.errors import StorageError
-from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, is_index
 from asyncckpt.format.write_request import Existing
 from asyncckpt.storage.file_system import (
     files_under,
@@ -267,6 +267,7 @@ class PartialFolder(_Partial):
     def __init__(self, path: str, final: str, direct: bool) -> None:
         super().__init__(path, final, direct)
         self._linked: dict[str, tuple[int | str, ...]] = {}  # facts of the files that are hard links
+        self._is_empty = True
 
     def make(self) -> None:
         """Create the folder, unless another rank has created it, and lock it. Raises ``OSError``, ``StorageError``."""
@@ -294,6 +295,11 @@ class PartialFolder(_Partial):
         try:
             with translated("creating a file", path):
                 self._check_in_place(name)
+                if self._is_empty and is_index(name):
+                    # The index of a set of files marks the folder as ours. After a power cut without this mark, a later
+                    # save would take the other files for foreign ones, and never remove them.
+                    sync_folder(self.path)
+                self._is_empty = False
         except BaseException:
             file.close()
             raise

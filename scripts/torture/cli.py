@@ -15,6 +15,7 @@ from tabulate import tabulate
 
 from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from torture import (
+    crash_states,
     damages,
     disks,
     each_call,
@@ -33,6 +34,7 @@ from torture import (
 from torture.frameworks import trials
 from torture.jobs import MARK
 from torture.loop_disks import FILE_SYSTEMS
+from torture.scenarios import SCENARIOS
 from torture.tally import Tally
 
 # Each with how many there are where none is named, and of what.
@@ -51,6 +53,7 @@ _KINDS = {
     "host-kills": (300, "hosts of a job that are lost with their memory"),
     "power-cuts": (60, "of a disk, for each of --file-systems; root alone may mount them"),
     "cache-cuts": (60, "of a disk with a volatile write cache, for each of --file-systems"),
+    "crash-states": (2000, "that a weak file system may leave after a crash, of each scenario in --scenarios"),
     "restart-mib": (1024, "MiB of a state that is restarted out of memory, and timed"),
     "host-restart-mib": (1024, "MiB of each of four ranks on two hosts, which are restarted and timed"),
 }
@@ -76,6 +79,8 @@ def main() -> int:
         default=trials.FRAMEWORKS,
         help="for --framework-kills; those that are not installed are left out, and the tally says so",
     )
+    names = [scenario.name for scenario in SCENARIOS]
+    parser.add_argument("--scenarios", nargs="*", choices=names, default=names, help="for --crash-states")
     parser.add_argument(
         "--transports", nargs="*", choices=("sockets", "nixl"), default=["sockets"], help="for --host-kills"
     )
@@ -176,6 +181,9 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
         stores.torture_store(tally, folder, args.store, choice("store"))
     if args.full:
         disks.fill_disks(tally, folder, args.full, choice("disks"))
+    if args.crash_states:
+        scenarios = [scenario for scenario in SCENARIOS if scenario.name in args.scenarios]
+        crash_states.crash_states(tally, folder, args.crash_states, choice("crash states"), scenarios)
     for name in args.frameworks if args.framework_kills else ():
         trials.kill_trainings(tally, folder, args.framework_kills, choice(name), name)
     if args.host_kills:

@@ -145,8 +145,14 @@ def _wrong_value(path: Path, load: Callable[[], Any], expected: Any) -> list[str
         value = load()
     except (Exception, CheckpointException) as error:
         # Retention may have removed the path meanwhile.
-        return [f"{path} has its final name and cannot be read: {error!r}"] if path.exists() else []
+        return [_unreadable(path, error)] if path.exists() else []
     return [] if equal(value, expected) else [f"{path} has other values than were saved"]
+
+
+def _unreadable(path: Path, error: BaseException) -> str:
+    """Return the broken promise, without the stack that DCP puts before its text."""
+    text = str(error).strip().rpartition("\n")[2]
+    return f"{path} has its final name and cannot be read: {type(error).__name__}: {text}"
 
 
 def equal(value: Any, expected: Any) -> bool:
@@ -167,7 +173,7 @@ def _wrong_replaced(
     try:
         step = step_of(path)
     except (Exception, CheckpointException) as error:
-        return [f"{path} has its final name and cannot be read: {error!r}"]
+        return [_unreadable(path, error)]
     if not done <= step <= begun:
         return [f"{path} has step {step}; step {done} was durable and {begun} was the newest begun"]
     return wrong(path, step)
