@@ -311,8 +311,10 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
     took = time.monotonic() - begun
     if error is not None:
         said = f"{type(error).__name__}: {error}"
-        # Python itself has no memory for a variable: every program may see that.
-        if not isinstance(error, CheckpointError) and not (round_.memory and isinstance(error, MemoryError)):
+        # Python and torch themselves have no memory, for a variable or a lock: every program may see that.
+        if not isinstance(error, CheckpointError) and not (
+            round_.memory and isinstance(error, MemoryError | RuntimeError)
+        ):
             broken.append(f"no error of ours: {said}")
         if not call:
             broken.append(f"no call failed, and yet: {said}")
