@@ -42,7 +42,7 @@ _KINDS = {
     "kills": (300, "of trainers, and as many of workers"),
     "interruptions": (300, "signals that the trainer gets"),
     "calls": (300, "system calls of the worker that fail"),
-    "each-call": (2000, "calls at most of each act, of which each fails in turn"),
+    "each-call": (1, "errors, of six, with which each call fails in turn"),
     "forks": (300, "of the trainer"),
     "damages": (1000, "to files of a checkpoint"),
     "exchanges": (300, "of one checkpoint for another"),

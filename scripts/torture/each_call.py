@@ -8,13 +8,15 @@ one call of one of the two, runs one act (a save, say), disarms the library and 
 - the next save works, and all promises hold (``promises.judge``);
 - nothing waited longer than ``LIMIT_S``.
 
-An act has no call number k once a round ends in which no call failed. ``--each-call`` N bounds k.
+An act has no call number k once a round ends in which no call failed. ``--each-call`` N fails each call with N of the six
+errors, in turns, so that each error meets each kind of call also with N = 1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import mmap
@@ -45,8 +47,8 @@ _ACTS = ("save", "load", "open", "restart")
 _MEMORY = "memory, once"
 # Which calls are counted, and how long they fail.
 _KINDS = ("files, once", "files, once, but done", "files, for ever", "anywhere, once", "anywhere, for ever", _MEMORY)
-# An act makes thousands of allocations: one in so many fails.
-_STRIDE = 11
+# An act makes thousands of allocations: one in so many fails, or more with more errors.
+_STRIDE = 96
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ class Round:
         return f"{self.scenario}, {self.act}: call {self.number} of the {self.side} fails ({self.kind}) with {name}"
 
 
-def fail_each(tally: Tally, folder: Path, most: int, scenarios: tuple[Scenario, ...] = SCENARIOS) -> None:
-    """Fail each call of each act of each scenario of one rank, up to number ``most``."""
+def fail_each(tally: Tally, folder: Path, errors: int, scenarios: tuple[Scenario, ...] = SCENARIOS) -> None:
+    """Fail each call of each act of each scenario of one rank, with so many of the six ``errors``."""
     if shutil.which("cc") is None:
         tally.counts["no compiler: no call failed"] += 1
         return
@@ -94,12 +96,12 @@ def fail_each(tally: Tally, folder: Path, most: int, scenarios: tuple[Scenario, 
         acts = _ACTS if type(scenario) is Steps else _ACTS[:1]
         for side in _SIDES:
             for act in acts:
-                _fail_act(tally, folder, library, scenario, side, act, most)
+                _fail_act(tally, folder, library, scenario, side, act, errors)
 
 
-def _fail_act(tally: Tally, folder: Path, library: Path, scenario: Scenario, side: str, act: str, most: int) -> None:
+def _fail_act(tally: Tally, folder: Path, library: Path, scenario: Scenario, side: str, act: str, errors: int) -> None:
     """Run the rounds of one act in trainers: a new trainer follows a trainer that died or hung."""
-    pending = _rounds(scenario, side, act, most)
+    pending = _rounds(scenario, side, act, errors)
     ended: set[str] = set()
     progress = tqdm(desc=f"each call: {scenario.name}, {act}, {side}", unit="call", disable=None)
     round_ = next(pending, None)
@@ -128,14 +130,16 @@ def _fail_act(tally: Tally, folder: Path, library: Path, scenario: Scenario, sid
     progress.close()
 
 
-def _rounds(scenario: Scenario, side: str, act: str, most: int) -> Iterator[Round]:
-    for number in range(1, most + 1):
-        yield Round(scenario.name, side, act, number * _STRIDE, errno.ENOMEM, _MEMORY)
-        for kind in _KINDS[:-1]:
-            for error in ERRORS:
-                # Python calls again after EINTR, without an end.
-                if error != errno.EINTR or "for ever" not in kind:
-                    yield Round(scenario.name, side, act, number, error, kind)
+def _rounds(scenario: Scenario, side: str, act: str, errors: int) -> Iterator[Round]:
+    """Yield rounds without an end. The errors take turns from call to call and from kind to kind."""
+    for number in itertools.count(1):
+        yield Round(scenario.name, side, act, number * (_STRIDE // errors), errno.ENOMEM, _MEMORY)
+        for shift, kind in enumerate(_KINDS[:-1]):
+            # Python calls again after EINTR, without an end.
+            usable = [error for error in ERRORS if error != errno.EINTR or "for ever" not in kind]
+            for turn in range(min(errors, len(usable))):
+                error = usable[(number * errors + shift + turn) % len(usable)]
+                yield Round(scenario.name, side, act, number, error, kind)
 
 
 class _Trainer:
