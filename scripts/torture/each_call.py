@@ -8,7 +8,7 @@ one call of one of the two, runs one act (a save, say), disarms the library and 
 - the next save works, and all promises hold (``promises.judge``);
 - nothing waited longer than ``LIMIT_S``.
 
-An act has no call number k once a round ends in which no call failed. ``--each-call`` N fails each call with N of the six
+An act has no call number k once a round ends in which no call failed. ``--each-call`` N fails each call with N of six
 errors, in turns, so that each error meets each kind of call also with N = 1.
 """
 
