@@ -56,7 +56,7 @@ def main() -> int:
         outcomes.append(try_kind(name, options.tests, options.limit_s))
         its = outcomes[-1]
         print(f"{name}: {its.passed} passed, {len(its.refused) + len(its.failed)} not {its.note}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=2))
     print(f"\n{table(outcomes)}")
-    if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=2))
     return int(any(outcome.failed or "stopped" in outcome.note for outcome in outcomes))
