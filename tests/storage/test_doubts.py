@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.abilities import need_inodes
 from support.attempts import checkpoint_attempt
 from support.checkpoints import PAGE
 from support.link_contract import put_checkpoint
@@ -135,6 +136,7 @@ def test_renames_that_are_done_and_answered_with_an_error_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """All of them: of replacing without an exchange of names, revoking, removing and setting aside."""
+    need_inodes(tmp_path)
     real = os.rename
 
     def rename(one: str, other: str) -> None:

@@ -15,6 +15,7 @@ from functools import partial as partial_of
 from pathlib import Path
 
 import pytest
+from support.abilities import need_inodes, need_links, need_locks
 from support.attempts import checkpoint_attempt
 from support.checkpoints import PAGE, Manifest, complete_steps, step_folder
 from support.faulty_storage import FaultyStorage
@@ -100,6 +101,7 @@ def _put(opened: OpenAttempt, name: str) -> None:
 
 
 def test_a_file_of_another_host_is_looked_up_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_locks(tmp_path)
     client, final = CachingClient(monkeypatch), str(tmp_path / "step-00000001")
     storage = LocalStorage()
     first = storage.begin_checkpoint(final, "aa-1", 0, 0.0)
@@ -215,6 +217,7 @@ def test_replacing_without_an_exchange_of_names(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_attempt_under_way_is_told_from_a_leftover(tmp_path: Path) -> None:
+    need_locks(tmp_path)
     opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "attempt", 0)
     assert file_system.is_locked(opened.path)
     opened.release()
@@ -222,6 +225,7 @@ def test_an_attempt_under_way_is_told_from_a_leftover(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_stays_locked_is_an_error_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_locks(tmp_path)
     monkeypatch.setattr(file_system, "LOCK_TIMEOUT_S", 0.05)
     storage, folder = LocalStorage(), str(tmp_path)
     with file_system.opened(folder) as fd:
@@ -238,6 +242,7 @@ def test_a_rename_that_is_done_and_answered_with_an_error_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: Existing, code: int
 ) -> None:
     """As a network file system may answer a call that it had to repeat."""
+    need_inodes(tmp_path)
     real = os.rename
 
     def rename(one: str, other: str) -> None:
@@ -456,6 +461,7 @@ def test_retention_leaves_what_was_saved_again_while_it_removed(
 
 
 def test_what_is_distrusted_after_a_save_has_linked_it_is_not_linked_by_the_next(tmp_path: Path) -> None:
+    need_links(tmp_path)
     storage, data = LocalStorage(), os.urandom(100_000)
     one = storage.begin_checkpoint(f"{tmp_path}/1", "a-1", 0)
     put_checkpoint(one, "a-1", data)
