@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from file_systems.kinds import KINDS, CannotMountError, make_folder, remove_folder
+from file_systems.kinds import KINDS, ON_REQUEST, CannotMountError, make_folder, remove_folder
 from file_systems.suite import TESTS, Outcome, run_tests
 
 
@@ -39,12 +39,15 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def _short(error: str) -> str:
-    return " ".join(error.split())[:160]
+    words = " ".join(error.split())
+    return words if len(words) < 200 else f"{words[:120]} ... {words[-80:]}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="file_systems", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(map(repr, KINDS))}; all but the first")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(map(repr, KINDS))}; all but {ON_REQUEST}"
+    )
     parser.add_argument("--tests", nargs="+", default=TESTS, help="files of tests, or what else pytest takes")
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest time of the tests on a file system")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes here, too")
@@ -52,7 +55,7 @@ def main() -> int:
     if unknown := {*options.names} - {*KINDS}:
         parser.error(f"there is no file system named {sorted(unknown)}")
     outcomes = []
-    for name in options.names or [name for name in KINDS if name != "folder"]:
+    for name in options.names or [name for name in KINDS if name not in ON_REQUEST]:
         outcomes.append(try_kind(name, options.tests, options.limit_s))
         its = outcomes[-1]
         print(f"{name}: {its.passed} passed, {len(its.refused) + len(its.failed)} not {its.note}", flush=True)

@@ -122,7 +122,7 @@ class Mirror:
         self._names = Names()
         self._old = Listings(own_changes="old listings" in quirks)
         self._renames: Counter[int] = Counter()
-        self._creating = threading.local()
+        self._created: dict[int, int] = {}  # by thread of libfuse
         self._looks = 0
 
     def _at(self, path: str) -> str:
@@ -166,13 +166,12 @@ class Mirror:
     # ------------------------------------------------------------------------------------------------- what is there
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-        if fh is not None and getattr(self._creating, "fd", None) != fh:  # not the look of libfuse at a new file
-            self._perhaps_stale()
+        if fh is not None and self._created.pop(threading.get_native_id(), None) != fh:
+            self._perhaps_stale()  # but not at the look of libfuse at a new file
         elif self._has("late names") and self._names.is_late(path, self._me()):
             raise refuse(errno.ENOENT)
         facts = os.fstat(fh) if fh is not None else os.lstat(self._at(path))
         names = "st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks", "st_ino"
-        self._creating.fd = None
         its = {name: getattr(facts, name) for name in names}
         its |= {f"st_{kind}": getattr(facts, f"st_{kind}_ns") for kind in ("atime", "mtime", "ctime")}
         if self._has("times in seconds"):
@@ -300,7 +299,7 @@ class Mirror:
         if self._has("no O_DIRECT") and flags & os.O_DIRECT:
             os.close(fd)
             raise refuse(errno.EINVAL)
-        self._creating.fd = fd
+        self._created[threading.get_native_id()] = fd
         return fd
 
     def _opened(self, path: str, flags: int, mode: int = 0) -> int:

@@ -81,7 +81,7 @@ def _outcome(name: str, report: Path) -> Outcome:
                 outcome.skipped += 1
             else:
                 errors = outcome.refused if said["is_ours"] else outcome.failed
-                errors[said["test"]] = said["error"]
+                errors[said["test"]] = f"{said['error']} ({said['where']})"
     for test in outcome.refused.keys() & outcome.failed.keys():
         del outcome.refused[test]
     outcome.passed -= len({test for test in outcome.failed if test.endswith(" (end)")})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncckpt.storage.file_system import opened
+from asyncckpt.storage.partial import exchange
 
 
 def can_link(folder: Path) -> bool:
@@ -22,6 +23,22 @@ def can_link(folder: Path) -> bool:
         one.unlink()
     (folder / "other").unlink()
     return True
+
+
+def can_exchange(folder: Path) -> bool:
+    """Return whether two names can be exchanged there."""
+    (one := folder / "one").touch()
+    (other := folder / "other").touch()
+    try:
+        return exchange(str(one), str(other))
+    finally:
+        one.unlink()
+        other.unlink()
+
+
+def need_space_told(folder: Path) -> None:
+    if not os.statvfs(folder).f_blocks:
+        pytest.skip("this file system does not say how much space it has")
 
 
 def need_links(folder: Path) -> None:

@@ -15,7 +15,7 @@ from asyncckpt.extension import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.format.write_request import Existing
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.storage.storage import Storage
-from support.abilities import can_link, keeps_inodes, need_locks
+from support.abilities import can_link, keeps_inodes, need_locks, need_space_told
 from support.checkpoints import PAGE
 from support.faulty_storage import POINTS, FaultyStorage
 from support.link_contract import DATA, LinkContract, put, put_checkpoint
@@ -295,7 +295,8 @@ class FileSystemContract(StorageContract):
         os.makedirs(os.path.dirname(path))
         Path(path).write_text("mine")
 
-    def test_too_little_space_is_seen_first(self, storage: Storage, root: str, final: str) -> None:
+    def test_too_little_space_is_seen_first(self, storage: Storage, root: str, final: str, tmp_path: Path) -> None:
+        need_space_told(tmp_path)
         with pytest.raises(StorageError, match="the checkpoint needs .* bytes and"):
             storage.begin_checkpoint(final, "a-1", 1 << 60)
         assert storage.names_in(root) == []
