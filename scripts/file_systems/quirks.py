@@ -34,11 +34,12 @@ QUIRKS = {
     "no fsync of folders": "fsync of a folder answers EINVAL",
     "stale handles": "now and then a read or a stat of an open file answers ESTALE, once",
     "silly renames": "an open file that is removed stays in its folder under a hidden name until it is closed",
-    "old listings": "a listing is that of 30 s before, but for the process's own changes, as with NFS",
+    "old listings": "a listing is that of 30 s before, but for the host's own changes, as with NFS",
     "old listings of own": "a listing is that of 30 s before",
-    "late names": "a new name is found by other processes 3 s later",
+    "late names": "a new name is found by other hosts 3 s later",
     "times in seconds": "times are whole seconds",
 }
+HOST = "FILE_SYSTEMS_HOST"
 OLD_S = 30.0
 LATE_S = 3.0
 STALE_EVERY = 97
@@ -51,63 +52,63 @@ def refuse(code: int) -> OSError:
     return OSError(code, os.strerror(code))
 
 
-def process_of(thread: int) -> int:
-    """Return the process of a thread, which FUSE tells instead."""
-    try:
-        with open(f"/proc/{thread}/status", encoding="utf-8", errors="replace") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("Tgid:"))
-    except (OSError, StopIteration):
-        return thread
+def host_of(process: int) -> int:
+    """Return the host that the process was told to be on by ``FILE_SYSTEMS_HOST``, as its environment was at first."""
+    with contextlib.suppress(OSError):
+        for variable in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(HOST.encode() + b"="):
+                return int(variable.partition(b"=")[2])
+    return 0
 
 
 class Names:
-    """The process that made each new name, and the processes that have seen the name."""
+    """The host that made each new name, and the hosts that have seen the name."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[float, set[int]]] = {}
         self._lock = threading.Lock()
 
-    def make(self, path: str, process: int) -> None:
+    def make(self, path: str, host: int) -> None:
         with self._lock:
-            self._made[path] = time.monotonic(), {process}
+            self._made[path] = time.monotonic(), {host}
 
-    def show(self, path: str, process: int) -> None:
-        """An answer of the server, as EEXIST, has told this process that there is the name."""
+    def show(self, path: str, host: int) -> None:
+        """An answer of the server, as EEXIST, has told this host that there is the name."""
         with self._lock:
             if path in self._made:
-                self._made[path][1].add(process)
+                self._made[path][1].add(host)
 
-    def is_late(self, path: str, process: int) -> bool:
+    def is_late(self, path: str, host: int) -> bool:
         with self._lock:
             made, seen = self._made.get(path, (0.0, set[int]()))
             if time.monotonic() - made > LATE_S:
                 self._made.pop(path, None)
                 return False
-            return process not in seen
+            return host not in seen
 
 
 class Listings:
-    """The listings that each process has been given."""
+    """The listings that each host has been given."""
 
     def __init__(self, *, own_changes: bool) -> None:
         self._given: dict[tuple[int, int, int], tuple[float, list[str]]] = {}
         self._own_changes = own_changes
         self._lock = threading.Lock()
 
-    def of(self, fd: int, process: int) -> list[str]:
+    def of(self, fd: int, host: int) -> list[str]:
         facts, now = os.fstat(fd), time.monotonic()
         with self._lock:
-            given = self._given.get(key := (facts.st_dev, facts.st_ino, process))
+            given = self._given.get(key := (facts.st_dev, facts.st_ino, host))
             if given is None or now - given[0] > OLD_S:
                 self._given[key] = given = now, os.listdir(fd)
             return given[1]
 
-    def change(self, path: str, process: int) -> None:
+    def change(self, path: str, host: int) -> None:
         if self._own_changes:
             with contextlib.suppress(OSError):
                 facts = os.lstat(os.path.dirname(path))
                 with self._lock:
-                    self._given.pop((facts.st_dev, facts.st_ino, process), None)
+                    self._given.pop((facts.st_dev, facts.st_ino, host), None)
 
 
 class Mirror:
@@ -129,7 +130,7 @@ class Mirror:
         return self._folder + path
 
     def _me(self) -> int:
-        return process_of(self._context()[2])
+        return host_of(self._context()[2])
 
     def _has(self, *quirks: str) -> bool:
         return not self._quirks.isdisjoint(quirks)

@@ -18,6 +18,7 @@ CHECKOUT = Path(__file__).parents[2]
 TESTS = [
     *("tests/storage/test_local.py", "tests/storage/test_doubts.py", "tests/storage/test_resolve.py"),
     *("tests/storage/test_strangers.py", "tests/test_checkpointer.py"),
+    "scripts/file_systems/test_two_hosts.py",
 ]
 
 
