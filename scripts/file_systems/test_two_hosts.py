@@ -33,9 +33,9 @@ def test_two_hosts_save_and_load(tmp_path: Path) -> None:
             process.kill()
             process.wait()
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
-    assert statuses == [0, 0], "\n".join(said)[-3000:]
+    assert statuses == [0, 0], "\n".join(said)[-3000:]  # noqa: S101
     kept = sorted(path.name for path in (tmp_path / "root").glob("step-*"))
-    assert kept == [f"step-{step:08d}" for step in STEPS[-2:]]
+    assert kept == [f"step-{step:08d}" for step in STEPS[-2:]]  # noqa: S101
 
 
 def state_of(rank: int, step: int) -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ def train(rank: int, folder: Path) -> None:
             checkpointer.save(step, state_of(rank, step)).result(_LIMIT_S)
         into = state_of(rank, 0)
         loaded = checkpointer.load(into, memory=False)
-        print("loaded", loaded, [tensor.unique().tolist() for tensor in into.values()], flush=True)
+        print("loaded", loaded, [(float(tensor.min()), float(tensor.max())) for tensor in into.values()], flush=True)
         if loaded != STEPS[-1] or not all((tensor == loaded).all() for tensor in into.values()):
             raise SystemExit("that is not the newest step")
     dist.destroy_process_group()

@@ -15,7 +15,7 @@ from functools import partial as partial_of
 from pathlib import Path
 
 import pytest
-from support.abilities import can_exchange, need_inodes, need_links, need_locks
+from support.abilities import can_exchange, need_inodes, need_links, need_locks, need_permissions
 from support.attempts import checkpoint_attempt
 from support.checkpoints import PAGE, Manifest, complete_steps, step_folder
 from support.faulty_storage import FaultyStorage
@@ -138,6 +138,7 @@ def test_a_file_may_be_seen_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root to become nobody")
 def test_a_folder_that_is_not_writable_is_seen_without_a_write(tmp_path: Path) -> None:
+    need_permissions(tmp_path)
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     open_to_all = tmp_path / "open"
@@ -390,6 +391,8 @@ def test_a_file_system_may_refuse_permissions(tmp_path: Path, monkeypatch: pytes
 def test_a_file_is_not_there_if_its_folder_cannot_be_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
+    if before == "file":
+        need_permissions(tmp_path)
     if before is not None and not can_exchange(tmp_path):
         pytest.skip("without an exchange of names, what replaces a file stays")
     file, other = tmp_path / "file", tmp_path / "other"

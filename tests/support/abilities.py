@@ -46,6 +46,14 @@ def need_links(folder: Path) -> None:
         pytest.skip("this file system has no hard links")
 
 
+def need_permissions(folder: Path) -> None:
+    try:
+        folder.chmod(0o755)
+        os.chown(folder, os.getuid(), os.getgid())
+    except OSError:
+        pytest.skip("this file system has no permissions")
+
+
 def need_locks(folder: Path) -> None:
     with opened(str(folder)) as fd:
         try:
