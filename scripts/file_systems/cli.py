@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
+import sys
 from pathlib import Path
 
 from file_systems.kinds import KINDS, ON_REQUEST, CannotMountError, make_folder, remove_folder
@@ -54,6 +56,7 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := {*options.names} - {*KINDS}:
         parser.error(f"there is no file system named {sorted(unknown)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is mounted is unmounted
     outcomes = []
     for name in options.names or [name for name in KINDS if name not in ON_REQUEST]:
         outcomes.append(try_kind(name, options.tests, options.limit_s))
