@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -105,11 +104,25 @@ def make_folder(path: str, mode: int = 0o755) -> None:
 
 
 def files_under(folder: int) -> Iterator[str]:
-    """Yield the files in an open folder and below it, by relative path, with links and folders without files."""
-    for above, folders, names, fd in os.fwalk(dir_fd=folder):
-        links = [name for name in folders if stat.S_ISLNK(os.lstat(name, dir_fd=fd).st_mode)]
-        within = [*names, *links] if folders or names or above == "." else [""]
-        yield from (os.path.normpath(os.path.join(above, name)) for name in within)
+    """Yield the files in an open folder and below it, by relative path, with links and folders without files.
+
+    A folder below that cannot be read is an error: without its files, a folder of somebody else may look like a
+    checkpoint.
+    """
+    for name, is_folder in _entries(folder):
+        if not is_folder:
+            yield name
+            continue
+        with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+            with opened(name, os.O_DIRECTORY | os.O_NOFOLLOW, folder) as below:
+                within = list(files_under(below))
+            yield from (os.path.join(name, file) for file in within) if within else [name]
+
+
+def _entries(folder: int) -> list[tuple[str, bool]]:
+    """Return the names in an open folder, each with whether it is a folder and no link."""
+    with os.scandir(folder) as entries:
+        return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
 
 def holds_only_a_checkpoint(path: str, *, is_attempt: bool = False) -> bool:
@@ -160,10 +173,22 @@ def remove_folder(path: str) -> None:
 
 
 def _remove_tree(path: str) -> None:
-    """Remove a folder while other ranks may be removing files in it. Each retry has at least one file less."""
-    while os.path.lexists(path):
+    """Remove a folder while other ranks may be removing files in it, or a listing still has what was removed."""
+    with contextlib.suppress(FileNotFoundError):
+        with opened(path, os.O_DIRECTORY | os.O_NOFOLLOW) as folder:
+            _empty(folder)
+        os.rmdir(path)
+
+
+def _empty(folder: int) -> None:
+    for name, is_folder in _entries(folder):
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(path)
+            if is_folder:
+                with opened(name, os.O_DIRECTORY | os.O_NOFOLLOW, folder) as below:
+                    _empty(below)
+                os.rmdir(name, dir_fd=folder)
+            else:
+                os.unlink(name, dir_fd=folder)
 
 
 def replace_text(path: str, text: str, at: int | None = None) -> None:

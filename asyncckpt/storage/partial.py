@@ -251,6 +251,12 @@ class _Partial(OpenAttempt):
     def _hold(self, flags: int = 0) -> None:
         """Open the attempt and lock it. Raises ``OSError``."""
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+        if not os.path.samestat(os.fstat(self._fd), os.fstat(self._fd)):
+            raise OSError(
+                errno.EOPNOTSUPP,
+                "this file system shows what is open under another inode number at each look, so that nobody could tell"
+                " whether an attempt is still in place",
+            )
         lock_shared(self._fd)
 
     def _is_in_place(self) -> bool:

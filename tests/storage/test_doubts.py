@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.abilities import need_inodes
 from support.attempts import checkpoint_attempt
 from support.checkpoints import PAGE
 from support.link_contract import put_checkpoint
 
 from asyncckpt.errors import DamagedCheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.shm.segment import Segment
-from asyncckpt.storage import partial, resolve
+from asyncckpt.storage import file_system, partial, resolve
 from asyncckpt.storage.local import LocalStorage
 
 CODES = [errno.EIO, errno.EACCES, errno.ESTALE]
@@ -83,11 +84,59 @@ def test_an_attempt_that_may_not_be_looked_at_may_be_under_way(
     opened.release()
 
 
+@pytest.mark.parametrize("code", CODES)
+def test_what_stands_in_a_folder_that_cannot_be_read_may_be_of_somebody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The folder is in that of a checkpoint, which is to be replaced."""
+    storage, final = LocalStorage(), str(tmp_path / "final")
+    for attempt in ("0123456789ab-1", "0123456789ab-2"):
+        opened = storage.begin_checkpoint(final, attempt, 0)
+        put_checkpoint(opened, attempt)
+        if attempt.endswith("1"):
+            opened.finalize("refuse")
+            opened.release()
+    (mine := tmp_path / "final" / "notes" / "mine.txt").parent.mkdir()
+    mine.write_text("mine")
+    with monkeypatch.context() as patched:
+        fail(patched, "open", code, "notes")
+        with pytest.raises(StorageError, match=os.strerror(code)):
+            opened.finalize("replace")
+    opened.discard()
+    assert mine.read_text() == "mine" and storage.is_finalized(final, "0123456789ab-1")
+    assert os.listdir(tmp_path) == ["final"]
+
+
+def test_a_file_system_on_which_nothing_keeps_its_inode_number_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    storage = LocalStorage()
+    with pytest.raises(StorageError, match="this file system shows what is open under another inode number"):
+        storage.begin_checkpoint(str(tmp_path / "final"), "0123456789ab-1", 0)
+    opened = storage.begin_file(str(tmp_path / "file"), "0123456789ab-1", 0, 60.0)
+    with pytest.raises(StorageError, match="this file system shows what is open under another inode number"):
+        opened.create("", large=False)
+    opened.discard()
+    assert not (tmp_path / "final").exists() and not (tmp_path / "file").exists()
+
+
+def test_a_folder_is_removed_at_once_though_its_listing_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is listed and gone is no reason to list it again, which may say the same for half a minute."""
+    (folder := tmp_path / "folder").mkdir()
+    (folder / "deep").mkdir()
+    listed = {folder.stat().st_ino: [("gone", False), ("deep", True)], (folder / "deep").stat().st_ino: [("in", True)]}
+    monkeypatch.setattr(file_system, "_entries", lambda fd: listed[os.fstat(fd).st_ino])
+    file_system.remove_folder(str(folder))
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOENT])
 def test_renames_that_are_done_and_answered_with_an_error_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """All of them: of replacing without an exchange of names, revoking, removing and setting aside."""
+    need_inodes(tmp_path)
     real = os.rename
 
     def rename(one: str, other: str) -> None:

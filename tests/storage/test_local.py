@@ -15,6 +15,7 @@ from functools import partial as partial_of
 from pathlib import Path
 
 import pytest
+from support.abilities import can_exchange, need_inodes, need_links, need_locks, need_permissions
 from support.attempts import checkpoint_attempt
 from support.checkpoints import PAGE, Manifest, complete_steps, step_folder
 from support.faulty_storage import FaultyStorage
@@ -100,6 +101,7 @@ def _put(opened: OpenAttempt, name: str) -> None:
 
 
 def test_a_file_of_another_host_is_looked_up_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_locks(tmp_path)
     client, final = CachingClient(monkeypatch), str(tmp_path / "step-00000001")
     storage = LocalStorage()
     first = storage.begin_checkpoint(final, "aa-1", 0, 0.0)
@@ -136,6 +138,7 @@ def test_a_file_may_be_seen_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root to become nobody")
 def test_a_folder_that_is_not_writable_is_seen_without_a_write(tmp_path: Path) -> None:
+    need_permissions(tmp_path)
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     open_to_all = tmp_path / "open"
@@ -215,6 +218,7 @@ def test_replacing_without_an_exchange_of_names(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_attempt_under_way_is_told_from_a_leftover(tmp_path: Path) -> None:
+    need_locks(tmp_path)
     opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "attempt", 0)
     assert file_system.is_locked(opened.path)
     opened.release()
@@ -222,6 +226,7 @@ def test_an_attempt_under_way_is_told_from_a_leftover(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_stays_locked_is_an_error_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_locks(tmp_path)
     monkeypatch.setattr(file_system, "LOCK_TIMEOUT_S", 0.05)
     storage, folder = LocalStorage(), str(tmp_path)
     with file_system.opened(folder) as fd:
@@ -238,6 +243,9 @@ def test_a_rename_that_is_done_and_answered_with_an_error_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: Existing, code: int
 ) -> None:
     """As a network file system may answer a call that it had to repeat."""
+    need_inodes(tmp_path)
+    if existing == "replace" and not can_exchange(tmp_path):
+        pytest.skip("this file system cannot exchange names")
     real = os.rename
 
     def rename(one: str, other: str) -> None:
@@ -383,6 +391,10 @@ def test_a_file_system_may_refuse_permissions(tmp_path: Path, monkeypatch: pytes
 def test_a_file_is_not_there_if_its_folder_cannot_be_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
+    if before == "file":
+        need_permissions(tmp_path)
+    if before is not None and not can_exchange(tmp_path):
+        pytest.skip("without an exchange of names, what replaces a file stays")
     file, other = tmp_path / "file", tmp_path / "other"
     other.write_bytes(b"old")
     if before == "file":
@@ -456,6 +468,7 @@ def test_retention_leaves_what_was_saved_again_while_it_removed(
 
 
 def test_what_is_distrusted_after_a_save_has_linked_it_is_not_linked_by_the_next(tmp_path: Path) -> None:
+    need_links(tmp_path)
     storage, data = LocalStorage(), os.urandom(100_000)
     one = storage.begin_checkpoint(f"{tmp_path}/1", "a-1", 0)
     put_checkpoint(one, "a-1", data)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.abilities import need_permissions
 from support.link_contract import DATA, put, put_checkpoint
 
 from asyncckpt.config import Config
@@ -40,6 +41,7 @@ def test_what_a_stranger_made_is_not_adopted(tmp_path: Path, final: str, what: s
     elif what == "a file":
         there.touch()
     else:
+        need_permissions(tmp_path)
         if os.geteuid():
             pytest.skip("only root can make a folder of another user")
         there.mkdir()

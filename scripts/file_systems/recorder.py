@@ -1,0 +1,43 @@
+"""A plugin of pytest that writes a line of JSON for each test as soon as it has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator
+
+import pytest
+
+from asyncckpt.errors import CheckpointError
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _record(item, call, report)
+    return report
+
+
+def _is_another(error: BaseException | None) -> bool:
+    """Return whether a test wanted one error of asyncckpt and got another."""
+    return "Regex pattern did not match" in str(error) and isinstance(
+        getattr(error, "__context__", None), CheckpointError
+    )
+
+
+def _record(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    if report.when != "call" and report.outcome == "passed":
+        return
+    error = call.excinfo.value if call.excinfo is not None else None
+    crash = getattr(report.longrepr, "reprcrash", None)
+    line = {
+        "test": item.nodeid + (" (end)" if report.when == "teardown" else ""),
+        "outcome": report.outcome,
+        "is_ours": isinstance(error, CheckpointError) or _is_another(error),
+        "error": "" if error is None else f"{type(error).__name__}: {error}"[:600],
+        "where": "" if crash is None else f"{crash.path}:{crash.lineno}",
+    }
+    with open(os.environ["FILE_SYSTEMS_REPORT"], "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
