@@ -75,7 +75,6 @@ class Attempt(ABC):
     def __post_init__(self) -> None:
         self.request = self.staged_image.request
         self.region = self.staged_image.hosted.region
-        self.direct = False
         self.timings = self.staged_image.timings
         self.written_at = 0.0
         self.begun: float | None = None  # stays None if there is nothing to write
@@ -158,7 +157,7 @@ class FileAttempt(Attempt):
             end, _ = self.complete_archive(image, 0, self.layout.sizes, self.request.pickle_bytes[0], file)
             file.finish(end)
             begun = time.perf_counter()
-            self.direct = file.sync()
+            file.sync()
             note(self.timings, "sync", begun, self.request.called_at)
         note(self.timings, "write", self.begun or time.perf_counter(), self.request.called_at)
         return array("Q")
@@ -238,9 +237,10 @@ class FolderAttempt(Attempt):
                 if output is not None:
                     output.finish(its.bounds[-1])
             begun = time.perf_counter()
-            is_direct = [output.sync() for _, output in written if output is not None]
+            for _, output in written:
+                if output is not None:
+                    output.sync()
             note(self.timings, "sync", begun, self.request.called_at)
-        self.direct = bool(written) and all(is_direct)
         note(self.timings, "write", self.begun or time.perf_counter(), self.request.called_at)
         for name, file in self._linkable.items():
             self._linkable[name] = replace(file, source=self.opened.link_source(name))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import stat
 from collections.abc import Callable
 from typing import IO, Any
 
@@ -87,4 +88,8 @@ def save_by(
 
 def _is_special(path: str | os.PathLike[str]) -> bool:
     """Return whether ``path`` is something to write to that cannot be replaced, such as a pipe."""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:  # if it stays, the save raises it; ``torch.save`` would write over a file that is there
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)

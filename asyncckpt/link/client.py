@@ -558,11 +558,13 @@ class WorkerClient:
 
     def _on_exit(self) -> None:
         """Fail everything open, because the worker is gone, and say why."""
-        try:
-            how = self._end_process()
-        except OSError as error:  # of this process, which may have no descriptor left: the saves fail all the same
-            how = f"is out of reach: {error}; the next save starts a new worker"
-        death = WorkerDiedError(f"the worker {self.pid} {how}")
+        code = self._process.wait(0 if self._detaching else _END_S)
+        if code is None:
+            self._process.detach()
+            if self.saves and not self._detaching:
+                self._process.kill()  # what it was to do has failed
+        words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
+        death = WorkerDiedError(f"the worker {self.pid} {how_it_ended(code)}{words}")
         with self.saves.lock:
             self._death = death
             saves = self.saves.close()
@@ -572,16 +574,6 @@ class WorkerClient:
                 loss = _loss(save, death, self.pid, self._detaching, self.saves.is_overdue(save))
                 save.on_end(loss, heard=self._detaching)  # a worker left behind still writes
         self._process.close()
-
-    def _end_process(self) -> str:
-        """Wait for the end of the process, or leave it. Return how it ended, in words. Raises ``OSError``."""
-        code = self._process.wait(0 if self._detaching else _END_S)
-        if code is None:
-            self._process.detach()
-            if self.saves and not self._detaching:
-                self._process.kill()  # what it was to do has failed
-        words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
-        return f"{how_it_ended(code)}{words}"
 
 
 def _loss(save: TrackedSave, death: WorkerDiedError, worker: int, left: bool, overdue: bool) -> CheckpointError:

@@ -295,16 +295,11 @@ class Committed:
 
     Args:
         timings: See ``manifest.py``.
-        direct: The page cache was bypassed.
-        nbytes: Size of the image.
         trouble: Why the pointer of the save was not advanced.
     """
 
     save_id: int
-    path: str
     timings: dict[str, float]
-    direct: bool
-    nbytes: int
     trouble: CheckpointError | None = None
 
 

@@ -141,8 +141,11 @@ class WorkerProcess:
         """The end of what it wrote to stderr, in a sentence."""
         if self._stderr < 0:
             return "what it said is gone"
-        end = os.lseek(self._stderr, 0, os.SEEK_END)
-        text = os.pread(self._stderr, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace")
+        try:
+            end = os.lseek(self._stderr, 0, os.SEEK_END)
+            text = os.pread(self._stderr, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace")
+        except OSError as error:
+            return f"what it said cannot be read: {error}"
         return f"its last words: {text.strip()}" if text.strip() else "it said nothing"
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +36,9 @@ import torch
 from tqdm import tqdm
 
 from asyncckpt import Checkpointer
-from asyncckpt.errors import CheckpointError, SaveTimeoutError
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
 from torture import promises
-from torture.scenarios import CONFIG, SCENARIOS, Saver, Scenario, Steps, state_of
+from torture.scenarios import CONFIG, SCENARIOS, Files, Saver, Scenario, Steps, state_of
 from torture.system_calls import Calls, build, preloaded, variables_of
 from torture.tally import LIMIT_S, Tally
 
@@ -319,11 +320,15 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
         if not isinstance(error, CheckpointError) and not (
             round_.memory and isinstance(error, MemoryError | RuntimeError)
         ):
-            broken.append(f"no error of ours: {said}")
+            where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+            broken.append(f"no error of ours: {said}, from {', '.join(where[-4:])}")
         if not call:
             broken.append(f"no call failed, and yet: {said}")
-        # A save that raised left no checkpoint, unless nobody could say in time what became of it.
-        newest = acts.begun if isinstance(error, SaveTimeoutError) else acts.done
+        # A save that raised left no checkpoint, unless nobody could say what became of it: not in time, or, of a file
+        # without an attempt's folder, because the worker was gone.
+        # A trainer without memory for an object may forget the answer.
+        unknown = (SaveTimeoutError, WorkerDiedError) if isinstance(scenario, Files) else SaveTimeoutError
+        newest = acts.begun if round_.memory or isinstance(error, unknown) else acts.done
         broken += promises.judge(scenario, root, newest, acts.done)
     begun = time.monotonic()
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
 import pickle
@@ -362,3 +364,21 @@ def test_in_a_fork_it_has_a_worker_of_its_own(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert not torch.load(tmp_path / "its")["w"].any()
     torch_save({"w": torch.ones(10)}, tmp_path / "mine").result(60)
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_written_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file system answers with an error, for once or for good: a file that is there is replaced in one step, or stays."""
+    torch_save({"w": torch.zeros(4)}, path).result(60)
+    real = os.stat
+
+    def refuse(name: Any, *args: Any, **named: Any) -> os.stat_result:
+        if name == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(name, *args, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", None)
+        patched.setattr(os, "stat", refuse)
+        with contextlib.suppress(StorageError):
+            torch_save({"w": torch.ones(4)}, path).result(60)
+    assert torch.load(path)["w"].tolist() in ([0.0] * 4, [1.0] * 4)

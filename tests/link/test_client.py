@@ -238,21 +238,19 @@ def test_one_that_cannot_be_told_anything_is_another_soon(root: Path, monkeypatc
         assert checkpointer.steps() == [1, 3]
 
 
-def test_a_worker_whose_end_cannot_be_asked_for_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer has no descriptor left, say, when its worker dies: the next save starts another worker."""
-
-    def refuse(self: WorkerProcess) -> str:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+def test_a_worker_whose_last_words_cannot_be_read_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, small_state()).result(60)
         worker = checkpointer._engine.worker
         assert worker is not None
         with monkeypatch.context() as patched:
-            patched.setattr(WorkerProcess, "last_words", refuse)
+            patched.setattr(os, "pread", refuse)
             os.kill(worker.pid, signal.SIGKILL)
             worker.wait_for_end(30)
-        with pytest.raises(WorkerDiedError, match="out of reach: .*Too many open files"):
+        with pytest.raises(WorkerDiedError, match="cannot be read: .*Input/output error"):
             worker.check_usable()
         checkpointer.save(2, small_state()).result(60)
 
