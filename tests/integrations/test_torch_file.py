@@ -367,7 +367,7 @@ def test_in_a_fork_it_has_a_worker_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_looked_at_is_not_written_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file system answers with an error, for once or for good: a file that is there is replaced in one step, or stays."""
+    """The file system answers the look with an error. The file is replaced in one step, or stays."""
     torch_save({"w": torch.zeros(4)}, path).result(60)
     real = os.stat
 
