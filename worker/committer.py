@@ -335,7 +335,7 @@ class Committer:
         elif attempt is not None:
             attempt.release()
             note(attempt.timings, "commit", attempt.written_at, request.called_at)
-            self._tell(Committed(request.save_id, attempt.timings, trouble))
+            self._tell(Committed(request.save_id, attempt.timings, attempt.layout.data_bytes, trouble))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:
                 self._prunable.put(partial(prune, os.path.dirname(request.path), request.keep_last, self._is_recent))
         if request.rank == 0:

@@ -204,10 +204,9 @@ class ImageFile:
         if nbytes < round_up(nbytes):
             self._file.truncate(nbytes)
 
-    def sync(self) -> bool:
-        """Flush the file to storage. Return whether the page cache was bypassed. Raises ``StorageError``."""
+    def sync(self) -> None:
+        """Flush the file to storage. Raises ``StorageError``."""
         self._file.sync()
-        return self._file.direct
 
     def __enter__(self) -> ImageFile:
         return self

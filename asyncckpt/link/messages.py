@@ -295,11 +295,13 @@ class Committed:
 
     Args:
         timings: See ``manifest.py``.
+        nbytes: Size of the image.
         trouble: Why the pointer of the save was not advanced.
     """
 
     save_id: int
     timings: dict[str, float]
+    nbytes: int
     trouble: CheckpointError | None = None
 
 

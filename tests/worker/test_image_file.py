@@ -43,7 +43,8 @@ def _write(
     with ImageFile(file, pool, image, is_huge=False) as output:
         output.follow(wait_beyond)
         output.finish(bounds[-1])
-        return array("Q", (checksum(image[begin:end]) for begin, end in pairwise(bounds))), output.sync()
+        output.sync()
+        return array("Q", (checksum(image[begin:end]) for begin, end in pairwise(bounds))), file.direct
 
 
 def _whole(nbytes: int, whole: int) -> int:
