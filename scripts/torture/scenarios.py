@@ -18,17 +18,10 @@ import torch
 import asyncckpt
 from asyncckpt import Checkpointer, Config, FileSet
 from asyncckpt.extension import Engine, Pointer, Rotation
+from torture import tally
 from torture.tally import LIMIT_S
 
-CONFIG = Config(
-    keep_last=2,
-    timeout=25.0,
-    commit_timeout=25.0,
-    linger=20.0,
-    worker_restarts=10**9,
-    restart_pause=0.0,
-    assume_unchanged=["frozen.*"],
-)
+CONFIG = replace(tally.CONFIG, keep_last=2, linger=20.0)
 
 # The frozen tensors get new values in one of so many steps; in all others their file is linked.
 _FROZEN_STEPS = 4
