@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ def main(argv: list[str]) -> int:
         signal.signal(each, signal.SIG_IGN)
     # A thread that has written its chunk must continue at once, not after 5 ms of another thread's checksums.
     sys.setswitchinterval(0.0002)
+    threading.excepthook = _end
+    logging.getLogger("concurrent.futures").addHandler(_LostResult(logging.CRITICAL))
     logging.basicConfig(level=logging.WARNING, format="asyncckpt worker %(process)d: %(levelname)s: %(message)s")
     # The first rank's worker has several connections from each rank of the job.
     with contextlib.suppress(ValueError, OSError):
@@ -65,6 +68,20 @@ def main(argv: list[str]) -> int:
         os._exit(1)
     server.finish_uploads()
     return 0
+
+
+def _end(args: threading.ExceptHookArgs) -> None:
+    """End the process, because one of its threads has ended: the trainer notices, and starts another worker."""
+    threading.__excepthook__(args)
+    os._exit(1)
+
+
+class _LostResult(logging.Handler):
+    """End the process, because a pool had no memory for the result of a task: somebody would wait for it for ever."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _metrics_file(options: dict[str, Any]) -> MetricsFile | None:

@@ -313,6 +313,8 @@ class Committer:
             else:
                 failure = self._await_outcome(request, name, deadline)
             attempt = self._take(request)
+        except MemoryError:  # the worker ends
+            raise
         except Exception as error:
             failure = located_in(request, error)
             if request.rank == 0:

@@ -226,6 +226,8 @@ class Writer:
             finally:
                 self._let_go(image)
             report = attempt.seal()
+        except MemoryError:  # perhaps nobody was told that the slot is free: the worker ends
+            raise
         except Exception as error:
             if not isinstance(error, CheckpointError):  # otherwise the outcome of the save reports the error
                 logger.exception("writing %s failed", request.path)

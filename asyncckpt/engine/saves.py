@@ -359,7 +359,7 @@ class SaveOperation(SaveState):
         self.has_ended = True
         with self._beginning:
             if not self.is_begun:  # the worker died while it was told of the save
-                self._early = outcome, heard
+                self._early = self._early or (outcome, heard)
                 return
         self._finish(outcome, heard)
 

@@ -53,6 +53,7 @@ class TrackedSave(Protocol):
     is_durable: bool  # it is committed
     is_replicated: bool  # other hosts have copies of it
     has_ended: bool  # the worker's part has ended, well or badly
+    done: Flag  # its handle knows
 
     def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:
         """The worker lets go of the slot. ``inode``: of a single file, by which it is known when it has its name.
@@ -520,7 +521,7 @@ class WorkerClient:
                         killed = True
                     continue
                 message: messages.FromWorker = messages.receive(self._connection)
-            except (EOFError, OSError):
+            except (EOFError, ConnectionError):  # any other failure is of this end, and the worker lives
                 break
             segment = None
             if isinstance(message, messages.Answer) and isinstance(message.answer, messages.Allocated):
@@ -570,7 +571,7 @@ class WorkerClient:
             saves = self.saves.close()
         self._questions.close(death)
         for save in saves:
-            if not save.has_ended:
+            if not save.done.is_set():  # also of one whose end came, and could not be noted for want of memory
                 loss = _loss(save, death, self.pid, self._detaching, self.saves.is_overdue(save))
                 save.on_end(loss, heard=self._detaching)  # a worker left behind still writes
         self._process.close()

@@ -53,10 +53,15 @@ def rename(one: str, other: str) -> None:
     try:
         os.rename(one, other)
     except OSError:
-        with contextlib.suppress(OSError):
-            if os.path.samestat(before, os.lstat(other)):
-                return
-        raise
+        if not _is_at(before, other):
+            raise
+
+
+def _is_at(before: os.stat_result, path: str) -> bool:
+    try:
+        return os.path.samestat(before, os.lstat(path))
+    except OSError:
+        return False
 
 
 def set_aside(path: str, why: str) -> str:
@@ -72,8 +77,17 @@ def set_aside(path: str, why: str) -> str:
 
 
 def exchange(one: str, other: str) -> bool:
-    """Exchange two names atomically. Return False if the file system or the kernel cannot."""
-    return _renameat2(one, other, _RENAME_EXCHANGE)
+    """Exchange two names atomically. Return False if the file system or the kernel cannot.
+
+    Ignores an error if the exchange was done, as ``rename`` does.
+    """
+    before = os.lstat(one)
+    try:
+        return _renameat2(one, other, _RENAME_EXCHANGE)
+    except OSError:
+        if not _is_at(before, other):
+            raise
+        return True
 
 
 def rename_new(one: str, other: str) -> None:
@@ -86,11 +100,7 @@ def rename_new(one: str, other: str) -> None:
         if not _renameat2(one, other, _RENAME_NOREPLACE):
             _link(one, other)
     except OSError:
-        try:
-            is_done = os.path.samestat(before, os.lstat(other))
-        except OSError:
-            is_done = False
-        if not is_done:
+        if not _is_at(before, other):
             raise
     with contextlib.suppress(OSError):  # after a hard link; if this fails, the leftover is an orphan like others
         os.unlink(one)
@@ -462,12 +472,7 @@ class PartialFolder(_Partial):
     def _replace(self) -> None:
         """Take the final name of an existing checkpoint, durably, and remove the old checkpoint. Raises ``OSError``."""
         old, final = self.path, self._final
-        try:
-            is_exchanged = exchange(self.path, final)
-        except OSError:
-            if not self._has_final_name():
-                raise
-            is_exchanged = True
+        is_exchanged = exchange(self.path, final)
         if not is_exchanged:
             # This file system cannot exchange names. For a moment nothing has the final name, and the old checkpoint is
             # whole beside it.

@@ -80,7 +80,9 @@ def main() -> int:
         help="for --framework-kills; those that are not installed are left out, and the tally says so",
     )
     names = [scenario.name for scenario in SCENARIOS]
-    parser.add_argument("--scenarios", nargs="*", choices=names, default=names, help="for --crash-states")
+    parser.add_argument(
+        "--scenarios", nargs="*", choices=names, default=names, help="for --each-call and --crash-states"
+    )
     parser.add_argument(
         "--transports", nargs="*", choices=("sockets", "nixl"), default=["sockets"], help="for --host-kills"
     )
@@ -167,8 +169,9 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
         interruptions.interrupt(tally, folder, args.interruptions, choice("interruptions"))
     if args.calls:
         system_calls.fail_calls(tally, folder, args.calls, choice("calls"))
+    scenarios = [scenario for scenario in SCENARIOS if scenario.name in args.scenarios]
     if args.each_call:
-        each_call.fail_each(tally, folder, args.each_call)
+        each_call.fail_each(tally, folder, args.each_call, scenarios)
     if args.forks:
         forks.fork(tally, folder, args.forks, choice("forks"))
     if args.damages:
@@ -182,7 +185,6 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
     if args.full:
         disks.fill_disks(tally, folder, args.full, choice("disks"))
     if args.crash_states:
-        scenarios = [scenario for scenario in SCENARIOS if scenario.name in args.scenarios]
         crash_states.crash_states(tally, folder, args.crash_states, choice("crash states"), scenarios)
     for name in args.frameworks if args.framework_kills else ():
         trials.kill_trainings(tally, folder, args.framework_kills, choice(name), name)

@@ -8,27 +8,28 @@ one call of one of the two, runs one act (a save, say), disarms the library and 
 - the next save works, and all promises hold (``promises.judge``);
 - nothing waited longer than ``LIMIT_S``.
 
-An act has no call number k once a round ends in which no call failed. ``--each-call`` N fails each call with N of six
-errors, in turns, so that each error meets each kind of call also with N = 1.
+The calls of an act are counted first. ``--each-call`` N fails each call with N of six errors, in turns, so that each
+error meets each kind of call also with N = 1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import logging
 import mmap
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -46,10 +47,17 @@ ERRORS = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.EAGAIN, errno.EMFILE, errn
 _SIDES = ("trainer", "worker")
 _ACTS = ("save", "load", "open", "restart")
 _MEMORY = "memory, once"
+# A worker that says nothing is ended 9 seconds after its time.
+_CONFIG = replace(CONFIG, timeout=8.0, commit_timeout=8.0)
 # Which calls are counted, and how long they fail.
 _KINDS = ("files, once", "files, once, but done", "files, for ever", "anywhere, once", "anywhere, for ever", _MEMORY)
-# An act makes thousands of allocations: one in so many fails, or more with more errors.
-_STRIDE = 96
+# A new interpreter makes thousands of calls and a million allocations: so many of them fail, evenly spread. More errors
+# make more places.
+_PLACES = 250
+# The new thread had no memory for its first lines, so that its starter waits for ever.
+_THREAD_START = re.compile(r"threading.py\", line \d+ in wait .*threading.py\", line \d+ in start")
+# No act makes so many calls.
+_NEVER = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class Round:
         return f"{self.scenario}, {self.act}: call {self.number} of the {self.side} fails ({self.kind}) with {name}"
 
 
-def fail_each(tally: Tally, folder: Path, errors: int, scenarios: tuple[Scenario, ...] = SCENARIOS) -> None:
+def fail_each(tally: Tally, folder: Path, errors: int, scenarios: Iterable[Scenario] = SCENARIOS) -> None:
     """Fail each call of each act of each scenario of one rank, with so many of the six ``errors``."""
     if shutil.which("cc") is None:
         tally.counts["no compiler: no call failed"] += 1
@@ -102,43 +110,53 @@ def fail_each(tally: Tally, folder: Path, errors: int, scenarios: tuple[Scenario
 
 def _fail_act(tally: Tally, folder: Path, library: Path, scenario: Scenario, side: str, act: str, errors: int) -> None:
     """Run the rounds of one act in trainers: a new trainer follows a trainer that died or hung."""
-    pending = _rounds(scenario, side, act, errors)
-    ended: set[str] = set()
-    progress = tqdm(desc=f"each call: {scenario.name}, {act}, {side}", unit="call", disable=None)
-    round_ = next(pending, None)
-    while round_ is not None:
-        place = folder / "each-call"
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
+    place = folder / "each-call"
+    with _Trainer(place, library, scenario, side) as trainer:
+        counts = {kind: _count(trainer, Round(scenario.name, side, act, _NEVER, errno.EIO, kind)) for kind in _KINDS}
+    rounds = [*_rounds(scenario, side, act, errors, counts)]
+    progress = tqdm(rounds, desc=f"each call: {scenario.name}, {act}, {side}", unit="call", disable=None)
+    pending = iter(progress)
+    while (round_ := next(pending, None)) is not None:
         with _Trainer(place, library, scenario, side) as trainer:
             while round_ is not None:
-                if round_.kind not in ended:
-                    said = trainer.go(round_)
-                    progress.update()
-                    if said is None:
-                        tally.lose(f"{round_}: the trainer {trainer.end()}")
-                        round_ = next(pending, None)
-                        break
-                    if not said["call"]:
-                        ended.add(round_.kind)
+                said = trainer.go(round_)
+                if said is None:
+                    end = trainer.end()
+                    if round_.memory and _THREAD_START.search(end):
+                        tally.counts["each call: CPython's Thread.start waits for ever"] += 1
                     else:
-                        tally.counts[f"each call: places of {act}"] += 1
-                        tally.counts[f"each call: {act} of the {side} {said['outcome']}"] += 1
-                        tally.wait(f"each call: longest {act}, s", said["took"])
-                    for broken in said["broken"]:
-                        tally.lose(f"{round_} ({said['call']}, {said['outcome']}): {broken}")
-                round_ = None if len(ended) == len(_KINDS) else next(pending, None)
-    progress.close()
+                        tally.lose(f"{round_}: the trainer {end}")
+                    break
+                if said["call"]:
+                    tally.counts["each call: places"] += 1
+                    tally.counts[f"each call: {act} of the {side} {said['outcome']}"] += 1
+                    tally.wait(f"each call: longest {act}, s", said["took"])
+                for broken in said["broken"]:
+                    tally.lose(f"{round_} ({said['call']}, {said['outcome']}): {broken}")
+                round_ = next(pending, None)
 
 
-def _rounds(scenario: Scenario, side: str, act: str, errors: int) -> Iterator[Round]:
-    """Yield rounds without an end. The errors take turns from call to call and from kind to kind."""
-    for number in itertools.count(1):
-        yield Round(scenario.name, side, act, number * (_STRIDE // errors), errno.ENOMEM, _MEMORY)
-        for shift, kind in enumerate(_KINDS[:-1]):
-            # Python calls again after EINTR, without an end.
-            usable = [error for error in ERRORS if error != errno.EINTR or "for ever" not in kind]
-            for turn in range(min(errors, len(usable))):
+def _count(trainer: _Trainer, round_: Round) -> int:
+    """Return how many calls of the kind of ``round_`` its act makes. It differs from time to time."""
+    counts = []
+    for _ in range(3):
+        said = trainer.go(round_)
+        if said is None or said["broken"]:
+            raise RuntimeError(f"{round_.act} fails although no call does: {said or trainer.end()}")
+        counts.append(int(said["counted"]))
+    return max(counts)
+
+
+def _rounds(scenario: Scenario, side: str, act: str, errors: int, counts: dict[str, int]) -> Iterator[Round]:
+    """Yield the rounds of an act. The errors take turns from call to call and from kind to kind."""
+    for shift, kind in enumerate(_KINDS):
+        # Python calls again after EINTR, without an end.
+        usable = [error for error in ERRORS if error != errno.EINTR or "for ever" not in kind]
+        turns = min(errors, len(usable))
+        if kind == _MEMORY:
+            usable, turns = [errno.ENOMEM], 1
+        for number in range(1, counts[kind] + 1, max(1, counts[kind] // (errors * _PLACES))):
+            for turn in range(turns):
                 error = usable[(number * errors + shift + turn) % len(usable)]
                 yield Round(scenario.name, side, act, number, error, kind)
 
@@ -147,11 +165,14 @@ class _Trainer:
     """The process that runs the rounds. Its standard input has rounds; its standard output has what became of them."""
 
     def __init__(self, place: Path, library: Path, scenario: Scenario, side: str) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
         controls = {each: place / f"{each}.calls" for each in _SIDES}
         for control in controls.values():
             control.write_bytes(bytes(mmap.PAGESIZE))
         variables = [
             "PYTHONMALLOC=malloc",  # the worker has it, too
+            "PYTHONFAULTHANDLER=1",  # a trainer that hangs says where
             *variables_of(library, controls["trainer"], place),
             f"PYTHONPATH={os.pathsep.join(sys.path)}",
         ]
@@ -179,14 +200,14 @@ class _Trainer:
         return json.loads(line) if line.endswith("\n") else None
 
     def end(self) -> str:
-        """Kill the trainer. Return how it ended."""
+        """Kill the trainer. Return how it ended, and where its main thread was."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         ended = self._process.poll()
         self._process.kill()
         self._process.wait()
-        tail = (self._place / "errors").read_text(errors="replace").strip().splitlines()[-1:]
-        return f"hung: {tail}" if ended is None or ended == -9 else f"ended with {ended}: {tail}"
+        stack = (self._place / "errors").read_text(errors="replace").rpartition("Current thread")[2].splitlines()[1:5]
+        return f"{'hung' if ended in (None, -signal.SIGABRT) else f'ended with {ended}'}: {' '.join(stack)}"
 
     def __enter__(self) -> _Trainer:
         return self
@@ -203,10 +224,10 @@ class _Trainer:
 
 
 class _Watchdog:
-    """Kill a process that does not answer in time."""
+    """Abort a process that does not answer in time."""
 
     def __init__(self, process: subprocess.Popen[str], limit: float) -> None:
-        self._timer = threading.Timer(limit, process.kill)
+        self._timer = threading.Timer(limit, process.send_signal, [signal.SIGABRT])
 
     def __enter__(self) -> None:
         self._timer.start()
@@ -217,10 +238,11 @@ class _Watchdog:
 
 def _train(place: Path, library: Path, scenario: Scenario, side: str) -> None:
     """Run rounds from standard input."""
-    logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)
+    # DEBUG     logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     root = place / "root"
     root.mkdir(exist_ok=True)
+    scenario.config = _CONFIG
     calls = Calls(place / f"{side}.calls")
     with preloaded(library, place / "worker.calls", place), _acting(scenario, root) as acts:
         for line in sys.stdin:
@@ -235,7 +257,7 @@ class _Acts:
         """Save step 1. ``save``: None for a checkpointer of its own, which all acts need but "save"."""
         self._root = root
         self._other = root.with_name("other")
-        self._checkpointer = Checkpointer(root / "steps", CONFIG) if save is None else None
+        self._checkpointer = Checkpointer(root / "steps", _CONFIG) if save is None else None
         self._saver = save
         self.begun = self.done = 0
         self.save()
@@ -264,7 +286,7 @@ class _Acts:
 
     def restart(self) -> None:
         """Begin the training again in this process, as after an exception: load from memory, and save."""
-        self._checkpointer = Checkpointer(self._root / "steps", CONFIG)
+        self._checkpointer = Checkpointer(self._root / "steps", _CONFIG)
         self._load(memory=True)
         self.save()
 
@@ -311,15 +333,16 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
         act()
     except Exception as raised:
         error = raised
-    finally:
-        call = calls.failed()
+    with contextlib.suppress(MemoryError):  # the allocation that fails may be one of these lines
+        calls.left()
+    counted = round_.number - calls.left()
+    call = calls.failed()
     took = time.monotonic() - begun
     if error is not None:
         said = f"{type(error).__name__}: {error}"
-        # Python and torch themselves have no memory, for a variable or a lock: every program may see that.
-        if not isinstance(error, CheckpointError) and not (
-            round_.memory and isinstance(error, MemoryError | RuntimeError)
-        ):
+        # Python and torch in the trainer may have no memory for a variable, a module or a lock. They raise all kinds of
+        # errors then, in every program.
+        if not isinstance(error, CheckpointError) and not (round_.memory and round_.side == "trainer"):
             where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
             broken.append(f"no error of ours: {said}, from {', '.join(where[-4:])}")
         if not call:
@@ -344,7 +367,7 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
         broken.append(f"it took {took:.1f} s")
     broken += promises.judge(scenario, root, acts.begun, acts.done)
     outcome = "succeeded" if error is None else f"raised {type(error).__name__}"
-    return {"call": call, "outcome": outcome, "took": took, "broken": broken}
+    return {"call": call, "counted": counted, "outcome": outcome, "took": took, "broken": broken}
 
 
 if __name__ == "__main__":

@@ -176,7 +176,10 @@ def _wrong_replaced(
         return [_unreadable(path, error)]
     if not done <= step <= begun:
         return [f"{path} has step {step}; step {done} was durable and {begun} was the newest begun"]
-    return wrong(path, step)
+    broken = wrong(path, step)
+    if broken and step < begun and wrong(path, begun) == []:  # a living worker has replaced it meanwhile
+        return []
+    return broken
 
 
 def _step_of_folder(path: Path) -> int:

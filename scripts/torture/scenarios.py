@@ -58,6 +58,7 @@ class Scenario(ABC):
 
     name: str
     ranks: int = 1
+    config: Config = CONFIG
 
     @abstractmethod
     def saving(self, root: Path, rank: int = 0) -> contextlib.AbstractContextManager[Saver]:
@@ -67,10 +68,9 @@ class Scenario(ABC):
 class Steps(Scenario):
     """Each step gets a folder of its own; older steps are removed (retention), and unchanged files are linked."""
 
-    def __init__(self, name: str = "steps", *, ranks: int = 1, config: Config = CONFIG) -> None:
+    def __init__(self, name: str = "steps", *, ranks: int = 1) -> None:
         self.name = name
         self.ranks = ranks
-        self.config = config
 
     def config_in(self, root: Path) -> Config:
         return self.config
@@ -118,7 +118,7 @@ class Uploads(Steps):
         super().__init__("uploads")
 
     def config_in(self, root: Path) -> Config:
-        return replace(CONFIG, local_root=str(self.local_folder(root)))
+        return replace(self.config, local_root=str(self.local_folder(root)))
 
     def local_folder(self, root: Path) -> Path:
         """Return the folder of the local disk. Its one subfolder has the checkpoints of this root."""
@@ -135,7 +135,7 @@ class Replaced(Scenario):
 
     @contextlib.contextmanager
     def saving(self, root: Path, rank: int = 0) -> Iterator[Saver]:
-        with Engine(CONFIG) as engine:
+        with Engine(self.config) as engine:
             yield lambda step: _finish(engine.save(root / "latest", state_of(step, rank), existing="replace"))
 
 
@@ -146,7 +146,7 @@ class Pointers(Scenario):
 
     @contextlib.contextmanager
     def saving(self, root: Path, rank: int = 0) -> Iterator[Saver]:
-        with Engine(CONFIG) as engine:
+        with Engine(self.config) as engine:
 
             def save(step: int) -> None:
                 older = sorted(root.glob("global_*"), key=lambda path: int(path.name.removeprefix("global_")))
@@ -170,7 +170,7 @@ class Files(Scenario):
 
     @contextlib.contextmanager
     def saving(self, root: Path, rank: int = 0) -> Iterator[Saver]:
-        yield lambda step: _finish(asyncckpt.torch_save(state_of(step, rank), root / "model.pt", config=CONFIG))
+        yield lambda step: _finish(asyncckpt.torch_save(state_of(step, rank), root / "model.pt", config=self.config))
 
 
 def _finish(save: asyncckpt.Save) -> None:

@@ -94,6 +94,11 @@ class Calls:
         (call,) = struct.unpack_from("32s", self._memory, 44)
         return str(call.rstrip(b"\0").decode())
 
+    def left(self) -> int:
+        """Return how many calls are left until one fails."""
+        (countdown,) = struct.unpack_from("i", self._memory, 0)
+        return int(countdown)
+
     def failed(self) -> str:
         """Which call has failed, "" where none has. None will."""
         struct.pack_into("i", self._memory, 0, 0)
