@@ -11,8 +11,9 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
         signal.signal(each, signal.SIG_IGN)
     # A thread that has written its chunk must continue at once, not after 5 ms of another thread's checksums.
     sys.setswitchinterval(0.0002)
-    threading.excepthook = _end
+    threading.excepthook = lambda args: _end(args.exc_value)
     logging.getLogger("concurrent.futures").addHandler(_LostResult(logging.CRITICAL))
     logging.basicConfig(level=logging.WARNING, format="asyncckpt worker %(process)d: %(levelname)s: %(message)s")
     # The first rank's worker has several connections from each rank of the job.
@@ -58,6 +59,8 @@ def main(argv: list[str]) -> int:
             connection, storages, segment_store, endpoint_service, serving, options["io_threads"], trainer, metrics
         )
         finished = server.run(_watch(trainer), options["linger"])
+    except Exception as error:
+        _end(error)
     finally:
         if metrics is not None:  # before another worker of this job can start, which would write the same file
             metrics.close(in_order=server is not None and server.is_closed_in_order)
@@ -70,9 +73,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _end(args: threading.ExceptHookArgs) -> None:
-    """End the process, because one of its threads has ended: the trainer notices, and starts another worker."""
-    threading.__excepthook__(args)
+def _end(error: BaseException | None) -> NoReturn:
+    """End the process at once: a part of it has failed. The trainer notices, and starts another worker."""
+    traceback.print_exception(error)
     os._exit(1)
 
 
@@ -80,8 +83,7 @@ class _LostResult(logging.Handler):
     """End the process, because a pool had no memory for the result of a task: somebody would wait for it for ever."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
-        os._exit(1)
+        _end(record.exc_info[1] if record.exc_info else None)
 
 
 def _metrics_file(options: dict[str, Any]) -> MetricsFile | None:

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from asyncckpt.worker.metrics_file import MetricsFile
 
 _CLOSED = "it has closed its checkpointer"
-_FAILED = "this worker fails, and its trainer starts another"
 
 
 class Server:
@@ -96,49 +95,44 @@ class Server:
         ``trainer`` is a pidfd, which shows the death of the trainer even if a fork holds the socket. Return whether all
         threads have ended. If not, storage does not answer, and the process should end itself.
         """
-        why, lingers = _FAILED, False
         to_trainer = _LogHandler(self._send)
         logging.getLogger().addHandler(to_trainer)
-        try:
-            self._send(messages.Ready(os.getpid()))
-            if self._metrics is not None:
-                self._metrics.begin()
-            why = self._serve(trainer)
-            self.is_closed_in_order = self._endpoint_service.is_closed_in_order = why == _CLOSED
-            lingers = why != _CLOSED and linger > 0
-        finally:
-            if why not in (_FAILED, _CLOSED):  # no trainer receives the log any more
-                logging.getLogger().removeHandler(to_trainer)
-                self._endpoint_service.redirect_log()
-            if why != _CLOSED:
-                self._committer.hurry()
+        self._send(messages.Ready(os.getpid()))
+        if self._metrics is not None:
+            self._metrics.begin()
+        why = self._serve(trainer)
+        self.is_closed_in_order = self._endpoint_service.is_closed_in_order = why == _CLOSED
+        lingers = why != _CLOSED and linger > 0
+        if why != _CLOSED:  # no trainer receives the log any more
+            logging.getLogger().removeHandler(to_trainer)
+            self._endpoint_service.redirect_log()
+            self._committer.hurry()
+        if self._root_lock is not None:
+            self._root_lock.announce_end()
+        if self._replicator is not None:
+            self._replicator.close()
+        self._writer.finish()
+        self._segment_store.on_trainer_gone(keep=lingers)
+        finished = self._writer.wait_finished()
+        if finished:
+            self._committer.gone(why)
+            self._committer.close()
             if self._root_lock is not None:
-                self._root_lock.announce_end()
-            if self._replicator is not None:
-                self._replicator.close()
-            self._writer.finish()
-            self._segment_store.on_trainer_gone(keep=lingers)
-            finished = self._writer.wait_finished()
-            if finished:
-                if why != _FAILED:  # otherwise this rank takes part in later rounds
-                    self._committer.gone(why)
-                self._committer.close()
-                if self._root_lock is not None:
-                    self._root_lock.release()
-                if self._store is not None:
-                    self._store.close()
-                if (uploader := self._committer.uploader) is not None and why != _CLOSED:
-                    uploader.trainer_gone()
-                elif uploader is not None:
-                    uploader.close()  # while the trainer still receives failures
-                with self._sending:
-                    self._connection.close()
-                if lingers:
-                    # Before this, nothing could make the worker leave. From now on it only saves others a read.
-                    signal.signal(signal.SIGTERM, lambda *_: self._endpoint_service.retire())
-                    self._endpoint_service.linger(linger)
-                self._serving.end_following()
-                self._segment_store.close()
+                self._root_lock.release()
+            if self._store is not None:
+                self._store.close()
+            if (uploader := self._committer.uploader) is not None and why != _CLOSED:
+                uploader.trainer_gone()
+            elif uploader is not None:
+                uploader.close()  # while the trainer still receives failures
+            with self._sending:
+                self._connection.close()
+            if lingers:
+                # Before this, nothing could make the worker leave. From now on it only saves others a read.
+                signal.signal(signal.SIGTERM, lambda *_: self._endpoint_service.retire())
+                self._endpoint_service.linger(linger)
+            self._serving.end_following()
+            self._segment_store.close()
         return finished
 
     def finish_uploads(self) -> None:

@@ -54,8 +54,8 @@ _KINDS = ("files, once", "files, once, but done", "files, for ever", "anywhere, 
 # A new interpreter makes thousands of calls and a million allocations: so many of them fail, evenly spread. More errors
 # make more places.
 _PLACES = 250
-# The new thread had no memory for its first lines, so that its starter waits for ever.
-_THREAD_START = re.compile(r"threading.py\", line \d+ in wait .*threading.py\", line \d+ in start")
+# A crash, or a new thread without memory for its first lines, so that its starter waits for ever.
+_FOREIGN = re.compile(r"^ended with -11|threading.py\", line \d+ in wait .*threading.py\", line \d+ in start")
 # No act makes so many calls.
 _NEVER = 1 << 30
 
@@ -122,8 +122,8 @@ def _fail_act(tally: Tally, folder: Path, library: Path, scenario: Scenario, sid
                 said = trainer.go(round_)
                 if said is None:
                     end = trainer.end()
-                    if round_.memory and _THREAD_START.search(end):
-                        tally.counts["each call: CPython's Thread.start waits for ever"] += 1
+                    if round_.memory and round_.side == "trainer" and _FOREIGN.search(end):
+                        tally.counts["each call: Python or torch in the trainer crashed or hung without memory"] += 1
                     else:
                         tally.lose(f"{round_}: the trainer {end}")
                     break
@@ -238,7 +238,7 @@ class _Watchdog:
 
 def _train(place: Path, library: Path, scenario: Scenario, side: str) -> None:
     """Run rounds from standard input."""
-    # DEBUG     logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     root = place / "root"
     root.mkdir(exist_ok=True)
