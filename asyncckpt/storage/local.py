@@ -84,7 +84,7 @@ class LocalStorage(Storage):
             with translated("making a folder", partial.path):
                 partial.make()
                 if orphan_s is not None:
-                    _sweep_checkpoints(parent, os.stat(partial.path).st_mtime - orphan_s)
+                    _sweep_checkpoints(parent, os.stat(partial.path).st_mtime, orphan_s)
                 require_space(partial.path, final, "checkpoint", nbytes - linked_bytes)
         except StorageError:
             partial.discard(())
@@ -94,7 +94,7 @@ class LocalStorage(Storage):
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> PartialFile:
         parent = os.path.dirname(final)
         with translated("looking at the folder", parent):
-            _sweep_files(parent, time.time() - orphan_s)
+            _sweep_files(parent, time.time(), orphan_s)
             require_space(parent, final, "file", nbytes)
         return PartialFile(attempt_path(final, attempt), final, self._direct)
 
@@ -339,11 +339,11 @@ def require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
         )
 
 
-def _sweep_checkpoints(root: str, before: float) -> None:
+def _sweep_checkpoints(root: str, now: float, orphan_s: float) -> None:
     """Remove orphaned attempts at checkpoints, and half-removed checkpoints, in ``root``. Raises ``OSError``.
 
-    An old checkpoint gets its name back if its replacement never took that name. ``before``: time in seconds by the
-    clock of the file system. A folder that was changed later is not an orphan.
+    An old checkpoint gets its name back if its replacement never took that name. ``now``: time in seconds by the clock
+    of the file system. A folder that was changed within ``orphan_s`` seconds is not an orphan.
     """
     with os.scandir(root) as entries:
         names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -355,21 +355,21 @@ def _sweep_checkpoints(root: str, before: float) -> None:
         if final is not None and os.path.basename(final).startswith(SHORTENED):
             logger.warning("%s has lost its name: give it back to it, or remove it", os.path.join(root, name))
             continue
-        _sweep(os.path.join(root, name), before, final)
+        _sweep(os.path.join(root, name), now, orphan_s, final)
 
 
-def _sweep_files(folder: str, before: float) -> None:
+def _sweep_files(folder: str, now: float, orphan_s: float) -> None:
     """Remove orphaned attempts at single files in ``folder``. Raises ``OSError``."""
     with os.scandir(folder) as entries:
         paths = [entry.path for entry in entries if FILE_ATTEMPT.fullmatch(entry.name)]
     for path in paths:
-        _sweep(path, before, None, is_file=True)
+        _sweep(path, now, orphan_s, None, is_file=True)
 
 
-def _sweep(path: str, before: float, final: str | None, *, is_file: bool = False) -> None:
+def _sweep(path: str, now: float, orphan_s: float, final: str | None, *, is_file: bool = False) -> None:
     """Remove ``path`` if it is an orphan. If ``final`` is given and free, rename the orphan to ``final`` instead."""
     try:
-        if not _is_orphan(path, before, is_file=is_file):
+        if not _is_orphan(path, now, orphan_s, is_file=is_file):
             return
         if final is not None and not os.path.lexists(final):
             logger.warning("%s gets its name back: a worker was killed while it was being replaced", final)
@@ -381,7 +381,7 @@ def _sweep(path: str, before: float, final: str | None, *, is_file: bool = False
         logger.info("%s stays: %s", path, error)
 
 
-def _is_orphan(path: str, before: float, *, is_file: bool) -> bool:
+def _is_orphan(path: str, now: float, orphan_s: float, *, is_file: bool) -> bool:
     facts = os.lstat(path)
     if facts.st_uid != os.geteuid() or (is_file and not stat.S_ISREG(facts.st_mode)):
         return False
@@ -395,4 +395,5 @@ def _is_orphan(path: str, before: float, *, is_file: bool) -> bool:
         if not is_file:
             names = files_under(fd)
             changed += [os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime for name in names]
-        return max(changed) <= (before if is_free else before - _NO_LOCKS_S)
+        # A change in the future is not recent either: the clock was set back since.
+        return min(abs(now - each) for each in changed) >= orphan_s + (0 if is_free else _NO_LOCKS_S)
