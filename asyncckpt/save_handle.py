@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -154,10 +155,14 @@ class SaveState:
     save is *done*: committed or failed. A save may fail, and so be done, while its tensors are still being copied.
     """
 
+    _last_call = 0.0
+
     def __init__(self, path: str | os.PathLike[str], step: int | None) -> None:
         self.path = os.fspath(path)
         self.step = step
-        self.begun, self.called_at = time.perf_counter(), time.time()
+        # A later save has a later time, even if the clock was set back: pointers and images in memory go by this time.
+        SaveState._last_call = max(time.time(), math.nextafter(SaveState._last_call, math.inf))
+        self.begun, self.called_at = time.perf_counter(), SaveState._last_call
         self.timings: dict[str, float] = {}
         self.failure: BaseException | None = None
         """The error, if the save has failed."""
