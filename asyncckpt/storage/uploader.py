@@ -205,10 +205,10 @@ class Uploader:
 
     def _carry_out(self, found: StoredStep, upload: Upload) -> bool:
         """Upload a checkpoint. Return whether to go on with the next."""
-        begun, path = time.time(), step_folder(self._local, found.step)
+        begun, path = time.monotonic(), step_folder(self._local, found.step)
         try:
             manifest = copy_checkpoint(path, self._storage_for, self._linkable)
-            logger.info("%s is uploaded, in %.1f s", path, time.time() - begun)
+            logger.info("%s is uploaded, in %.1f s", path, time.monotonic() - begun)
             took = None if manifest is None else max(0.0, time.time() - manifest.created)
             self._tell(Uploaded(upload.to, found.step, took, None if manifest is None else manifest.nbytes))
             self._note_success()
@@ -225,7 +225,7 @@ class Uploader:
             with self._changed:
                 self._failure, self._loss = (None, failure) if is_final else (failure, self._loss)
             text = f"{type(failure).__name__}: {failure}"
-            self._tell(Uploaded(upload.to, found.step, time.time() - begun, None, text))
+            self._tell(Uploaded(upload.to, found.step, time.monotonic() - begun, None, text))
             if is_final:
                 self._settle(found)
             return is_final
