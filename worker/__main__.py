@@ -97,10 +97,10 @@ def _metrics_file(options: dict[str, Any]) -> MetricsFile | None:
 
 def _lower_priority(nice: int, io_class: str) -> None:
     """Lower the priority, in favor of the training. If the host refuses, only log that: the checkpoint matters more."""
-    process = psutil.Process()
     try:
         if nice:
-            process.nice(nice)
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+        process = psutil.Process()  # fails if /proc is that of another PID namespace
         if io_class == "best-effort":
             process.ionice(psutil.IOPRIO_CLASS_BE, 7)
         elif io_class == "idle":
@@ -113,10 +113,8 @@ def _watch(pid: int) -> int | None:
     """Return a descriptor that becomes readable when the trainer dies; None if there is no such descriptor."""
     try:
         return os.pidfd_open(pid)
-    except (
-        OSError,
-        AttributeError,
-    ):  # the kernel or Python lacks pidfds, or the trainer is already dead, which its socket shows
+    except (OSError, AttributeError):
+        # The kernel or Python lacks pidfds, or the trainer is already dead, which its socket shows.
         return None
 
 
