@@ -20,8 +20,8 @@ def process_limit() -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     number = "no number" if limit == resource.RLIM_INFINITY else f"{limit:,}"
     return (
-        f"see the limit of processes and threads of this user (RLIMIT_NPROC, ulimit -u), which says {number}, and that"
-        " of the container (pids.max)"
+        f"see the limit of processes and threads of this user (RLIMIT_NPROC, ulimit -u), which says {number}, and those"
+        " of the container (pids.max) and of address space (ulimit -v)"
     )
 
 

@@ -15,8 +15,14 @@ _GIB = 1 << 30
 
 
 def available_bytes(cgroup_root: Path = _CGROUP) -> int:
-    """Return the bytes that can be taken now: the minimum over the host and each enclosing cgroup."""
-    limits = [psutil.virtual_memory().available]
+    """Return the bytes that can be taken now: the minimum over the host and each enclosing cgroup.
+
+    Raises ``OutOfMemoryError`` if the host does not tell.
+    """
+    try:
+        limits = [psutil.virtual_memory().available]
+    except OSError as error:
+        raise OutOfMemoryError(f"it is not known how much memory is left: {error}") from error
     for folder, limit_name, usage_name in _cgroup_folders(cgroup_root):
         limit = _read_number(folder / limit_name)
         usage = _read_number(folder / usage_name)

@@ -295,10 +295,8 @@ def _lock(folder: int, name: str, trainer: int) -> int:
     while True:
         fd = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise job_taken_error(*_holders(fd)) from None
+            if not _flock(fd):
+                raise job_taken_error(*_holders(fd))
             if _is_at(fd, folder, f"{name}.lock"):  # else its last holder has just removed it
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, json.dumps({"worker": os.getpid(), "trainer": trainer}).encode(), 0)
@@ -350,8 +348,7 @@ def _sweep(folder: int) -> None:
         with contextlib.suppress(OSError):
             fd = os.open(entry, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(fd, folder, entry):
+                if _flock(fd) and _is_at(fd, folder, entry):
                     _remove(folder, entry.removesuffix(".lock"))
             finally:
                 os.close(fd)
