@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,13 @@ def keeps_inodes(folder: Path) -> bool:
 def need_inodes(folder: Path) -> None:
     if not keeps_inodes(folder):
         pytest.skip("this file system gives another inode number at a rename")
+
+
+def need_command(*command: str) -> None:
+    """Skip the test unless this command succeeds, such as one of ``unshare`` in a container."""
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except FileNotFoundError:
+        pytest.skip(f"{command[0]} is not installed")
+    if found.returncode != 0:
+        pytest.skip(f"{' '.join(command)}: {found.stderr.strip()}")
