@@ -49,7 +49,8 @@ class Plan:
     """Save by DCP's ``async_save`` and by ``torch_save``, too, beside the root."""
     keep_last: int | None = None
     hold: str = ""
-    """Path of a file. The training makes the file before its last save, and waits until the file is gone."""
+    """Path of a file. The training makes the file before its second save, or its only one, and waits until the file is
+    gone."""
     limits: dict[str, str] = field(default_factory=dict)
     """Limits of the training and its worker: name in ``resource`` to a number. A number with a ``+`` is added to the
     descriptors, or to the bytes of address space, in use."""
@@ -138,7 +139,7 @@ def _train(plan: Plan, report: Report, states: dict[int, dict[str, Any]]) -> Non
             with report.one():
                 _load(plan, report, states, checkpointer)
         for step in plan.steps:
-            if plan.hold and step == plan.steps[-1]:
+            if plan.hold and step == plan.steps[:2][-1]:
                 _wait(Path(plan.hold))
             with report.one():
                 _set_clock(next(clocks))

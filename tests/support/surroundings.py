@@ -102,7 +102,7 @@ class Trainings:
         self.process.communicate()
 
     def held(self) -> Path:
-        """Wait until the first training stands before its last save. Return the file that holds it."""
+        """Wait until the first training is held. Return the file that holds it."""
         hold, deadline = Path(self.plans[0].hold), time.monotonic() + LIMIT_S
         while not hold.exists():
             assert self.process.poll() is None and time.monotonic() < deadline, "the training did not come this far"

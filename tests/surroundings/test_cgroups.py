@@ -53,7 +53,7 @@ def test_too_little_memory_for_an_image(root: Path) -> None:
 def test_the_worker_is_killed_for_its_memory(root: Path, tmp_path: Path) -> None:
     """The save that is under way fails, and the next one starts another worker."""
     with _cgroup() as (folder, limit):
-        trainings = Trainings.start(root, hold=str(tmp_path / "hold"), trials=[{"steps": [1, 2]}], single=False)
+        trainings = Trainings.start(root, hold=str(tmp_path / "hold"), steps=[1, 2, 3], single=False)
         try:
             hold = trainings.held()
             (training,) = psutil.Process(trainings.process.pid).children()
@@ -64,6 +64,6 @@ def test_the_worker_is_killed_for_its_memory(root: Path, tmp_path: Path) -> None
             (report,) = trainings.end()
         finally:
             trainings.kill()
-    assert report.saved == [1] and report.loaded == [1], report
+    assert report.saved == [1, 3] and report.loaded == [3], report
     assert len(report.errors) == 1 and "was killed by SIGKILL" in report.errors[0], report
-    judge(root, [1])
+    judge(root, [1, 3])

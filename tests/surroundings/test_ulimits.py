@@ -9,17 +9,17 @@ from support.surroundings import Trainings, nameless, trained, was_refused
 
 _TOO_LOW = [
     ("NOFILE", "+1", "Too many open files"),  # for the start of the worker
-    ("NOFILE", "+8", "Too many open files"),  # for the work of the worker
+    ("NOFILE", "+7", "Too many open files"),  # for the work of the worker
     ("AS", "+0", "ulimit -v"),  # for a thread
     ("AS", f"+{12 << 20}", "ulimit -v"),  # for the memory of the worker
     ("FSIZE", "1000000", "ulimit -f"),  # less than one image
 ]
-_TOO_FEW_PROCESSES = [(2, "no thread can be started"), (3, "did not start"), (6, "while it started")]
+_TOO_FEW_PROCESSES = [(2, "no thread can be started"), (3, "did not start"), (5, "while it started")]
 
 
 def test_too_low(root: Path) -> None:
     trials = [
-        {"name": f"{name} {most}", "limits": {name: most}, "mib": 16 if name == "AS" else 1, "single": most != "+8"}
+        {"name": f"{name} {most}", "limits": {name: most}, "mib": 16 if name == "AS" else 1, "single": most != "+7"}
         for name, most, _ in _TOO_LOW
     ]
     trainings = Trainings.start(root, trials=trials)
