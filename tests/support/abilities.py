@@ -85,4 +85,4 @@ def need_command(*command: str) -> None:
     except FileNotFoundError:
         pytest.skip(f"{command[0]} is not installed")
     if found.returncode != 0:
-        pytest.skip(f"{' '.join(command)}: {found.stderr.strip()}")
+        pytest.skip(found.stderr.strip() or f"{command[0]} fails")

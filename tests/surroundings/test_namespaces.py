@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ _CONTAINER = (*_PIDS, "--mount-proc")
 def test_of_users_and_networks(root: Path, flags: tuple[str, ...]) -> None:
     """There is no network, not even the loopback device; or the user has no name."""
     command = ("unshare", "--user", *flags)
-    need_command(*command, "true")
+    need_command(*command, sys.executable, "-c", "")
     root.parent.chmod(0o777)
     trained(root, *command)
 
