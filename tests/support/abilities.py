@@ -1,4 +1,4 @@
-"""What the file system of a folder can do. The tests of what it cannot are skipped."""
+"""Abilities of the file system of a folder, and of this machine. A test that needs a missing ability is skipped."""
 
 from __future__ import annotations
 
