@@ -74,11 +74,11 @@ def test_two_trainings_in_one_folder(root: Path, tmp_path: Path) -> None:
 
 
 def test_an_attempt_is_not_dead_while_it_is_locked(root: Path) -> None:
-    """Its holder is in another namespace, and has written nothing for a day."""
+    """Its holder is in another namespace, and has written nothing for two days."""
     need_command(*_CONTAINER, "true")
     root.mkdir()
     need_locks(root)
-    attempts = open_attempts(root, time.time() - 86_400)
+    attempts = open_attempts(root, time.time() - 2 * 86_400)
     try:
         (report,) = Trainings.start(root, *_CONTAINER, steps=[1], load="", single=False).end()
         assert report.saved == [1] and all(Path(attempt.path).exists() for attempt in attempts)
