@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import random
+import shutil
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 from tabulate import tabulate
@@ -103,23 +106,41 @@ def main() -> int:
     parser.add_argument(
         "--mount-options", default="", help="of all --file-systems; with barrier=0 ext4 loses data in --cache-cuts"
     )
+    parser.add_argument(
+        "--each-call-share", type=float, default=1.0, help="of the places of --each-call, chosen at random"
+    )
+    parser.add_argument(
+        "--hours",
+        type=float,
+        help="repeat a tenth of everything, or what is named, with a new seed each time; stop at the first fault, keep"
+        " its files, and say how to replay it",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to write; by default the folder for temporary files")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
+    args.options = [
+        f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in vars(args).items()
+        if name not in ("hours", "seed", "json", *map(_of, _KINDS)) and value != parser.get_default(name)
+    ]
     are_named = any(getattr(args, _of(name), 0) for name in _KINDS)
     for name, (count, _) in _KINDS.items():
         setattr(args, _of(name), getattr(args, _of(name), 0 if are_named else count))
 
     logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)  # thousands of saves are about to fail
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as the judge is
     tally, begun = Tally(), time.monotonic()
-    with tempfile.TemporaryDirectory(dir=args.folder, prefix="asyncckpt-torture-") as name:
-        folder = Path(name)
-        os.environ[FOLDER_VARIABLE] = str(folder / "runtime")
-        os.environ[MARK] = name
-        took = _torture(args, tally, folder)
-        leftovers.check_left(tally, folder / "runtime")
+    if args.hours is None:
+        took = _torture_in_folder(args, tally)
+    else:
+        took = {}
+        if not are_named:
+            _make_small(args)
+        while not tally.losses and time.monotonic() < begun + 3600 * args.hours:
+            _repeat(args, tally)
+            args.seed += 1
 
     rows: list[tuple[str, object]] = sorted(tally.counts.items())
     rows += [(name, f"{value:.1f}") for name, value in sorted(tally.waits.items())]
@@ -155,6 +176,44 @@ def _of(kind: str) -> str:
     return kind.replace("-", "_")
 
 
+def _make_small(args: argparse.Namespace) -> None:
+    """Choose a tenth of everything, and no timed restarts."""
+    for name in _KINDS:
+        setattr(args, _of(name), -(-getattr(args, _of(name)) // 10))
+    args.each_call, args.each_call_share = len(each_call.ERRORS), 0.01
+    args.options.append(f"--each-call-share {args.each_call_share}")
+    args.restart_mib = args.host_restart_mib = 0
+
+
+def _repeat(args: argparse.Namespace, tally: Tally) -> None:
+    """Torture each kind by itself, until one loses something. Say how to replay that."""
+    for name in _KINDS:
+        if not (count := getattr(args, _of(name))):
+            continue
+        alone = argparse.Namespace(**{**vars(args), **{_of(each): 0 for each in _KINDS}, _of(name): count})
+        _torture_in_folder(alone, tally)
+        tally.counts["repeated kinds"] += 1
+        if tally.losses:
+            options = [f"--{name} {count}", f"--seed {args.seed}", *args.options]
+            tally.losses.append(f"replay it by: python scripts/torture {' '.join(options)}")
+            return
+
+
+def _torture_in_folder(args: argparse.Namespace, tally: Tally) -> dict[str, float]:
+    """Torture in a new folder. With ``--hours`` the folder is kept if something is lost."""
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(dir=args.folder, prefix="asyncckpt-torture-"))
+        folder = Path(name)
+        os.environ[FOLDER_VARIABLE] = str(folder / "runtime")
+        os.environ[MARK] = name
+        took = _torture(args, tally, folder)
+        leftovers.check_left(tally, folder / "runtime")
+        if tally.losses and args.hours is not None:
+            kept = shutil.copytree(folder, f"{folder}-kept", symlinks=True, ignore_dangling_symlinks=True)
+            tally.losses.append(f"what is left of it is in {kept}")
+    return took
+
+
 def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, float]:
     """All kinds. Each has choices of its own, so that one can be had again without the others."""
 
@@ -171,7 +230,7 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
         system_calls.fail_calls(tally, folder, args.calls, choice("calls"))
     scenarios = [scenario for scenario in SCENARIOS if scenario.name in args.scenarios]
     if args.each_call:
-        each_call.fail_each(tally, folder, args.each_call, scenarios)
+        each_call.fail_each(tally, folder, args.each_call, scenarios, choice("each call"), args.each_call_share)
     if args.forks:
         forks.fork(tally, folder, args.forks, choice("forks"))
     if args.damages:

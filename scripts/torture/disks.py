@@ -17,7 +17,8 @@ from tqdm import tqdm
 from asyncckpt import Checkpointer
 from asyncckpt.errors import StorageError
 from torture.jobs import worker_of
-from torture.tally import CONFIG, LIMIT_S, SIZES, Tally, check_root, is_of, state_of
+from torture.promises import check_root
+from torture.tally import CONFIG, LIMIT_S, SIZES, Tally, is_of, state_of
 
 
 @contextlib.contextmanager

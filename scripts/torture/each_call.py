@@ -20,6 +20,7 @@ import json
 import logging
 import mmap
 import os
+import random
 import re
 import shutil
 import signal
@@ -92,8 +93,19 @@ class Round:
         return f"{self.scenario}, {self.act}: call {self.number} of the {self.side} fails ({self.kind}) with {name}"
 
 
-def fail_each(tally: Tally, folder: Path, errors: int, scenarios: Iterable[Scenario] = SCENARIOS) -> None:
-    """Fail each call of each act of each scenario of one rank, with so many of the six ``errors``."""
+def fail_each(
+    tally: Tally, folder: Path, errors: int, scenarios: Iterable[Scenario], choice: random.Random, share: float
+) -> None:
+    """Fail each call of each act of each scenario of one rank.
+
+    Args:
+        tally: Gets the outcomes.
+        folder: Where to save.
+        errors: The number of errors, of six, with which each call fails in turn.
+        scenarios: What is saved.
+        choice: Chooses the places.
+        share: The share of the places to try, 0 to 1.
+    """
     if shutil.which("cc") is None:
         tally.counts["no compiler: no call failed"] += 1
         return
@@ -105,19 +117,20 @@ def fail_each(tally: Tally, folder: Path, errors: int, scenarios: Iterable[Scena
         acts = _ACTS if type(scenario) is Steps else _ACTS[:1]
         for side in _SIDES:
             for act in acts:
-                _fail_act(tally, folder, library, scenario, side, act, errors)
+                with _Trainer(folder / "each-call", library, scenario, side) as trainer:
+                    none = Round(scenario.name, side, act, _NEVER, errno.EIO, "")
+                    counts = {kind: _count(trainer, replace(none, kind=kind)) for kind in _KINDS}
+                if rounds := [each for each in _rounds(none, errors, counts) if choice.random() < share]:
+                    _fail_act(tally, folder, library, scenario, rounds)
 
 
-def _fail_act(tally: Tally, folder: Path, library: Path, scenario: Scenario, side: str, act: str, errors: int) -> None:
+def _fail_act(tally: Tally, folder: Path, library: Path, scenario: Scenario, rounds: list[Round]) -> None:
     """Run the rounds of one act in trainers: a new trainer follows a trainer that died or hung."""
-    place = folder / "each-call"
-    with _Trainer(place, library, scenario, side) as trainer:
-        counts = {kind: _count(trainer, Round(scenario.name, side, act, _NEVER, errno.EIO, kind)) for kind in _KINDS}
-    rounds = [*_rounds(scenario, side, act, errors, counts)]
+    side, act = rounds[0].side, rounds[0].act
     progress = tqdm(rounds, desc=f"each call: {scenario.name}, {act}, {side}", unit="call", disable=None)
     pending = iter(progress)
     while (round_ := next(pending, None)) is not None:
-        with _Trainer(place, library, scenario, side) as trainer:
+        with _Trainer(folder / "each-call", library, scenario, side) as trainer:
             while round_ is not None:
                 said = trainer.go(round_)
                 if said is None:
@@ -147,7 +160,7 @@ def _count(trainer: _Trainer, round_: Round) -> int:
     return max(counts)
 
 
-def _rounds(scenario: Scenario, side: str, act: str, errors: int, counts: dict[str, int]) -> Iterator[Round]:
+def _rounds(act: Round, errors: int, counts: dict[str, int]) -> Iterator[Round]:
     """Yield the rounds of an act. The errors take turns from call to call and from kind to kind."""
     for shift, kind in enumerate(_KINDS):
         # Python calls again after EINTR, without an end.
@@ -158,7 +171,7 @@ def _rounds(scenario: Scenario, side: str, act: str, errors: int, counts: dict[s
         for number in range(1, counts[kind] + 1, max(1, counts[kind] // (errors * _PLACES))):
             for turn in range(turns):
                 error = usable[(number * errors + shift + turn) % len(usable)]
-                yield Round(scenario.name, side, act, number, error, kind)
+                yield replace(act, number=number, error=error, kind=kind)
 
 
 class _Trainer:

@@ -29,7 +29,8 @@ from torture.host_faults import Memory, Stopped, check_idle, runtime_of, workers
 from torture.host_trainers import Training, train
 from torture.jobs import Job
 from torture.leftovers import send_away
-from torture.tally import CONFIG, LIMIT_S, Tally, check_root
+from torture.promises import check_root
+from torture.tally import CONFIG, LIMIT_S, Tally
 
 # How many ranks there are on each host, in turns: as before, in another order, more, fewer.
 _SHAPES: tuple[tuple[int, ...], ...] = ((2, 2), (1, 1, 1), (1, 2), (2, 1), (1, 1))

@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from asyncckpt import Checkpointer
 from asyncckpt.link.endpoint import FOLDER_VARIABLE
-from torture.tally import LIMIT_S, Tally, check_root
+from torture.promises import check_root
+from torture.tally import LIMIT_S, Tally
 
 MARK = "ASYNCCKPT_TORTURE"
 

@@ -18,7 +18,8 @@ from tqdm import tqdm
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError
 from torture.jobs import Job, worker_of
-from torture.tally import LIMIT_S, Tally, check_root, config_of_killed, is_of, state_of, to_save
+from torture.promises import check_root
+from torture.tally import LIMIT_S, Tally, config_of_killed, is_of, state_of, to_save
 
 Check: TypeAlias = Callable[[Tally, str], None]
 """Looks at a root when all has been done to it."""

@@ -1,7 +1,7 @@
 """Judge a folder after a crash: what DESIGN calls "What must always hold", as far as files show it.
 
-The judge reads with torch alone: stock DCP loads folders, ``torch.load`` loads files. Only ``go_on`` uses asyncckpt, as
-a restarted training does.
+The judge reads with torch alone: stock DCP loads folders, ``torch.load`` loads files. Only ``go_on`` and ``check_root``
+use asyncckpt, too, as a restarted training does.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from asyncckpt import Checkpointer
+from asyncckpt.loading.source import verify, wait_for_attempts
+from asyncckpt.storage import complete_steps
+from torture import tally as jobs_of
 from torture.scenarios import Files, Pointers, Replaced, Scenario, Sets, Steps, state_of
-from torture.tally import LIMIT_S
+from torture.tally import CONFIG, LIMIT_S, Tally, value_of
 
 _STEP = re.compile(r"step-(\d{8})")
 _GLOBAL = re.compile(r"global_(\d+)")
@@ -83,6 +89,50 @@ def go_on(scenario: Scenario, root: Path, begun: int, rank: int = 0) -> list[str
     if (took := time.monotonic() - started) > LIMIT_S:
         broken.append(f"{root}: the restart took {took:.1f} s")
     return broken
+
+
+def check_root(tally: Tally, root: str) -> None:
+    """Judge a folder of steps of ``tally.to_save``, and save once more. Nothing is left over then."""
+    wait_for_attempts(root, LIMIT_S)  # a dead trainer's worker still removes what is old
+    for step, path in _named(Path(root), _STEP):
+        tally.counts["checkpoints verified"] += 1
+        for broken in [*map(str, verify(str(path)).damages), *_wrong_tortured(path, step)]:
+            tally.lose(broken)
+    make_old(Path(root))
+    with Checkpointer(root, CONFIG) as checkpointer:
+        checkpointer.prepare(jobs_of.state_of(0))  # which waits for a worker that may still be writing
+        last = max(complete_steps(root), default=0) + 1
+        checkpointer.save(last, jobs_of.state_of(last)).result(LIMIT_S)
+    for left in Path(root).glob(".*"):
+        tally.lose(f"left over: {left}")
+
+
+def _wrong_tortured(path: Path, step: int) -> list[str]:
+    """Judge a step of ``tally.to_save`` with stock DCP and ``torch.load``."""
+    broken = [wrong for folder in path.rglob(".metadata") for wrong in _wrong_dcp(folder.parent, step)]
+    for file in path.glob("large_*.pt"):
+        broken += _wrong_value(file, partial(torch.load, file), torch.full((jobs_of.SIZES[0],), float(step)))
+    for file in path.glob("small/*.json"):
+        broken += _wrong_value(file, file.read_bytes, str(step).encode())
+    return broken
+
+
+def _wrong_dcp(folder: Path, step: int) -> list[str]:
+    found = dcp_files.FileSystemReader(folder).read_metadata().state_dict_metadata
+    into: dict[str, Any] = {
+        name: torch.zeros(of.size, dtype=of.properties.dtype) if isinstance(of, TensorStorageMetadata) else 0
+        for name, of in found.items()
+    }
+    expected = {
+        name: torch.full_like(into[name], value_of(name, step)) if torch.is_tensor(into[name]) else step
+        for name in into
+    }
+
+    def load() -> dict[str, Any]:
+        dcp.load(into, checkpoint_id=folder, no_dist=True)
+        return into
+
+    return _wrong_value(folder, load, expected)
 
 
 def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:

@@ -20,19 +20,19 @@ from tqdm import tqdm
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
-from asyncckpt.storage import complete_steps, object_sweep, objects
+from asyncckpt.loading.source import verify
+from asyncckpt.storage import complete_steps, object_sweep, objects, step_folder
 from asyncckpt.storage.record import is_finalized, list_below
 from asyncckpt.storage.stock_names import shown
 from torture import kills
 from torture.jobs import Job
+from torture.promises import check_root
 from torture.tally import (
     CONFIG,
     LIMIT_S,
     LOCAL_VARIABLE,
     SETS_VARIABLE,
     Tally,
-    check_published,
-    check_root,
     config_of_killed,
     is_of,
     state_of,
@@ -159,7 +159,9 @@ def _check_store(tally: Tally, root: str) -> None:
         checkpointer.prepare(state_of(0))  # which waits for a worker that may still be writing
         last = max(checkpointer.steps(), default=0) + 1
         checkpointer.save(last, state_of(last)).result(LIMIT_S)
-    check_published(tally, root)
+    for step in complete_steps(root):
+        for damage in verify(step_folder(root, step)).damages:
+            tally.lose(f"published, and not whole: {damage}")
     store, key = objects.objects_at(root), objects.split_address(root)[1]
     object_sweep._swept.clear()
     object_sweep.sweep(store, key, 0.0)

@@ -23,7 +23,8 @@ from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.link import process as worker_process
 from asyncckpt.loading.source import verify
 from asyncckpt.storage import step_folder
-from torture.tally import CONFIG, LIMIT_S, Tally, check_root, is_of, state_of
+from torture.promises import check_root
+from torture.tally import CONFIG, LIMIT_S, Tally, is_of, state_of
 
 _ERRORS = [
     *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE),

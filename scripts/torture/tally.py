@@ -8,15 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from asyncckpt import Checkpointer, Config, FileSet
-from asyncckpt.loading.source import verify, wait_for_attempts
-from asyncckpt.storage import complete_steps, step_folder
+from asyncckpt import Config, FileSet
 
 LIMIT_S = 30.0
 # What nobody has asked to wait for may not take longer.
@@ -67,6 +64,11 @@ def state_of(step: int, rank: int = 0) -> dict[str, Any]:
     return {"model": tensors, "frozen": frozen, "both": torch.full((1000,), float(step)), "step": step}
 
 
+def value_of(name: str, step: int) -> int:
+    """Return the value of ``step`` in the tensor ``name`` of ``state_of``, as DCP names it."""
+    return step // FROZEN_STEPS if name.startswith("frozen.") else step
+
+
 def is_of(state: dict[str, Any], step: int) -> bool:
     """Whether every byte is that of ``step``."""
     values = [*state["model"].values(), state["both"]]
@@ -102,26 +104,3 @@ class Tally:
         self.longest_s = max(self.longest_s, took)
         if took > PATIENCE_S:
             self.lose(f"{what} took {took:.1f} s")
-
-
-def check_published(tally: Tally, root: str) -> None:
-    """All that is published is whole."""
-    for step in complete_steps(root):
-        tally.counts["checkpoints verified"] += 1
-        for damage in verify(step_folder(root, step)).damages:
-            tally.lose(f"published, and not whole: {damage}")
-
-
-def check_root(tally: Tally, root: str) -> None:
-    """All that is published is whole, and what killed workers left is removed by a later save."""
-    wait_for_attempts(root, LIMIT_S)  # a dead trainer's worker still removes what is old
-    check_published(tally, root)
-    hour_ago = time.time() - 3600
-    for left in [*Path(root).glob(".*"), *Path(root).glob(".*/*")]:
-        os.utime(left, (hour_ago, hour_ago))
-    with Checkpointer(root, CONFIG) as checkpointer:
-        checkpointer.prepare(state_of(0))  # which waits for a worker that may still be writing
-        last = max(complete_steps(root), default=0) + 1
-        checkpointer.save(last, state_of(last)).result(LIMIT_S)
-    for left in Path(root).glob(".*"):
-        tally.lose(f"left over: {left}")

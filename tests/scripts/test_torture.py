@@ -86,13 +86,30 @@ def test_nothing_is_lost_by_a_power_cut(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(310)
-def test_a_disk_that_is_never_flushed_loses_steps(tmp_path: Path) -> None:
+def test_nothing_is_lost_by_a_call_that_fails(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    chosen = ["--each-call=1", "--each-call-share=0.08", "--scenarios", "files", "--seed=3", f"--json={report}"]
+    facts = _try("torture", [*chosen, "--hours=0.001"], report)
+    if "no compiler: no call failed" in facts:
+        pytest.skip("there is no compiler")
+    assert facts["repeated kinds"] == 1 and facts["each call: places"] >= 30
+    for side in ("trainer", "worker"):
+        assert facts[f"each call: save of the {side} succeeded"] > 0
+        assert facts[f"each call: save of the {side} raised WorkerDiedError"] > 0
+    assert facts["losses"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(310)
+def test_a_disk_that_is_never_flushed_loses_steps_and_the_fault_can_be_replayed(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     chosen = ["--cache-cuts=4", "--file-systems", "ext4", "--mount-options=barrier=0", f"--json={report}"]
-    facts = _try("torture", chosen, report, loses=True)
+    facts = _try("torture", [*chosen, "--hours=0.1", f"--folder={tmp_path}"], report, loses=True)
     if any("no power cut" in name for name in facts):
         pytest.skip("no disk can be mounted here")
-    assert facts["losses"]
+    *_, kept, replay = facts["losses"]
+    assert "--cache-cuts 4 --seed" in replay and "--mount-options barrier=0" in replay
+    assert Path(kept.rpartition(" ")[2]).is_dir()
 
 
 @pytest.mark.slow
