@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,24 +17,33 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from asyncckpt.errors import CheckpointError, interrupts_as_they_are, is_interrupt, located, unless_interrupt
+from asyncckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    interrupts_as_they_are,
+    is_interrupt,
+    located,
+    unless_interrupt,
+)
 from asyncckpt.format.manifest import data_of_rank
 from asyncckpt.format.storage_meta import without_storage_meta
 from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import DirectLoad, draft
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import Source, StorageSource, is_stock
+from asyncckpt.loading.source import Source, StorageSource, is_stock, stands_there
 from asyncckpt.planning.draft import StoredPlan
 from asyncckpt.planning.per_rank import PerRank, per_rank_values
 from asyncckpt.planning.structure import give_states, stateful_to_dict, stateful_types
-from asyncckpt.ranks.collectives import gather, many, on_all
+from asyncckpt.ranks.collectives import gather, is_first, many, on_all, rank_of
 from asyncckpt.storage import absolute, storage_for
+from asyncckpt.storage.partial import LATE_S
 from asyncckpt.threads import without_gc
 
 logger = logging.getLogger(__name__)
 
 # A load that takes longer, in seconds, shows a progress bar.
 _LONG_S = 3.0
+_LATE_POLL_S = 0.5
 
 
 class Filled(NamedTuple):
@@ -99,8 +109,8 @@ def load(
     path, ranks = absolute(path), False if no_dist else process_group
     per_rank = per_rank_values(state_dict)
     with contextlib.ExitStack() as held, _as_ours(path, ranks):
-        bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and _is_first()))
-        source = source or on_all(partial(_open, path, held), ranks)
+        bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and is_first(None)))
+        source = source or _open_on_all(path, held, ranks)
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
         states = _states(state_dict, per_rank, open_reader, held, ranks)
         increment_version(list(_dtensors(states)))
@@ -159,10 +169,25 @@ def _states(
     return on_all(lambda: dict(stateful_to_dict({key: state_dict[key] for key in keys})), ranks)
 
 
-def _open(path: str, held: contextlib.ExitStack) -> Source | None:
-    """Open the checkpoint ``path``, with ``held`` protecting it against removal; None: stock DCP wrote it."""
-    held.enter_context(storage_for(path).reading(path))
-    return None if is_stock(path) else StorageSource(path)
+def _open_on_all(path: str, held: contextlib.ExitStack, ranks: Any) -> Source | None:
+    """Open the checkpoint ``path``, with ``held`` protecting it against removal; None: stock DCP wrote it.
+
+    If only some ranks find it, wait for its name on the others: a network file system may show a new name late.
+    """
+
+    def opened() -> Source | None:
+        held.enter_context(storage_for(path).reading(path))
+        return None if is_stock(path) else StorageSource(path)
+
+    deadline = time.monotonic() + LATE_S
+    while True:
+        try:
+            return on_all(opened, ranks)
+        except CheckpointNotFoundError:
+            is_awaited = time.monotonic() < deadline and stands_there(path, "") != "none"
+            if not any(gather(is_awaited, ranks)):
+                raise
+            time.sleep(_LATE_POLL_S)
 
 
 def _open_reader(path: str, source: Source | None, bar: Progress, verify: bool, weights_only: bool) -> StorageReader:
@@ -174,11 +199,6 @@ def _open_reader(path: str, source: Source | None, bar: Progress, verify: bool, 
         reader = CheckpointReader(path, verify=verify, weights_only=weights_only, source=source, progress=bar)
     reader.read_metadata()
     return reader
-
-
-def _is_first() -> bool:
-    """Return whether this is the first rank of the job, the only rank that shows the bar."""
-    return not many(None) or dist.get_rank() == 0
 
 
 @contextlib.contextmanager
@@ -193,12 +213,11 @@ def _as_ours(path: str, ranks: Any) -> Iterator[None]:
     except CheckpointError:
         raise
     except CheckpointException as error:
-        me = dist.get_rank(ranks) if many(ranks) else 0
         causes = {rank: each[0] if isinstance(each, tuple) else each for rank, each in error.failures.items()}
         for cause in causes.values():
             if isinstance(cause, CheckpointError):
                 raise cause from None
-        if me in causes and is_interrupt(causes[me]):
+        if (me := rank_of(ranks)) in causes and is_interrupt(causes[me]):
             raise causes[me] from None  # such as Ctrl-C
         rank, cause = next(iter(causes.items()))
         raise located(cause, path=path, rank=rank if many(ranks) else None) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import sys
+import threading
 import weakref
 from functools import partialmethod
 from pathlib import Path
@@ -193,3 +194,21 @@ def test_dtensors_on_the_meta_device_are_made(tmp_path: Path) -> None:
     """As DCP makes them, where ranks load together."""
     found = run(2, _load_into_meta, str(tmp_path / "root"), str(tmp_path / "stock"), folder=tmp_path)
     assert found == [[[0.0, 1.0, 2.0, 3.0]] * 3, [[4.0, 5.0, 6.0, 7.0]] * 3]
+
+
+def _load_late_name(root: str, late: int) -> bool:
+    """Load step 1, whose name the host of the rank ``late`` sees a second later. Returns whether all is there."""
+    path = Path(root, "step-00000001")
+    if dist.get_rank() == late:
+        at_host = Path(root, "late")
+        threading.Timer(1, at_host.symlink_to, [path]).start()
+        path = at_host
+    asyncckpt.load(state := replicas(), checkpoint_id=path)
+    return equal(state, replicas(1))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_name_that_other_hosts_see_late_is_waited_for(tmp_path: Path, late: int) -> None:
+    root = str(tmp_path / "root")
+    run(2, _save_one, root, folder=tmp_path)
+    assert all(run(2, _load_late_name, root, late, folder=tmp_path))
