@@ -21,6 +21,8 @@ from asyncckpt.shm.segment import close
 LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.01
 _MOST_AT_ONCE = 1 << 30
+_synced: set[str] = set()
+"""Folders whose entries this process has synced."""
 
 _ADVICE = {
     errno.ENOSPC: "free space there, or choose another place",
@@ -90,17 +92,26 @@ def sync_folder(path: str) -> None:
 
 
 def make_folder(path: str, mode: int = 0o755) -> None:
-    """Create the folder ``path`` and its missing parents, each entry durable."""
-    if os.path.isdir(path):
-        return
+    """Create the folder ``path`` and its missing parents, each entry durable.
+
+    Each process syncs the entry of an existing folder once, because the creator may have been killed before its sync.
+    """
     parent = os.path.dirname(path)
-    if parent != path:
-        make_folder(parent, mode)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, mode)
-    if not os.path.isdir(path):
-        raise NotADirectoryError(errno.ENOTDIR, "it is a file", path)
-    sync_folder(parent)
+    if is_new := not os.path.isdir(path):
+        if parent != path:
+            make_folder(parent, mode)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, mode)
+        if not os.path.isdir(path):
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file", path)
+    elif path in _synced:
+        return
+    try:
+        sync_folder(parent)
+    except OSError:
+        if is_new:  # this user may not be allowed to read the folder of somebody else
+            raise
+    _synced.add(path)
 
 
 def files_under(folder: int) -> Iterator[str]:
@@ -172,23 +183,14 @@ def remove_folder(path: str) -> None:
     _remove_tree(path)
 
 
-def _remove_tree(path: str) -> None:
+def _remove_tree(path: str, above: int | None = None) -> None:
     """Remove a folder while other ranks may be removing files in it, or a listing still has what was removed."""
     with contextlib.suppress(FileNotFoundError):
-        with opened(path, os.O_DIRECTORY | os.O_NOFOLLOW) as folder:
-            _empty(folder)
-        os.rmdir(path)
-
-
-def _empty(folder: int) -> None:
-    for name, is_folder in _entries(folder):
-        with contextlib.suppress(FileNotFoundError):
-            if is_folder:
-                with opened(name, os.O_DIRECTORY | os.O_NOFOLLOW, folder) as below:
-                    _empty(below)
-                os.rmdir(name, dir_fd=folder)
-            else:
-                os.unlink(name, dir_fd=folder)
+        with opened(path, os.O_DIRECTORY | os.O_NOFOLLOW, above) as folder:
+            for name, is_folder in _entries(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    _remove_tree(name, folder) if is_folder else os.unlink(name, dir_fd=folder)
+        os.rmdir(path, dir_fd=above)
 
 
 def replace_text(path: str, text: str, at: int | None = None) -> None:

@@ -12,10 +12,12 @@ import pytest
 from support.attempts import checkpoint_attempt
 from support.checkpoints import PAGE
 
+from asyncckpt import Checkpointer
 from asyncckpt.errors import StorageError
 from asyncckpt.format.write_request import Existing
 from asyncckpt.shm.segment import Segment
 from asyncckpt.storage import file_system, partial
+from asyncckpt.storage.local import LocalStorage
 
 
 class Recorder:
@@ -48,6 +50,7 @@ def test_everything_is_durable_before_it_is_finalized(tmp_path: Path, monkeypatc
     hidden = f"{root}/.final.attempt.partial"
     kinds = [(kind, path) for kind, path, _ in recorder.events]
     assert kinds == [
+        ("fsync", str(tmp_path.parent)),  # another process may have made the folder for it just now
         ("fsync", str(tmp_path)),  # that there is a root
         ("fsync", f"{hidden}/__0_0.index.json"),
         ("fsync", f"{hidden}/.metadata"),
@@ -58,9 +61,46 @@ def test_everything_is_durable_before_it_is_finalized(tmp_path: Path, monkeypatc
         ("fsync", root),
     ]
     final = tmp_path / "root" / "final"
-    for kind, path, size in recorder.events[1:5]:
+    for kind, path, size in recorder.events[2:6]:
         assert kind == "fsync" and size == (final / Path(path).name).stat().st_size > 0
     assert sorted(os.listdir(root)) == ["final"]
+
+
+def test_the_entry_of_a_root_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The creator of an existing root may have been killed before its fsync, so each process syncs the entry once."""
+    recorder = Recorder(monkeypatch)
+    with Checkpointer(tmp_path / "above" / "root"):
+        assert [path for _, path, _ in recorder.events] == [str(tmp_path.parent), str(tmp_path), f"{tmp_path}/above"]
+    (left := tmp_path / "left").mkdir()
+    recorder.events.clear()
+    for _ in range(2):
+        LocalStorage().begin_checkpoint(f"{left}/final", "1-1", 0).discard()
+    assert [path for _, path, _ in recorder.events] == [str(tmp_path)]
+
+
+def test_an_existing_root_may_stand_in_a_folder_that_cannot_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(file_system, "sync_folder", refuse)
+    file_system.make_folder(str(tmp_path))
+    with pytest.raises(PermissionError):
+        file_system.make_folder(str(tmp_path / "new"))
+
+
+def test_the_first_index_of_a_set_is_durable_before_its_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save recognises an attempt by its index, and removes no folder without one."""
+    attempt = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "1-1", 0)
+    recorder = Recorder(monkeypatch)
+    attempt.create("__0_0.index.json", large=False).close()
+    assert [path for _, path, _ in recorder.events] == [str(tmp_path / ".final.1-1.partial")]
+    attempt.create("model.bin", large=False).close()
+    attempt.discard()
+    assert len(recorder.events) == 1
 
 
 def test_the_slot_is_free_only_when_its_bytes_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
