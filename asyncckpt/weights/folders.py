@@ -25,8 +25,8 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 class WeightFolders:
     """The newest versions of a subscriber, each as a folder, for engines of this host and user.
 
-    The links lead to the memory of this process, which has to live while an engine reads the folders. ``close``
-    removes all folders. A context manager.
+    The links lead to the memory of this process, which has to live while an engine reads the folders. So nothing is
+    synced: a power cut ends the memory, too. ``close`` removes all folders. A context manager.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class WeightFolders:
         if self._versions and self._versions[-1][:2] == (weights.version, weights.epoch):
             weights.release()
             return str(self._folder / name)
-        for older in [each for each in self._versions if each[0] == weights.version]:
-            self._drop(older)  # from a trainer that has gone back
         with ExitStack() as kept:
             kept.enter_context(weights)
-            partial = self._folder / f".{name}.partial"
+            partial = self._folder / f".{name}.{weights.epoch}.partial"
             partial.mkdir()
-            kept.callback(shutil.rmtree, self._folder / name, ignore_errors=True)
             kept.callback(shutil.rmtree, partial, ignore_errors=True)
             try:
                 links = kept.enter_context(weights.safetensors(partial))
             except ValueError as error:
                 raise UnsavableStateError(f"version {weights.version} cannot be a folder: {error}") from error
             self._fill(partial, links)
+            for older in [each for each in self._versions if each[0] == weights.version]:
+                self._drop(older)  # from a trainer that has gone back
+            kept.callback(shutil.rmtree, self._folder / name, ignore_errors=True)
             partial.rename(self._folder / name)
             self._versions.append((weights.version, weights.epoch, kept.pop_all()))
         self._point_to(name)

@@ -69,6 +69,17 @@ def test_a_trainer_that_goes_back(publisher: WeightPublisher, tmp_path: Path) ->
                 assert torch.equal(loaded["at"], state["at"])
 
 
+def test_a_version_that_cannot_be_a_folder_replaces_none(publisher: WeightPublisher, tmp_path: Path) -> None:
+    with WeightSubscriber(ADDRESS) as reader, WeightFolders(reader, tmp_path / "updates") as folders:
+        publisher.publish({"at": torch.ones(3)}, 1)
+        path = folders.update(1)
+        publisher.publish({"at": torch.ones(3, dtype=torch.complex128)}, 1, roll_back=True)
+        with pytest.raises(UnsavableStateError, match="which the format of safetensors lacks"):
+            folders.update(1)
+        assert torch.equal(load_file(Path(path) / "model.safetensors")["at"], torch.ones(3))
+        assert sorted(os.listdir(tmp_path / "updates")) == ["latest", "weight_v000001"]
+
+
 def test_a_model_of_transformers_is_loaded_from_there(publisher: WeightPublisher, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=16)
