@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from asyncckpt.errors import CheckpointError, WorkerDiedError
 from asyncckpt.format.write_request import HeldImage, WriteRequest
 from asyncckpt.link import messages
+from asyncckpt.link.endpoint import runtime_folder
 from asyncckpt.link.endpoint_messages import Follow, Serve
 from asyncckpt.link.messages import Claim, Claimed, receive, send
 from asyncckpt.link.root_lock import RootLock
@@ -229,7 +230,7 @@ class Server:
         try:
             self._endpoint_service.open()
         except OSError as error:
-            trouble = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+            trouble = f"{error.strerror or error}: {runtime_folder()}"
         return messages.Listening(trouble)
 
     def _claim(self, claim: Claim) -> Claimed:

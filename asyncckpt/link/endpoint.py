@@ -26,6 +26,7 @@ import xxhash
 
 from asyncckpt.errors import JobTakenError, SaveTimeoutError
 from asyncckpt.link.socket_connection import SocketConnection
+from asyncckpt.storage.file_system import is_at, opened
 from asyncckpt.threads import start
 
 FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
@@ -200,23 +201,17 @@ def announced_bytes() -> int:
 
 def _announced_end(name: str, folder: int) -> int:
     """Up to where the memory is taken; 0: that is not written yet. Raises ``OSError``."""
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    try:
+    with opened(name, os.O_NOFOLLOW, folder) as fd:
         return int(os.read(fd, 32) or b"0")
-    finally:
-        os.close(fd)
 
 
 def _is_stale(name: str, folder: int) -> bool:
     """Whether nobody holds the lock of that file, which is removed then. Raises ``OSError``."""
-    fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    try:
+    with opened(name, os.O_RDWR | os.O_NOFOLLOW, folder) as fd:
         is_stale = _flock(fd)
-        if is_stale and _is_at(fd, folder, name):
+        if is_stale and is_at(fd, name, folder):
             os.unlink(name, dir_fd=folder)
         return is_stale
-    finally:
-        os.close(fd)
 
 
 def endpoint_names(job: str | None = None) -> list[str]:
@@ -297,7 +292,7 @@ def _lock(folder: int, name: str, trainer: int) -> int:
         try:
             if not _flock(fd):
                 raise job_taken_error(*_holders(fd))
-            if _is_at(fd, folder, f"{name}.lock"):  # else its last holder has just removed it
+            if is_at(fd, f"{name}.lock", folder):  # else its last holder has just removed it
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, json.dumps({"worker": os.getpid(), "trainer": trainer}).encode(), 0)
                 return fd
@@ -312,6 +307,9 @@ def _flock(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        why = f"it cannot be locked ({error.strerror}): set ${FOLDER_VARIABLE} to a folder on a file system with locks"
+        raise OSError(error.errno, why, runtime_folder()) from error
     return True
 
 
@@ -331,13 +329,6 @@ def _holders(fd: int) -> tuple[int, int]:
         return 0, 0
 
 
-def _is_at(fd: int, folder: int, name: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=folder, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-
-
 def _sweep(folder: int) -> None:
     """Remove what workers left that were killed."""
     for entry in os.listdir(folder):
@@ -345,13 +336,9 @@ def _sweep(folder: int) -> None:
             if entry.endswith((_MEMORY, ROOT_LOCK)):
                 _is_stale(entry, folder)
     for entry in _locks(folder):
-        with contextlib.suppress(OSError):
-            fd = os.open(entry, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-            try:
-                if _flock(fd) and _is_at(fd, folder, entry):
-                    _remove(folder, entry.removesuffix(".lock"))
-            finally:
-                os.close(fd)
+        with contextlib.suppress(OSError), opened(entry, os.O_RDWR | os.O_NOFOLLOW, folder) as fd:
+            if _flock(fd) and is_at(fd, entry, folder):
+                _remove(folder, entry.removesuffix(".lock"))
 
 
 def _locks(folder: int) -> Iterator[str]:

@@ -23,7 +23,7 @@ from asyncckpt.link.endpoint import ROOT_LOCK, endpoint_name, endpoint_scope, ru
 from asyncckpt.link.messages import Claim, Claimed, RootHolder
 from asyncckpt.link.takeover import is_running
 from asyncckpt.storage import is_address
-from asyncckpt.storage.file_system import lock_alone
+from asyncckpt.storage.file_system import is_at, lock_alone, opened
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class RootLock:
                     raise OSError("its file system has no locks")
                 if not is_ours:
                     return found
-                if _is_at(fd, path):  # else somebody has removed it meanwhile
+                if is_at(fd, path):  # else somebody has removed it meanwhile
                     _check_job(claim, found)
                     job_id = claim.job_id or found.job_id
                     own = RootHolder(socket.gethostname(), _scope(), os.getpid(), trainer, job_id, leaving=False)
@@ -138,11 +138,8 @@ def is_finishing(root: str) -> bool:
     refuse it to a worker that wants it.
     """
     try:
-        fd = os.open(_lock_path(root), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
+        with opened(_lock_path(root), os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             holder, inode = _read(fd), os.fstat(fd).st_ino
-        finally:
-            os.close(fd)
         if holder.scope != _scope() or is_running(holder.trainer):
             return False
         with open("/proc/locks") as locks:  # number, kind, mode, type, holder, device and inode, ...
@@ -160,11 +157,8 @@ def check_job(root: str, job_id: str | None) -> None:
     if job_id is None:
         return
     with contextlib.suppress(OSError):  # nobody has ever claimed it, or nobody can say
-        fd = os.open(_lock_path(root), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
+        with opened(_lock_path(root), os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             found = _read(fd)
-        finally:
-            os.close(fd)
         _check_job(Claim(root, job_id), found)
 
 
@@ -206,10 +200,3 @@ def _scope() -> str:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _is_at(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
-        return False

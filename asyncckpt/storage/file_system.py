@@ -81,6 +81,19 @@ def opened(path: str, flags: int = os.O_DIRECTORY, folder: int | None = None) ->
         close(fd)
 
 
+def is_at(fd: int, path: str, folder: int | None = None) -> bool:
+    """Return whether ``path``, relative to an open ``folder``, leads to the open file.
+
+    Raises ``OSError`` on a file system without lasting inode numbers, because there nobody can tell.
+    """
+    its = os.fstat(fd)
+    if not os.path.samestat(its, os.fstat(fd)):
+        raise OSError(errno.EOPNOTSUPP, "this file system shows what is open under another inode number at each look")
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(its, os.stat(path, dir_fd=folder, follow_symlinks=False))
+    return False
+
+
 def sync_folder(path: str) -> None:
     """Make the entries of a folder durable."""
     with opened(path) as fd:

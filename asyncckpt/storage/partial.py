@@ -27,6 +27,7 @@ from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, is_index
 from asyncckpt.format.write_request import Existing
 from asyncckpt.storage.file_system import (
     files_under,
+    is_at,
     is_replaceable,
     lock_shared,
     remove_folder,
@@ -261,20 +262,8 @@ class _Partial(OpenAttempt):
     def _hold(self, flags: int = 0) -> None:
         """Open the attempt and lock it. Raises ``OSError``."""
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
-        if not os.path.samestat(os.fstat(self._fd), os.fstat(self._fd)):
-            raise OSError(
-                errno.EOPNOTSUPP,
-                "this file system shows what is open under another inode number at each look, so that nobody could tell"
-                " whether an attempt is still in place",
-            )
+        is_at(self._fd, self.path)  # raises if this file system does not say
         lock_shared(self._fd)
-
-    def _is_in_place(self) -> bool:
-        """Return whether the locked attempt still has its name, so that nobody has revoked it. Raises ``OSError``."""
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
-        except FileNotFoundError:
-            return False
 
 
 class PartialFolder(_Partial):
@@ -405,9 +394,9 @@ class PartialFolder(_Partial):
     def discard(self, names: Sequence[str] | None = None) -> None:
         """Remove files, and folders that become empty."""
         with contextlib.suppress(OSError):
-            if self._is_in_place() and names is None:
+            if is_at(self._fd, self.path) and names is None:
                 remove_folder(self.path)
-            elif self._is_in_place():
+            elif is_at(self._fd, self.path):
                 for name in names or ():
                     with contextlib.suppress(OSError):
                         os.unlink(os.path.join(self.path, name))
@@ -428,7 +417,7 @@ class PartialFolder(_Partial):
 
     def _check_in_place(self, name: str | None) -> None:
         """If the attempt was revoked, remove the file ``name`` and raise ``OSError``."""
-        if not self._is_in_place():
+        if not is_at(self._fd, self.path):
             if name is not None:
                 os.unlink(name, dir_fd=self._fd)
             raise FileNotFoundError(errno.ENOENT, "this attempt was revoked, or its folder moved away")

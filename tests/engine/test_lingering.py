@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from support.checkpoints import verify
 from support.recovery import empty, has_left, source, train
 
 from asyncckpt import Checkpointer
-from asyncckpt.link.endpoint import connect, endpoint_name
+from asyncckpt.link.endpoint import Endpoint, connect, endpoint_name
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -84,3 +86,16 @@ def test_without_a_runtime_folder_it_saves_all_the_same(
         checkpointer.save(1, empty()).result(60)
     assert "will not find it" in caplog.text and str(runtime) in caplog.text
     runtime.chmod(0o700)
+
+
+def test_the_error_for_a_runtime_folder_without_locks_names_the_folder(runtime: Path) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        with pytest.raises(
+            OSError, match=r"set \$ASYNC_CKPT_RUNTIME_DIR to a folder on a file system with locks"
+        ) as caught:
+            Endpoint(endpoint_name("job", 0), os.getpid())
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOLCK, str(runtime))

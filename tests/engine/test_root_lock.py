@@ -242,3 +242,14 @@ def test_whose_a_root_is_counts_when_the_lock_is_taken(root: Path, monkeypatch: 
     monkeypatch.setattr(root_lock, "lock_alone", late)
     with pytest.raises(JobTakenError):
         RootLock.take(Claim(str(root), "mine"), os.getpid())
+
+
+def test_a_file_system_without_lasting_inode_numbers_has_no_locks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can tell there whether a locked file still has its name; a search for such a file would never end."""
+    root.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(os.path, "samestat", lambda *_: False)
+        with pytest.raises(OSError, match="under another inode number"):
+            RootLock.take(Claim(str(root), None), os.getpid())
+        with pytest.raises(OSError, match="under another inode number"):
+            endpoint.Endpoint(endpoint.endpoint_name("job", 0), os.getpid())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.abilities import need_inodes
+from support.abilities import need_inodes, need_lasting_inodes
 from support.attempts import checkpoint_attempt
 from support.checkpoints import PAGE
 from support.link_contract import put_checkpoint
@@ -123,6 +123,7 @@ def test_a_file_system_on_which_nothing_keeps_its_inode_number_is_refused(
 
 def test_a_folder_is_removed_at_once_though_its_listing_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is listed and gone is no reason to list it again, which may say the same for half a minute."""
+    need_lasting_inodes(tmp_path)
     (folder := tmp_path / "folder").mkdir()
     (folder / "deep").mkdir()
     listed = {folder.stat().st_ino: [("gone", False), ("deep", True)], (folder / "deep").stat().st_ino: [("in", True)]}

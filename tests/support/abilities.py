@@ -63,6 +63,11 @@ def need_locks(folder: Path) -> None:
             pytest.skip("this file system has no locks")
 
 
+def need_lasting_inodes(folder: Path) -> None:
+    if folder.stat().st_ino != folder.stat().st_ino:
+        pytest.skip("this file system shows another inode number at each look")
+
+
 def keeps_inodes(folder: Path) -> bool:
     """Return whether a file has the same inode number after a rename."""
     (one := folder / "one").touch()
