@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -79,8 +80,9 @@ def forkserver() -> Iterator[None]:
 
 @pytest.fixture
 def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A runtime folder of the test's own."""
-    folder = tmp_path_factory.mktemp("host") / "runtime"
+    """A runtime folder of the test's own. ``$RUNTIME_FOLDERS``: where it stands, if not among the temporary folders."""
+    place = os.environ.get("RUNTIME_FOLDERS")
+    folder = (Path(tempfile.mkdtemp(dir=place)) if place else tmp_path_factory.mktemp("host")) / "runtime"
     monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(folder))
     return folder
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.abilities import need_locks, need_permissions
 from support.checkpoints import complete_steps
 from support.states import same, small_state, zeros_like
 from support.workers import Faulty
@@ -205,6 +206,7 @@ def test_a_root_that_becomes_a_file(checkpointer: Checkpointer, root: Path) -> N
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root to become nobody")
 def test_a_read_only_folder(root: Path, faulty_worker: Faulty) -> None:
+    need_permissions(root.parent)
     faulty_worker("start:nobody")
     with Checkpointer(root) as checkpointer:
         for folder in (root, *root.parents):
@@ -347,6 +349,7 @@ def test_keep_last(root: Path) -> None:
 
 
 def test_one_being_read_is_kept(root: Path) -> None:
+    need_locks(root.parent)
     with Checkpointer(root, Config(keep_last=1)) as checkpointer:
         checkpointer.save(1, small_state()).result(60)
         with storage_for(str(root)).reading(str(root / "step-00000001")):

@@ -39,8 +39,11 @@ class Outcome:
 
 def run_tests(name: str, place: Mounted, tests: list[str], limit_s: float, report: Path) -> Outcome:
     """Run the tests with their temporary folders on the mounted file system."""
-    # Some tests open the folders below that for temporary files to other users.
-    variables = {"FILE_SYSTEMS_REPORT": str(report), "TMPDIR": str(report.parent)}
+    # The runtime folder stands on a disk of the host, as in a training. Some tests open the folders below that for
+    # temporary files to other users.
+    hosts = report.with_name("hosts")
+    hosts.mkdir()
+    variables = {"FILE_SYSTEMS_REPORT": str(report), "TMPDIR": str(report.parent), "RUNTIME_FOLDERS": str(hosts)}
     environment = {**os.environ, **place.environment, **variables}
     scripts = str(Path(__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), scripts, environment.get("PYTHONPATH", "")])

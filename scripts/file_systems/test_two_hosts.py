@@ -21,7 +21,8 @@ _LIMIT_S = 60.0
 def test_two_hosts_save_and_load(tmp_path: Path) -> None:
     ranks = []
     for rank in range(2):
-        environment = {**os.environ, HOST: str(rank + 1), FOLDER_VARIABLE: str(tmp_path.parent / f"host-{rank}")}
+        host = Path(os.environ.get("RUNTIME_FOLDERS", tmp_path.parent), f"host-{rank}")
+        environment = {**os.environ, HOST: str(rank + 1), FOLDER_VARIABLE: str(host)}
         command = [sys.executable, "-m", "file_systems.test_two_hosts", str(rank), str(tmp_path)]
         output = (tmp_path / f"said-{rank}").open("wb")
         ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
