@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.abilities import need_locks, need_permissions
+from support.abilities import need_lasting_inodes, need_locks, need_permissions
 from support.checkpoints import complete_steps
 from support.states import same, small_state, zeros_like
 from support.workers import Faulty
@@ -434,6 +434,8 @@ def test_publish_takes_a_handle_and_a_version(checkpointer: Checkpointer) -> Non
 
 
 def test_a_save_while_the_interpreter_ends_is_made(root: Path) -> None:
+    need_locks(root.parent)  # otherwise there is a warning
+    need_lasting_inodes(root.parent)
     script = (
         "import atexit, sys, torch; from asyncckpt import Checkpointer, Config;"
         f"checkpointer = Checkpointer({str(root)!r}, Config(linger=0, overlap=sys.argv[1] == 'overlap'));"

@@ -21,8 +21,7 @@ from asyncckpt.shm.segment import close
 LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.01
 _MOST_AT_ONCE = 1 << 30
-_synced: set[str] = set()
-"""Folders whose entries this process has synced."""
+_synced: set[str] = set()  # folders whose entries this process has synced
 
 _ADVICE = {
     errno.ENOSPC: "free space there, or choose another place",

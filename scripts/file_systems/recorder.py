@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from file_systems.suite import CHECKOUT
 
 
@@ -24,9 +24,14 @@ def pytest_runtest_makereport(
 
 
 def _is_another(error: BaseException | None) -> bool:
-    """Return whether a test wanted one error of asyncckpt and got another."""
-    return "Regex pattern did not match" in str(error) and isinstance(
-        getattr(error, "__context__", None), CheckpointError
+    """Return whether a test wanted one error of asyncckpt and got a refusal."""
+    return "Regex pattern did not match" in str(error) and _is_refusal(getattr(error, "__context__", None))
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Return whether this is an error of asyncckpt, and none that calls a checkpoint lost or damaged."""
+    return isinstance(error, CheckpointError) and not isinstance(
+        error, CheckpointNotFoundError | DamagedCheckpointError
     )
 
 
@@ -46,7 +51,7 @@ def _record(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestR
     line = {
         "test": item.nodeid + (" (end)" if report.when == "teardown" else ""),
         "outcome": "skipped" if _is_own_look(call) else report.outcome,
-        "is_ours": isinstance(error, CheckpointError) or _is_another(error),
+        "is_ours": _is_refusal(error) or _is_another(error),
         "error": "" if error is None else f"{type(error).__name__}: {error}"[:600],
         "where": "" if crash is None else f"{crash.path}:{crash.lineno}",
     }

@@ -30,7 +30,7 @@ class Outcome:
     passed: int = 0
     skipped: int = 0
     refused: dict[str, str] = field(default_factory=dict)
-    """Tests that ended with an error of asyncckpt, and the error."""
+    """Tests that ended with an error of asyncckpt that calls no checkpoint lost or damaged, and the error."""
     failed: dict[str, str] = field(default_factory=dict)
     """Tests that ended otherwise, and how."""
     note: str = ""
@@ -45,8 +45,8 @@ def run_tests(name: str, place: Mounted, tests: list[str], limit_s: float, repor
     hosts.mkdir()
     variables = {"FILE_SYSTEMS_REPORT": str(report), "TMPDIR": str(report.parent), "RUNTIME_FOLDERS": str(hosts)}
     environment = {**os.environ, **place.environment, **variables}
-    scripts = str(Path(__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), scripts, environment.get("PYTHONPATH", "")])
+    folders = map(str, (CHECKOUT, CHECKOUT / "scripts", CHECKOUT / "tests"))
+    environment["PYTHONPATH"] = os.pathsep.join([*folders, environment.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "file_systems.recorder"]
     with report.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(

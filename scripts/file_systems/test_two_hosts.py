@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.abilities import need_lasting_inodes
 
 from asyncckpt import Checkpointer, Config
 from asyncckpt.link.endpoint import FOLDER_VARIABLE
@@ -19,6 +20,7 @@ _LIMIT_S = 60.0
 
 
 def test_two_hosts_save_and_load(tmp_path: Path) -> None:
+    need_lasting_inodes(tmp_path)
     ranks = []
     for rank in range(2):
         host = Path(os.environ.get("RUNTIME_FOLDERS", tmp_path.parent), f"host-{rank}")
