@@ -144,7 +144,8 @@ def files_under(folder: int) -> Iterator[str]:
 
 def _entries(folder: int) -> list[tuple[str, bool]]:
     """Return the names in an open folder, each with whether it is a folder and no link."""
-    with os.scandir(folder) as entries:
+    # Open the folder again, because btrfs lists the names of the moment when it was opened.
+    with opened(".", os.O_DIRECTORY, folder) as again, os.scandir(again) as entries:
         return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from support.abilities import need_inodes, need_lasting_inodes
 from support.attempts import checkpoint_attempt
 from support.checkpoints import PAGE
-from support.link_contract import put_checkpoint
+from support.link_contract import put, put_checkpoint
 
 from asyncckpt.errors import DamagedCheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.shm.segment import Segment
@@ -119,6 +121,33 @@ def test_a_file_system_on_which_nothing_keeps_its_inode_number_is_refused(
         opened.create("", large=False)
     opened.discard()
     assert not (tmp_path / "final").exists() and not (tmp_path / "file").exists()
+
+
+def test_a_folder_that_lists_the_names_of_its_opening_is_listed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As btrfs does since Linux 6.6."""
+    at_opening: dict[int, set[str]] = {}
+    real_open, real_scandir = os.open, os.scandir
+
+    def open_(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        fd = real_open(path, flags, mode, dir_fd=dir_fd)
+        if flags & os.O_DIRECTORY:
+            at_opening[fd] = set(os.listdir(fd))
+        return fd
+
+    @contextlib.contextmanager
+    def scandir(folder: int) -> Iterator[list[os.DirEntry[str]]]:
+        with real_scandir(folder) as entries:
+            yield [entry for entry in entries if entry.name in at_opening[folder]]
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "scandir", scandir)
+    opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "0123456789ab-1", 0)
+    put(opened, "below/one", b"1")
+    put(opened, "other", b"2")
+    assert opened.names() == {"below/one", "other"}
+    opened.release()
 
 
 def test_a_folder_is_removed_at_once_though_its_listing_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
