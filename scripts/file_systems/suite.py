@@ -88,7 +88,10 @@ def _outcome(name: str, report: Path) -> Outcome:
                 errors[said["test"]] = f"{said['error']} ({said['where']})"
     for test in outcome.refused.keys() & outcome.failed.keys():
         del outcome.refused[test]
-    outcome.passed -= len({test for test in outcome.failed if test.endswith(" (end)")})
+    ended_badly = {
+        test.removesuffix(" (end)") for test in [*outcome.refused, *outcome.failed] if test.endswith(" (end)")
+    }
+    outcome.passed -= len(ended_badly - outcome.refused.keys() - outcome.failed.keys())
     return outcome
 
 
