@@ -20,7 +20,7 @@ from asyncckpt.errors import WorkerDiedError
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, runtime_folder
 from asyncckpt.link.messages import Ready, receive
 from asyncckpt.link.socket_connection import SocketConnection
-from asyncckpt.shm.segment import close
+from asyncckpt.shm.segment import Descriptor, close
 from asyncckpt.threads import process_limit
 
 _LAST_WORDS_BYTES = 4096
@@ -51,7 +51,7 @@ class WorkerOptions:
 class WorkerProcess:
     """A worker process in a session of its own, with our end of its socket, ``connection``."""
 
-    _stderr = -1
+    _stderr: Descriptor | None = None
 
     def __init__(self, options: WorkerOptions) -> None:
         """Start it. Raises ``WorkerDiedError``."""
@@ -61,7 +61,7 @@ class WorkerProcess:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
                 self.connection = SocketConnection(ours)
-                self._stderr = os.memfd_create("asyncckpt-stderr", os.MFD_CLOEXEC)
+                self._stderr = Descriptor.of(os.memfd_create, "asyncckpt-stderr", os.MFD_CLOEXEC)
                 self._process = self._start(options, theirs.fileno())
         except BaseException as error:
             with contextlib.suppress(AttributeError):
@@ -87,7 +87,8 @@ class WorkerProcess:
         )
 
     def __del__(self) -> None:
-        if self._stderr >= 0:  # an exception came before somebody had this; without its socket it ends by itself
+        if self._stderr is not None and not self._stderr.closed:
+            # An exception came before somebody had this. Without its socket the process ends by itself.
             self.detach()
             self.close()
 
@@ -139,11 +140,10 @@ class WorkerProcess:
 
     def last_words(self) -> str:
         """The end of what it wrote to stderr, in a sentence."""
-        if self._stderr < 0:
-            return "what it said is gone"
+        fd = -1 if self._stderr is None else self._stderr.fileno()
         try:
-            end = os.lseek(self._stderr, 0, os.SEEK_END)
-            text = os.pread(self._stderr, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace")
+            end = os.lseek(fd, 0, os.SEEK_END)
+            text = os.pread(fd, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace")
         except OSError as error:
             return f"what it said cannot be read: {error}"
         return f"its last words: {text.strip()}" if text.strip() else "it said nothing"
@@ -151,9 +151,8 @@ class WorkerProcess:
     def close(self) -> None:
         """Give our end of the socket and its stderr back. Safe to call twice."""
         self.connection.close()
-        stderr, self._stderr = self._stderr, -1
-        if stderr >= 0:
-            close(stderr)
+        if self._stderr is not None:
+            self._stderr.close()
 
 
 def not_started(text: str, error: OSError) -> WorkerDiedError:

@@ -92,6 +92,8 @@ static int fails(const char *call, int fd, const char *path) {
         return 0;
     if (control->error == EAGAIN && (!strcmp(call, "read") || !strncmp(call, "pread", 5)))
         return 0; /* a file never says that, and Python reads None then */
+    if (control->error == EAGAIN && control->forever && !strcmp(call, "flock"))
+        return 0; /* another process has the lock, and is waited for as long as locks are */
     int saved = errno;
     int is = 0;
     if (control->everywhere ? fd > 2 || path || fd < 0 : is_in_folder(fd, path)) {

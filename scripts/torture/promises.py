@@ -51,11 +51,11 @@ def judge(scenario: Scenario, root: Path, begun: int, done: int) -> list[str]:
                     broken += _wrong_step(scenario, path, step)
                 broken += _missing(folder, found, begun, done if folder == durable else 0)
         case Pointers():
+            named = _pointed(root / "latest.txt")  # first: a living worker may advance it
             found = dict(_named(root, _GLOBAL))
             for step, path in found.items():
                 broken += _wrong_folder(path, _states(step, 1), step)
             broken += _missing(root, found, begun, done)
-            named = _pointed(root / "latest.txt")
             if named < done or (named and named not in found):
                 broken.append(
                     f"{root}/latest.txt names step {named}; step {done} was durable, and {sorted(found)} exist"

@@ -146,10 +146,10 @@ class Pointers(Scenario):
 
     @contextlib.contextmanager
     def saving(self, root: Path, rank: int = 0) -> Iterator[Saver]:
+        older = sorted(root.glob("global_*"), key=lambda path: int(path.name.removeprefix("global_")))
         with Engine(self.config) as engine:
 
             def save(step: int) -> None:
-                older = sorted(root.glob("global_*"), key=lambda path: int(path.name.removeprefix("global_")))
                 _finish(
                     engine.save(
                         root / f"global_{step}",
@@ -159,6 +159,7 @@ class Pointers(Scenario):
                         rotation=Rotation(tuple(map(str, older)), spares=1),
                     )
                 )
+                older.append(root / f"global_{step}")
 
             yield save
 
