@@ -36,7 +36,7 @@ from torture import (
 )
 from torture.frameworks import trials
 from torture.jobs import MARK
-from torture.loop_disks import FILE_SYSTEMS
+from torture.loop_disks import FILE_SYSTEMS, own_mounts
 from torture.scenarios import SCENARIOS
 from torture.tally import Tally
 
@@ -131,6 +131,8 @@ def main() -> int:
     logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)  # thousands of saves are about to fail
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as the judge is
+    if args.power_cuts or args.cache_cuts:
+        own_mounts()
     tally, begun = Tally(), time.monotonic()
     if args.hours is None:
         took = _torture_in_folder(args, tally)

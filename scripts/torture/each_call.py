@@ -211,7 +211,7 @@ class _Trainer:
             self._to.flush()
         except BrokenPipeError:
             return None
-        with _Watchdog(self._process, 3 * LIMIT_S):
+        with _Watchdog(self._process, 2 * LIMIT_S):
             line = self._from.readline()
         return json.loads(line) if line.endswith("\n") else None
 

@@ -27,7 +27,6 @@ from asyncckpt.extension import MANIFEST_NAME, storage_for
 from asyncckpt.format.write_request import Existing
 from asyncckpt.shm.segment import Segment
 from asyncckpt.storage import file_system, history, local, named_steps, partial, remove_old_checkpoint
-from asyncckpt.storage import partial as renames
 from asyncckpt.storage.file_system import remove_folder
 from asyncckpt.storage.history import prune
 from asyncckpt.storage.local import LocalStorage
@@ -252,11 +251,11 @@ def test_a_rename_that_is_done_and_answered_with_an_error_is_done(
         real(one, other)
         raise OSError(code, os.strerror(code))
 
-    def swap(one: str, other: str) -> bool:
-        assert real_exchange(one, other)
+    def swap(one: str, other: str, flags: int) -> bool:
+        assert real_exchange(one, other, flags)
         raise OSError(code, os.strerror(code))
 
-    real_exchange = renames.exchange
+    real_exchange = partial._renameat2
     if existing == "replace":
         (final := tmp_path / "root" / "final").mkdir(parents=True)
         (final / ".metadata").write_text("old")
@@ -266,7 +265,7 @@ def test_a_rename_that_is_done_and_answered_with_an_error_is_done(
         report = json.loads(attempt.seal())
         with monkeypatch.context() as patched:
             if existing == "replace":
-                patched.setattr(partial, "exchange", swap)
+                patched.setattr(partial, "_renameat2", swap)
             else:
                 patched.setattr(os, "rename", rename)
             attempt.commit([report])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from support.surroundings import Trainings, Trial, mounted, nameless, refused, trained, was_refused, went_well
@@ -31,11 +32,16 @@ def test_a_read_only_folder_for_checkpoints(root: Path) -> None:
     refused(root, *its, text="Read-only file system", single=False)
 
 
+# These may be in /tmp themselves.
+_PROGRAMS = sys.prefix, str(Path(__file__).parents[2])
+
+
 def test_no_programs_in_tmp_and_no_shared_memory(root: Path) -> None:
     """``/dev/shm`` is full, ``/sys`` is empty, ``$TMPDIR`` is read-only, and ``$HOME`` is not there."""
     its = mounted(
         root,
         "mount --bind /tmp /tmp && mount -o remount,bind,noexec /tmp",
+        *(f"mount --bind {each} {each} && mount -o remount,bind,exec {each}" for each in _PROGRAMS if "/tmp/" in each),
         "mount -t tmpfs -o ro tmpfs /mnt && mount -t tmpfs tmpfs /sys && mount -t tmpfs -o size=4k tmpfs /dev/shm",
         "head -c 4096 /dev/zero > /dev/shm/full",
     )
