@@ -369,7 +369,7 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
         unknown: tuple[type[CheckpointError], ...] = (SaveTimeoutError,)
         if isinstance(scenario, Files):
             unknown += (WorkerDiedError,)
-        if isinstance(scenario, Pointers) and "naming the newest" in str(error):
+        if isinstance(scenario, Pointers) and "is saved, but not named as the newest" in str(error):
             unknown += (StorageError,)
         newest = acts.begun if round_.memory or isinstance(error, unknown) else acts.done
         broken += promises.judge(scenario, root, newest, acts.done)
