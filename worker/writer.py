@@ -189,10 +189,11 @@ class Writer:
             self._queue.append(image)
 
     def _run(self) -> None:
-        with Pool(self._io_threads, thread_name_prefix="asyncckpt-io") as pool:
-            while (image := self._next()) is not None:
-                with image.hosted.used():  # the trainer may release the segment as soon as the slot is free
-                    self._carry_out(image, pool)
+        pool = Pool(self._io_threads, thread_name_prefix="asyncckpt-io")
+        while (image := self._next()) is not None:
+            with image.hosted.used():  # the trainer may release the segment as soon as the slot is free
+                self._carry_out(image, pool)
+        pool.shutdown()  # not after an error: a thread without memory may never end, and the worker has to
 
     def _next(self) -> StagedImage | None:
         """Return the next image to write; None when there will be no more."""
