@@ -202,17 +202,17 @@ def _repeat(args: argparse.Namespace, tally: Tally) -> None:
 
 
 def _torture_in_folder(args: argparse.Namespace, tally: Tally) -> dict[str, float]:
-    """Torture in a new folder. With ``--hours`` the folder is kept if something is lost."""
+    """Torture in a new folder. With ``--hours`` the folder stays if something is lost."""
+    folder = Path(tempfile.mkdtemp(dir=args.folder, prefix="asyncckpt-torture-"))
     with contextlib.ExitStack() as stack:
-        name = stack.enter_context(tempfile.TemporaryDirectory(dir=args.folder, prefix="asyncckpt-torture-"))
-        folder = Path(name)
+        stack.callback(shutil.rmtree, folder)
         os.environ[FOLDER_VARIABLE] = str(folder / "runtime")
-        os.environ[MARK] = name
+        os.environ[MARK] = str(folder)
         took = _torture(args, tally, folder)
         leftovers.check_left(tally, folder / "runtime")
         if tally.losses and args.hours is not None:
-            kept = shutil.copytree(folder, f"{folder}-kept", symlinks=True, ignore_dangling_symlinks=True)
-            tally.losses.append(f"what is left of it is in {kept}")
+            stack.pop_all()
+            tally.losses.append(f"what is left of it is in {folder}")
     return took
 
 
