@@ -1,4 +1,4 @@
-"""The ranks of a job, in processes that tell all they do, until they are killed."""
+"""Ranks of a job in processes. They report their steps until they are killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Job:
             self.processes.append(process)
 
     def hear(self, rank: int, kind: str, limit: float = LIMIT_S) -> tuple[Any, ...]:
-        """The next thing of that ``kind`` that a rank says. Raises ``TimeoutError``, ``RuntimeError`` if it ends."""
+        """Return the next report of a rank of this ``kind``. Raises ``TimeoutError``; ``RuntimeError`` if the rank ends."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             if not self.pipes[rank].poll(0.5):
@@ -67,7 +67,7 @@ class Job:
         raise TimeoutError(f"rank {rank} has not {kind} within {limit:g} s")
 
     def heard(self, rank: int) -> list[tuple[Any, ...]]:
-        """All that a rank has said, and nobody has heard yet."""
+        """Return the unread reports of a rank."""
         said = []
         with contextlib.suppress(EOFError, ConnectionResetError):
             while self.pipes[rank].poll(0):
@@ -75,7 +75,7 @@ class Job:
         return said
 
     def kill(self, first: int) -> list[list[tuple[Any, ...]]]:
-        """Kill a rank, then, as a launcher does, the others. Returns what each had still said."""
+        """Kill a rank, then the others, as a launcher does. Return the unread reports of each."""
         for rank in [first, *range(len(self.processes))]:
             self.processes[rank].kill()
         said: list[list[tuple[Any, ...]]] = []
@@ -133,7 +133,7 @@ def worker_of(checkpointer: Checkpointer) -> int:
 
 
 def count_rounds(tally: Tally, root: str, rounds: int, train: Callable[..., None], choice: random.Random) -> None:
-    """Have one trainer go through ``rounds``, each of which says what it was, how long it took, and what was lost."""
+    """Run ``rounds`` in one trainer. Each round reports its kind, its duration and its losses."""
     with Job(1, train, root, rounds, choice.randrange(1 << 30)) as job:
         try:
             for _ in tqdm(range(rounds), desc=os.path.basename(root), unit="round", disable=None):

@@ -1,6 +1,4 @@
-"""An object store as the place to save to, states and sets of files, also by way of a local folder: trainers and
-workers are killed, and requests are spoiled.
-"""
+"""Kill trainers and workers that save to S3, also by way of a local folder, and spoil requests."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ _AT_KILLS, _ALONE = 0.02, 0.1
 
 
 class _Spoiler:
-    """Chooses what is spoiled, and counts it."""
+    """Choose the requests to spoil, and count them."""
 
     def __init__(self, choice: random.Random) -> None:
         self.chance = 0.0
@@ -62,7 +60,7 @@ class _Spoiler:
 
 
 def torture_store(tally: Tally, folder: Path, count: int, choice: random.Random) -> None:
-    """Kill ``count`` trainers and as many workers that save to S3; then spoil as many requests."""
+    """Kill ``count`` trainers and as many workers during saves to S3. Then spoil as many requests."""
     spoiler = _Spoiler(choice)
     with served(folder, _BUCKET) as endpoint, StoreProxy(endpoint, spoiler) as proxy:
         set_environment(proxy.endpoint)
@@ -89,7 +87,7 @@ def torture_store(tally: Tally, folder: Path, count: int, choice: random.Random)
 
 
 def _kill_tiers(tally: Tally, local: Path, spoiler: _Spoiler, count: int, choice: random.Random) -> None:
-    """The same, where all is saved to a ``local`` folder, and uploaded from there."""
+    """Do the same with saves to a ``local`` folder and uploads from there."""
     local.mkdir()
     os.environ[LOCAL_VARIABLE] = str(local)
 
@@ -117,7 +115,7 @@ def _kill_tiers(tally: Tally, local: Path, spoiler: _Spoiler, count: int, choice
 
 
 def _spoil_saves(tally: Tally, root: str, spoiler: _Spoiler, count: int) -> None:
-    """Save until so many requests are spoiled: who is told that a step is saved, or is not, is told the truth."""
+    """Save until ``count`` requests are spoiled. Compare the outcomes with the steps in the store."""
     spoiler.chance, begun, saved = _ALONE, sum(spoiler.counts.values()), []
     with Job(1, _save_on, root) as job, tqdm(total=count, desc="faults of the store", disable=None) as bar:
         while (spoiled := sum(spoiler.counts.values()) - begun) < count:
@@ -154,7 +152,7 @@ def _save_on(pipe: Connection, rank: int, root: str) -> None:
 
 
 def _check_store(tally: Tally, root: str) -> None:
-    """All that is published is whole; once orphans are old, nothing is there but what is published."""
+    """Verify the checkpoints in the store, and look for leftovers after the removal of orphans."""
     with Checkpointer(root, CONFIG) as checkpointer:
         checkpointer.prepare(state_of(0))  # which waits for a worker that may still be writing
         last = max(checkpointer.steps(), default=0) + 1

@@ -1,4 +1,4 @@
-"""The states that are saved, what is counted, and what must never be."""
+"""States to save, and the tally of the outcomes and the losses."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ CONFIG = Config(
 
 
 LOCAL_VARIABLE = "TORTURE_LOCAL_ROOT"
-"""Names a folder that all is saved to first, for jobs that are killed."""
+"""Environment variable of killed jobs: the local folder of their saves."""
 
 
 SETS_VARIABLE = "TORTURE_SETS"
-"""Set where jobs that are killed save sets of files, with the same state among them."""
+"""Environment variable of killed jobs: if set, each save is a set of files with the same state."""
 
 
 def to_save(step: int, rank: int = 0) -> dict[str, Any] | FileSet:
-    """What such a job saves: ``state_of`` that, by itself or in a set."""
+    """Return the state or the set of files for ``step`` of a killed job."""
     if SETS_VARIABLE not in os.environ:
         return state_of(step, rank)
     files = FileSet()
@@ -53,12 +53,12 @@ def to_save(step: int, rank: int = 0) -> dict[str, Any] | FileSet:
 
 
 def config_of_killed() -> Config:
-    """That of jobs that are killed."""
+    """Return the configuration of killed jobs."""
     return replace(CONFIG, local_root=os.environ.get(LOCAL_VARIABLE))
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, Any]:
-    """A state that only this step of this rank has."""
+    """Return the state of one step of one rank. No other step or rank has the same."""
     tensors = {f"w{rank}.{number}": torch.full((size,), float(step)) for number, size in enumerate(SIZES)}
     frozen = {f"f{rank}": torch.full((FROZEN,), float(step // FROZEN_STEPS))}
     return {"model": tensors, "frozen": frozen, "both": torch.full((1000,), float(step)), "step": step}
@@ -70,7 +70,7 @@ def value_of(name: str, step: int) -> int:
 
 
 def is_of(state: dict[str, Any], step: int) -> bool:
-    """Whether every byte is that of ``step``."""
+    """Return whether every byte is of ``step``."""
     values = [*state["model"].values(), state["both"]]
     frozen = all(bool((value == float(step // FROZEN_STEPS)).all()) for value in state["frozen"].values())
     return frozen and state["step"] == step and all(bool((value == float(step)).all()) for value in values)
@@ -78,26 +78,26 @@ def is_of(state: dict[str, Any], step: int) -> bool:
 
 @dataclass
 class Tally:
-    """How often what was looked for came out; ``losses`` are what must never be."""
+    """Counts of outcomes. ``losses``: sentences about broken promises."""
 
     counts: Counter[str] = field(default_factory=Counter)
     losses: list[str] = field(default_factory=list)
     longest_s: float = 0.0
-    """The longest that a save, or what follows a fault, has taken."""
+    """Longest duration of a save or of a recovery, in seconds."""
     waits: dict[str, float] = field(default_factory=dict)
-    """The longest of other waits, in seconds, by their names."""
+    """Longest durations of other waits, in seconds, by name."""
 
     def lose(self, what: str) -> None:
         self.losses.append(what)
         tqdm.write(f"LOST: {what}")
 
     def wait(self, name: str, took: float) -> None:
-        """Somebody has waited for so many seconds."""
+        """Note a wait of ``took`` seconds."""
         self.waits[name] = max(self.waits.get(name, 0.0), took)
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """``what`` may not take too long."""
+        """Time the block, and note a loss if ``what`` takes too long."""
         begun = time.monotonic()
         yield
         took = time.monotonic() - begun
