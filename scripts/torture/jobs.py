@@ -50,7 +50,7 @@ class Job:
             self.processes.append(process)
 
     def hear(self, rank: int, kind: str, limit: float = LIMIT_S) -> tuple[Any, ...]:
-        """Return the next report of a rank of this ``kind``. Raises ``TimeoutError``; ``RuntimeError`` if the rank ends."""
+        """Return the next report of this ``kind``. Raises ``TimeoutError``; ``RuntimeError`` if the rank ends."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             if not self.pipes[rank].poll(0.5):
