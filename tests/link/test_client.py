@@ -26,7 +26,7 @@ from support.workers import Faulty
 
 from asyncckpt import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.engine.saves import Saves
+from asyncckpt.engine.saves import SaveOperation, Saves
 from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.extension import Engine, SocketConnection
 from asyncckpt.link import client as client_module
@@ -236,6 +236,39 @@ def test_one_that_cannot_be_told_anything_is_another_soon(root: Path, monkeypatc
         checkpointer.save(3, small_state()).result(60)
         assert time.monotonic() - begun < 9
         assert checkpointer.steps() == [1, 3]
+
+
+def test_a_worker_whose_answer_cannot_be_read_is_ended_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> object:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(client_module, "_END_S", 60.0)  # for a worker that ends by itself
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        with monkeypatch.context() as patched:
+            patched.setattr(messages, "receive", refuse)
+            with contextlib.suppress(WorkerDiedError):  # the save may be committed by then
+                checkpointer.save(2, small_state()).result(20)
+        checkpointer.save(3, small_state()).result(60)
+        assert checkpointer.steps()[-1] == 3
+
+
+def test_a_save_whose_end_cannot_be_noted_ends_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer has no memory when the worker answers: the storage says how the save has ended."""
+    noted = SaveOperation.on_end
+    refusals = iter([None])
+
+    def refuse(self: SaveOperation, *outcome: Any, **heard: Any) -> None:
+        for _ in refusals:
+            self.has_ended = True
+            raise MemoryError
+        noted(self, *outcome, **heard)
+
+    monkeypatch.setattr(SaveOperation, "on_end", refuse)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        checkpointer.save(2, small_state()).result(60)
+        assert checkpointer.steps() == [1, 2]
 
 
 def test_a_worker_whose_last_words_cannot_be_read_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
