@@ -207,29 +207,18 @@ def _word_of(wanted: int, address: int, count: int) -> int:
 def _lazy_bits() -> tuple[int, int]:
     """Return a word of torch's own object, and its bits for values that are the negatives or conjugates of the bytes.
 
-    Both are 0 if they were not found.
-
-    The word is the one in which exactly one bit is set by conjugating each of several tensors, and one in their
-    imaginary parts.
+    Both are 0 if they were not found: no other word may change when torch sets the two bits of one tensor.
     """
-    zeros = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in (1, (2, 3), 0) for dtype in _SAMPLES]
-    conjugate = [_bits_between(each, each.conj()) for each in zeros]
-    negative = [_bits_between(each.imag, each.conj().imag) for each in zeros]
-    bits = [set.intersection(*each) for each in (negative, conjugate)]
-    if {*map(len, bits)} != {1}:
+    tensor = torch.zeros(1, dtype=torch.complex64, device="cpu")
+    words = (ctypes.c_uint64 * _WORDS).from_address(tensor._cdata)
+    before = [*words]
+    try:
+        torch._C._set_conj(tensor, True)
+        torch._C._set_neg(tensor, True)
+    except AttributeError:  # a later torch may lack them
         return 0, 0
-    (one,), (other,) = bits
-    return (one[0], one[1] | other[1]) if one[0] == other[0] else (0, 0)
-
-
-_SAMPLES = (torch.complex64, torch.complex128)
-
-
-def _bits_between(tensor: torch.Tensor, lazy: torch.Tensor) -> set[tuple[int, int]]:
-    """Return the words, with their numbers, in which only one bit is set in ``lazy`` that is not in ``tensor``."""
-    one, other = ((ctypes.c_uint64 * _WORDS).from_address(each._cdata) for each in (tensor, lazy))
-    changed = ((number, was ^ now) for number, (was, now) in enumerate(zip(one, other, strict=True)) if not was & ~now)
-    return {(number, bit) for number, bit in changed if bit.bit_count() == 1}
+    changed = [(number, was ^ now) for number, (was, now) in enumerate(zip(before, words, strict=True)) if was != now]
+    return changed[0] if len(changed) == 1 and changed[0][1].bit_count() == 2 else (0, 0)
 
 
 _WORDS = 24  # of torch's own object, which has some more
