@@ -43,6 +43,13 @@ class Pool(ThreadPoolExecutor):
 
     _has_threads = False
 
+    def fill(self) -> None:
+        """Start all threads. In a process without memory, the start of a thread may wait for ever."""
+        filled = Flag()
+        for _ in range(self._max_workers):
+            self.submit(filled.wait)
+        filled.set()
+
     def _adjust_thread_count(self) -> None:
         try:
             super()._adjust_thread_count()
