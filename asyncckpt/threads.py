@@ -43,10 +43,10 @@ class Pool(ThreadPoolExecutor):
 
     _has_threads = False
 
-    def fill(self) -> None:
-        """Start all threads. In a process without memory, the start of a thread may wait for ever."""
+    def start(self, threads: int) -> None:
+        """Start so many threads now. In a process without memory, the start of a thread may wait for ever."""
         filled = Flag()
-        for _ in range(self._max_workers):
+        for _ in range(threads):
             self.submit(filled.wait)
         filled.set()
 

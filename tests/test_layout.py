@@ -25,6 +25,7 @@ LINE = (
     ("events", "interval", "threads"),
     ("format", "telemetry"),
     ("shm",),
+    ("protocol",),
     ("storage",),
     ("link",),
     ("save_handle", "publication", "ranks", "supervisor", "devices"),
@@ -41,7 +42,7 @@ LINE = (
     ("cli",),
     ("__main__",),
 )
-WITHOUT_TORCH = ("format", "shm", "storage", "link", "transfer", "worker")
+WITHOUT_TORCH = ("format", "shm", "protocol", "storage", "link", "transfer", "worker")
 FLOOR = {room: floor for floor, rooms in enumerate(LINE) for room in rooms}
 
 
@@ -203,6 +204,8 @@ OTHERS_PRIVATE = frozenset(
             "_C",
             "_cuda_hasPrimaryContext",
             "_construct_storage_from_data_pointer",
+            "_set_conj",
+            "_set_neg",
             "_foreach_copy_",
             "_serialization_tls",
             "_version",

@@ -190,7 +190,7 @@ class Writer:
 
     def _run(self) -> None:
         pool = Pool(self._io_threads, thread_name_prefix="asyncckpt-io")
-        pool.fill()  # here, because no save has begun
+        pool.start(self._io_threads)  # here, because no save has begun
         while (image := self._next()) is not None:
             with image.hosted.used():  # the trainer may release the segment as soon as the slot is free
                 self._carry_out(image, pool)

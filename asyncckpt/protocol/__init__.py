@@ -1,0 +1,1 @@
+"""The state machines of a save, without input, output, threads or clocks."""

@@ -1,0 +1,528 @@
+"""The commit: how a save ends on all ranks, as machines without input and output.
+
+Each worker has one ``Commits``. It has a machine for each save that has not ended: ``_First`` on the first rank, which
+decides, and ``_Other`` on all others. ``Commits.handle`` takes an event and the time, changes the state, and returns
+the actions to carry out, in this order. Whoever carries them out reports the results as events.
+
+The first rank:
+
+    state       event                             next state  actions
+    OPEN        PartWritten, Reported: all ranks  READY
+    OPEN        PartFailed, RankFailed,
+                RankGone, a lost rank, deadline   FAILED      Conclude, DiscardPart, Tell
+    READY       all earlier saves have ended      FINALIZING  Finalize
+    FINALIZING  Finalized()                       FOLLOWING   FollowUp
+    FINALIZING  Finalized(error of storage)       RESOLVING   Resolve: storage may have failed after it did the work
+    FINALIZING  Finalized(another error)          FAILED      Conclude, DiscardPart, Tell
+    FOLLOWING   FollowedUp                        COMMITTED   Conclude, KeepPart, Tell
+    RESOLVING   Resolved(True)                    FOLLOWING   FollowUp
+    RESOLVING   Resolved(False)                   FAILED      Conclude, DiscardPart, Tell
+    RESOLVING   Resolved(None)                    UNKNOWN     KeepPart, Tell
+
+The others:
+
+    state       event                             next state  actions
+    OPEN        PartWritten                       REPORTED    SendReport
+    OPEN        PartFailed, FirstLost, deadline   FAILED      SendFailure, DiscardPart, Tell
+    OPEN        Outcome                           FAILED      DiscardPart, Tell
+    REPORTED    FirstLost, deadline               RESOLVING   SendFailure, Resolve
+    REPORTED,   Outcome()                         COMMITTED   KeepPart, Tell
+    RESOLVING   Outcome(error)                    FAILED      DiscardPart, Tell
+    RESOLVING   Resolved(True)                    COMMITTED   KeepPart, Tell
+    RESOLVING   Resolved(False)                   FAILED      DiscardPart, Tell
+    RESOLVING   Resolved(None)                    UNKNOWN     KeepPart, Tell
+
+What always holds: only the first rank finalizes, after all ranks have reported, and after all earlier saves have ended.
+A rank that has reported keeps its files until it knows the outcome, and also if nobody can tell it. ``Resolve`` asks
+storage, and makes an attempt that is not finalized impossible to finalize. Each save is told once. What is written
+after the end of a save is discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TypeAlias
+
+from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, StorageError
+
+
+class CommitState(Enum):
+    """How far a save is; the transitions are in the docstring of the module."""
+
+    OPEN = auto()
+    """This rank's part is being staged and written."""
+    REPORTED = auto()
+    """Other ranks: the part is durable, and the first rank was told."""
+    READY = auto()
+    """First rank: all parts are durable, and an earlier save has not ended."""
+    FINALIZING = auto()
+    """First rank: the checkpoint gets its final name."""
+    FOLLOWING = auto()
+    """First rank: the checkpoint is final, and what follows it is being done, such as the pointer."""
+    RESOLVING = auto()
+    """Storage is asked for the outcome."""
+    COMMITTED = auto()
+    FAILED = auto()
+    UNKNOWN = auto()
+    """Storage could not be asked."""
+
+
+_ENDED = (CommitState.COMMITTED, CommitState.FAILED, CommitState.UNKNOWN)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A save begins on this rank. ``timeout``: seconds until all ranks must have written their parts.
+
+    ``grace``: seconds beyond that in which the first rank's outcome must arrive at the others.
+    """
+
+    save: int
+    rank: int
+    ranks: int
+    timeout: float
+    grace: float
+
+
+@dataclass(frozen=True)
+class PartWritten:
+    """This rank's part is durable. ``report``: for the first rank."""
+
+    save: int
+    report: bytes
+
+
+@dataclass(frozen=True)
+class PartFailed:
+    """This rank's part will not become durable."""
+
+    save: int
+    error: CheckpointError
+
+
+@dataclass(frozen=True)
+class Reported:
+    """First rank: another rank's part is durable."""
+
+    save: int
+    rank: int
+    report: bytes
+
+
+@dataclass(frozen=True)
+class RankFailed:
+    """First rank: another rank, or a trainer, has failed a save."""
+
+    save: int
+    error: CheckpointError
+
+
+@dataclass(frozen=True)
+class RankGone:
+    """First rank: ``rank`` will write no more parts than those that it has reported."""
+
+    rank: int
+    error: CheckpointError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Other ranks: the first rank has decided. ``error``: None if the save is committed."""
+
+    save: int
+    error: CheckpointError | None
+
+
+@dataclass(frozen=True)
+class FirstLost:
+    """Other ranks: the first rank's worker is gone, and nobody starts another one."""
+
+    save: int
+    error: CheckpointError
+
+
+@dataclass(frozen=True)
+class Finalized:
+    """First rank: ``Finalize`` is done. ``error``: None if the checkpoint has its final name."""
+
+    save: int
+    error: CheckpointError | None
+
+
+@dataclass(frozen=True)
+class FollowedUp:
+    """First rank: ``FollowUp`` is done. ``trouble``: why the pointer does not name the checkpoint; None: it does."""
+
+    save: int
+    trouble: CheckpointError | None
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """``Resolve`` is done. ``is_committed``: None if storage could not be asked, for the reason ``error``."""
+
+    save: int
+    is_committed: bool | None
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class TrainerGone:
+    """This rank's trainer is gone."""
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The job was started again, so ranks without trainer and worker are not waited for any more."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """First rank: ``rank`` does not need this worker any more."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """No more saves begin. The worker leaves when all have ended. ``others``: the number of other ranks.
+
+    ``patience``: seconds that the first rank waits for the others, which may still ask how a save has ended.
+    """
+
+    others: int
+    patience: float
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed. ``heard``: first rank: when each other rank was last heard, on the clock of ``handle``."""
+
+    heard: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SendReport:
+    """Tell the first rank that this rank's part is durable."""
+
+    save: int
+    report: bytes
+
+
+@dataclass(frozen=True)
+class SendFailure:
+    """Tell the first rank that the save cannot be committed."""
+
+    save: int
+    error: CheckpointError
+
+
+@dataclass(frozen=True)
+class Finalize:
+    """Give the checkpoint its final name. ``reports``: those of all ranks, in the order of the ranks."""
+
+    save: int
+    reports: list[bytes]
+
+
+@dataclass(frozen=True)
+class FollowUp:
+    """Do what follows a durable save."""
+
+    save: int
+
+
+@dataclass(frozen=True)
+class Resolve:
+    """Ask storage whether the save is finalized. If it is not, prevent that for ever."""
+
+    save: int
+
+
+@dataclass(frozen=True)
+class Conclude:
+    """First rank: tell the others the outcome."""
+
+    save: int
+    error: CheckpointError | None
+
+
+@dataclass(frozen=True)
+class KeepPart:
+    """Stop holding this rank's part, which stays."""
+
+    save: int
+
+
+@dataclass(frozen=True)
+class DiscardPart:
+    """Remove this rank's part, if it is there."""
+
+    save: int
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Tell the trainer how the save has ended. ``trouble``: see ``FollowedUp``."""
+
+    save: int
+    error: CheckpointError | None
+    trouble: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class Leave:
+    """All saves have ended, and the others have left: end the loop."""
+
+
+OfSave: TypeAlias = (
+    PartWritten | PartFailed | Reported | RankFailed | Outcome | FirstLost | Finalized | FollowedUp | Resolved
+)
+CommitEvent: TypeAlias = Begun | OfSave | RankGone | TrainerGone | Restarted | Left | Finish | Tick
+CommitAction: TypeAlias = (
+    SendReport | SendFailure | Finalize | FollowUp | Resolve | Conclude | KeepPart | DiscardPart | Tell | Leave
+)
+
+SILENCE_S = 5.0
+"""Seconds of silence after which a rank is lost, if the job was started again meanwhile."""
+RANKS_PER_SILENCE = 1000
+"""Number of ranks beyond which they speak less often, to limit the load on the first rank."""
+
+
+def silence(ranks: int) -> float:
+    """Return the seconds of silence after which one of so many ranks is lost."""
+    return SILENCE_S * max(1.0, ranks / RANKS_PER_SILENCE)
+
+
+@dataclass
+class _Save:
+    """One save on one rank. ``deadline``: on the clock of ``handle``."""
+
+    begun: Begun
+    deadline: float
+    state: CommitState = CommitState.OPEN
+    failure: CheckpointError | None = None  # the one to tell if storage says that the save is not finalized
+
+    @property
+    def number(self) -> int:
+        return self.begun.save
+
+    def handle(self, event: OfSave) -> list[CommitAction]:
+        """Change the state by an event of this save."""
+        raise NotImplementedError
+
+    def pass_time(self, now: float) -> list[CommitAction]:
+        """Change the state if the deadline has passed."""
+        raise NotImplementedError
+
+    def _resolve(self, failure: CheckpointError) -> list[CommitAction]:
+        self.failure, self.state = failure, CommitState.RESOLVING
+        return [Resolve(self.number)]
+
+    def _end(
+        self, state: CommitState, error: CheckpointError | None, trouble: CheckpointError | None = None
+    ) -> list[CommitAction]:
+        self.state = state
+        part = DiscardPart(self.number) if state is CommitState.FAILED else KeepPart(self.number)
+        return [part, Tell(self.number, error, trouble)]
+
+
+@dataclass
+class _First(_Save):
+    reports: dict[int, bytes] = field(default_factory=dict)
+
+    def handle(self, event: OfSave) -> list[CommitAction]:
+        match self.state, event:
+            case CommitState.OPEN, PartWritten(_, report):
+                self._note(0, report)
+            case CommitState.OPEN, Reported(_, rank, report):
+                self._note(rank, report)
+            case CommitState.OPEN, PartFailed(_, error) | RankFailed(_, error):
+                return self.fail(error)
+            case CommitState.FINALIZING, Finalized(_, None):
+                return self._follow()
+            case CommitState.FINALIZING, Finalized(_, StorageError() as error):
+                return self._resolve(error)
+            case CommitState.FINALIZING, Finalized(_, CheckpointError() as error):
+                return self.fail(error)
+            case CommitState.FOLLOWING, FollowedUp(_, trouble):
+                return [Conclude(self.number, None), *self._end(CommitState.COMMITTED, None, trouble)]
+            case CommitState.RESOLVING, Resolved(_, True):
+                return self._follow()
+            case CommitState.RESOLVING, Resolved(_, False):
+                return [Conclude(self.number, self.failure), *self._end(CommitState.FAILED, self.failure)]
+            case CommitState.RESOLVING, Resolved(_, None, error):  # the others ask storage themselves
+                return self._end(CommitState.UNKNOWN, error)
+        return []
+
+    def pass_time(self, now: float) -> list[CommitAction]:
+        if self.state is not CommitState.OPEN or now < self.deadline:
+            return []
+        missing = self.missing()
+        if missing == [0]:
+            text = f"not written within {self.begun.timeout:g} s; the storage may be stalled"
+        else:
+            text = f"{_ranks(missing)} did not get here within {self.begun.timeout:g} s"
+        return self.fail(SaveTimeoutError(text, rank=missing[0]))
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not reported."""
+        return [rank for rank in range(self.begun.ranks) if rank not in self.reports]
+
+    def fail(self, error: CheckpointError) -> list[CommitAction]:
+        return [Conclude(self.number, error), *self._end(CommitState.FAILED, error)]
+
+    def finalize(self) -> list[CommitAction]:
+        """Begin to finalize. All earlier saves have ended."""
+        self.state = CommitState.FINALIZING
+        return [Finalize(self.number, [self.reports[rank] for rank in range(self.begun.ranks)])]
+
+    def _note(self, rank: int, report: bytes) -> None:
+        self.reports.setdefault(rank, report)
+        if len(self.reports) == self.begun.ranks:
+            self.state = CommitState.READY
+
+    def _follow(self) -> list[CommitAction]:
+        self.state = CommitState.FOLLOWING
+        return [FollowUp(self.number)]
+
+
+@dataclass
+class _Other(_Save):
+    def handle(self, event: OfSave) -> list[CommitAction]:
+        match self.state, event:
+            case CommitState.OPEN, PartWritten(_, report):
+                self.state = CommitState.REPORTED
+                return [SendReport(self.number, report)]
+            case CommitState.OPEN, PartFailed(_, error) | FirstLost(_, error):
+                return [SendFailure(self.number, error), *self._end(CommitState.FAILED, error)]
+            case CommitState.OPEN, Outcome(_, error):
+                return self._end(CommitState.FAILED, error or CheckpointError(_UNREPORTED))
+            case CommitState.REPORTED, FirstLost(_, error):
+                return [SendFailure(self.number, error), *self._resolve(error)]
+            case CommitState.REPORTED | CommitState.RESOLVING, Outcome(_, error):
+                return self._end(CommitState.FAILED if error is not None else CommitState.COMMITTED, error)
+            case CommitState.RESOLVING, Resolved(_, True):
+                return self._end(CommitState.COMMITTED, None)
+            case CommitState.RESOLVING, Resolved(_, False):
+                return self._end(CommitState.FAILED, self.failure)
+            case CommitState.RESOLVING, Resolved(_, None, error):
+                return self._end(CommitState.UNKNOWN, error)
+        return []
+
+    def pass_time(self, now: float) -> list[CommitAction]:
+        if self.state not in (CommitState.OPEN, CommitState.REPORTED) or now < self.deadline + self.begun.grace:
+            return []
+        seconds = self.begun.timeout + self.begun.grace
+        return self.handle(FirstLost(self.number, SaveTimeoutError(f"no outcome within {seconds:g} s", rank=0)))
+
+
+_UNREPORTED = "a save was concluded before this rank had reported: please report this"
+
+
+class Commits:
+    """The saves of one worker that have not ended."""
+
+    def __init__(self) -> None:
+        self._saves: dict[int, _First | _Other] = {}  # in the order of their numbers
+        self._newest = 0  # the newest save that has begun
+        self._early: dict[int, list[Reported | RankFailed]] = {}  # events of saves that have not begun here
+        self._gone: dict[int, CheckpointError] = {}
+        self._left: set[int] = set()
+        self._is_without_trainer = False
+        self._is_restarted = False
+        self._awake_since = self._ticked_at = 0.0
+        self._close: Finish | None = None
+        self._leaves_at: float | None = None
+        self._has_left = False
+
+    def is_open(self, save: int) -> bool:
+        """Return whether a save may still be committed. Any thread may call."""
+        its = self._saves.get(save)
+        return its is not None and its.state not in _ENDED
+
+    def open_saves(self) -> tuple[int, ...]:
+        """Return the saves that have not ended. Any thread may call."""
+        return tuple(self._saves)
+
+    def handle(self, event: CommitEvent, now: float) -> list[CommitAction]:
+        """Change the state by an event. Return the actions to carry out, in their order.
+
+        Args:
+            event: What has happened.
+            now: The time in seconds, on any clock that does not jump.
+        """
+        return [*self._handle(event, now), *self._advance(now)]
+
+    def _handle(self, event: CommitEvent, now: float) -> Iterator[CommitAction]:
+        match event:
+            case Begun():
+                yield from self._begin(event, now)
+            case Reported(save) | RankFailed(save) if save > self._newest:
+                self._early.setdefault(save, []).append(event)
+            case RankGone(rank, error):
+                self._gone.setdefault(rank, error)
+            case TrainerGone():
+                self._is_without_trainer = True
+                self._awake_since = self._ticked_at = now
+            case Restarted():
+                self._is_restarted = True
+            case Left(rank):
+                self._left.add(rank)
+            case Finish():
+                self._close = event
+            case Tick(heard):
+                yield from self._pass_time(heard, now)
+            case _:
+                if (its := self._saves.get(event.save)) is not None:
+                    yield from its.handle(event)
+                elif isinstance(event, (PartWritten, PartFailed)):
+                    yield DiscardPart(event.save)
+
+    def _begin(self, event: Begun, now: float) -> Iterator[CommitAction]:
+        kind = _First if event.rank == 0 else _Other
+        save = self._saves[event.save] = kind(event, now + event.timeout)
+        self._newest = event.save
+        for early in self._early.pop(event.save, ()):
+            yield from save.handle(early)
+        self._early = {number: events for number, events in self._early.items() if number > event.save}
+
+    def _pass_time(self, heard: Mapping[int, float], now: float) -> Iterator[CommitAction]:
+        for save in self._saves.values():
+            yield from save.pass_time(now)
+        if not self._is_without_trainer:
+            return
+        for save in self._saves.values():
+            limit = silence(save.begun.ranks)
+            if now - self._ticked_at > limit / 2:  # this worker was stopped, and perhaps the others, too
+                self._awake_since = now
+            if isinstance(save, _First) and save.state is CommitState.OPEN and self._is_restarted:
+                for rank in save.missing():
+                    if rank > 0 and now - max(heard.get(rank, 0.0), self._awake_since) > limit:
+                        self._gone.setdefault(rank, RankFailedError("its trainer and its worker are gone", rank=rank))
+                        self._left.add(rank)
+        self._ticked_at = now
+
+    def _advance(self, now: float) -> Iterator[CommitAction]:
+        """Do what the state of several saves allows: fail those of ranks that are gone, finalize the oldest, leave."""
+        for save in [*self._saves.values()]:
+            if isinstance(save, _First) and save.state is CommitState.OPEN:
+                for rank in save.missing():
+                    if save.state is CommitState.OPEN and (error := self._gone.get(rank)) is not None:
+                        yield from save.fail(error)
+        self._saves = {number: save for number, save in self._saves.items() if save.state not in _ENDED}
+        oldest = next(iter(self._saves.values()), None)
+        if isinstance(oldest, _First) and oldest.state is CommitState.READY:
+            yield from oldest.finalize()
+        if self._close is not None and not self._saves and not self._has_left:
+            self._leaves_at = self._leaves_at or now + self._close.patience
+            self._has_left = len(self._left) >= self._close.others or now >= self._leaves_at
+            if self._has_left:
+                yield Leave()
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + more

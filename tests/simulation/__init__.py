@@ -1,0 +1,1 @@
+"""The machines of ``asyncckpt/protocol``, tried under seeded orders of events."""

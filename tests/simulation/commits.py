@@ -1,0 +1,490 @@
+"""The commit among ranks, under a seeded scheduler: one seed is one history, so every failure can be replayed.
+
+A history has 1 to 8 ranks, each with a trainer and a worker, and 1 to 4 saves that may overlap. The workers run the
+machines of ``asyncckpt.protocol.commit``; trainers, connections and storage are modelled here. Faults: trainers,
+workers and whole hosts die; processes stop and go on; a connection is cut for a while, and then messages are late, come
+twice, or are lost; a rank takes the first one for lost although it lives; storage is late, fails, and fails after it
+did the work. After each event the checker looks at what must always hold, and at the end at whether all came to an end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError
+from asyncckpt.protocol import commit
+
+TIMEOUT_S, GRACE_S, RESOLVE_S, LEAVE_S = 20.0, 2.0, 8.0, 5.0
+STALLED_S = 40.0
+"""The longest time that storage takes."""
+BUDGET_S = 2 * (TIMEOUT_S + GRACE_S + RESOLVE_S) + 3 * STALLED_S
+"""The longest time from the beginning of a save to its end, with three saves before it."""
+
+
+_END_S = 600.0
+
+
+class Violation(AssertionError):
+    """A promise is broken."""
+
+
+class _Unknown(SaveTimeoutError):
+    """Nobody can say how a save has ended."""
+
+
+class _Worker:
+    def __init__(self, history: History, rank: int) -> None:
+        self.rank = rank
+        self.machine = history.machines.Commits()
+        self.is_alive = True
+        self.stopped_until = 0.0
+        self.has_left = False
+        self.heard_at = history.now
+        self.ticks = False
+        self.resolves: set[int] = set()
+        # First rank: what it has concluded; what has arrived there.
+        self.outcomes: dict[int, CheckpointError | None] = {}
+        self.reports: defaultdict[int, set[int]] = defaultdict(set)
+        self.gone: dict[int, CheckpointError] = {}
+        self.left: set[int] = set()
+        self.restarted_at: float | None = None
+        self.closed_at = 0.0
+
+
+class History:
+    """One history of the commit of some saves."""
+
+    def __init__(self, seed: int, machines: ModuleType = commit, *, log: bool = False) -> None:
+        """Plan the faults. ``machines``: the module with the machines. ``log``: print each event."""
+        self.machines, self._log = machines, log
+        self.random = random.Random(seed)
+        self.now, self._order = 0.0, 0
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.ranks = min(self.random.randint(1, 8), self.random.randint(1, 8))
+        self.saves = self.random.randint(1, 4)
+        self.workers = [_Worker(self, rank) for rank in range(self.ranks)]
+        self.trainers = [True] * self.ranks
+        self.cut_until = [0.0] * self.ranks  # until when a rank cannot reach the first
+        self.decisions: dict[int, str] = {}  # of storage, by save: "final" or "revoked"
+        self.parts: defaultdict[int, dict[int, _Worker]] = defaultdict(dict)  # by save: ranks with durable files
+        self.begun: dict[tuple[int, int], float] = {}  # by rank and save: when it began
+        self.told: dict[tuple[int, int], bool | None] = {}  # by rank and save; None: nobody can say
+        self.told_at: dict[tuple[int, int], float] = {}
+        self.untold: dict[int, CheckpointError | None] = {}  # what the first rank's trainer has to tell the others
+        self.is_over = False  # no more faults
+        self._plan()
+
+    def run(self) -> None:
+        """Carry out the history. Raises ``Violation``."""
+        while self._queue:
+            self.now, _, what, arguments = heapq.heappop(self._queue)
+            if self.now > _END_S:
+                raise Violation("this never ends")
+            what(*arguments)
+            self._check()
+        for rank, worker in enumerate(self.workers):
+            if not worker.is_alive:
+                continue
+            if open_saves := worker.machine.open_saves():
+                raise Violation(f"rank {rank} never ended saves {open_saves}")
+            if not self.trainers[rank] and not worker.has_left:
+                raise Violation(f"the worker of rank {rank} never left")
+        for rank, save in self.begun:
+            if self.trainers[rank] and (rank, save) not in self.told:
+                raise Violation(f"rank {rank} was never told of save {save}")
+            if not self.has_faults and not self.told[rank, save]:
+                raise Violation(f"save {save} failed on rank {rank} without a reason")
+        for save, parts in self.parts.items():
+            for rank, worker in parts.items():
+                is_known = self.told.get((rank, save)) is not None
+                if worker.is_alive and is_known and self.decisions.get(save) != "final":
+                    raise Violation(f"rank {rank} leaves its part of save {save} behind")
+
+    # What happens
+
+    def _plan(self) -> None:
+        chance, between = self.random.random, self.random.uniform
+        at = 0.0
+        for save in range(1, self.saves + 1):
+            for rank in range(self.ranks):
+                self._at(at + between(0, 1), self._begin, rank, save)
+            at += between(1, 8)
+        self.has_faults = trouble = chance() < 0.9
+        self.is_over = not trouble
+        for rank in range(self.ranks):
+            if trouble and chance() < 0.15:
+                self._at(between(0, at + 12), self._kill_worker, rank)
+            if trouble and chance() < 0.15:
+                self._at(between(0, at + 12), self._stop, rank, between(1, 20))
+            if trouble and rank and chance() < 0.15:
+                self._at(between(0, at + 12), self._cut, rank, between(0.1, 20))
+        if trouble and chance() < 0.4:
+            self._at(between(0, at + 12), self._end_job, self.random.randrange(self.ranks), chance() < 0.5)
+        self._at(at + STALLED_S, self._end_of_faults)
+
+    def _end_of_faults(self) -> None:
+        self.is_over = True
+
+    def _at(self, delay: float, what: Callable[..., None], *arguments: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (self.now + delay, self._order, what, arguments))
+
+    def _waits(self, worker: _Worker, what: Callable[..., None], *arguments: Any) -> bool:
+        """Return whether a worker is stopped. If so, it does this when it goes on, in the order of these calls."""
+        if worker.stopped_until <= self.now:
+            return False
+        self._order += 1
+        heapq.heappush(self._queue, (worker.stopped_until, self._order, what, arguments))
+        return True
+
+    def _little(self) -> float:
+        return self.random.expovariate(10)
+
+    def _fails(self, probability: float) -> bool:
+        return not self.is_over and self.random.random() < probability
+
+    def _begin(self, rank: int, save: int) -> None:
+        """The trainer of ``rank`` saves, with a new worker if the old one is gone."""
+        if not self.trainers[rank] or self._fails(0.02):
+            return
+        worker = self.workers[rank]
+        if not worker.is_alive:
+            worker = self.workers[rank] = _Worker(self, rank)
+        if rank == 0:
+            for number, error in self.untold.items():
+                self._conclude(worker, number, error)
+            self.untold.clear()
+        self.begun[rank, save] = self.now
+        self._give(worker, self.machines.Begun(save, rank, self.ranks, TIMEOUT_S, GRACE_S))
+        if not self._fails(0.05):  # otherwise the write is stuck
+            self._at(min(5.0, self.random.expovariate(0.5)), self._write, worker, save)
+
+    def _write(self, worker: _Worker, save: int) -> None:
+        """The trainer has staged a save, and the worker writes its part. If the save has failed, it may not notice."""
+        if not worker.is_alive or worker.has_left or self._waits(worker, self._write, worker, save):
+            return
+        if self._fails(0.1):
+            self._give(worker, self.machines.PartFailed(save, StorageError("no space")))
+        elif worker.machine.is_open(save) or self._fails(0.5):
+            self.parts[save][worker.rank] = worker
+            self._give(worker, self.machines.PartWritten(save, b"%d" % worker.rank))
+
+    def _kill_worker(self, rank: int) -> None:
+        worker = self.workers[rank]
+        if not worker.is_alive or worker.has_left:
+            return
+        worker.is_alive = False
+        if rank == 0:
+            for other in self.workers[1:]:
+                self._at(self._little() + self.random.choice((0.1, 3, 20)), self._lose_first, other, worker)
+        if self.trainers[rank]:
+            for number in self._untold_of(rank):
+                self._at(self._little(), self._ask, rank, number)
+
+    def _untold_of(self, rank: int) -> list[int]:
+        return [number for its, number in self.begun if its == rank and (rank, number) not in self.told]
+
+    def _ask(self, rank: int, save: int) -> None:
+        """A trainer whose worker is dead finds out how a save has ended: from the first rank, or from storage."""
+        if not self.trainers[rank]:
+            return
+        if rank > 0:
+            error = WorkerDiedError("the worker has died", rank=rank)
+            self._send_to_first(rank, self.machines.RankFailed(save, error))
+        self._at(self.random.uniform(0, RESOLVE_S), self._ask_first, rank, save)
+
+    def _ask_first(self, rank: int, save: int) -> None:
+        first = self.workers[0]
+        if rank > 0 and first.is_alive and save in first.outcomes and self.cut_until[rank] <= self.now:
+            self._tell(rank, save, first.outcomes[save])
+            return
+
+        def answer(is_committed: bool | None) -> None:
+            if not self.trainers[rank]:
+                return
+            error = None if is_committed else WorkerDiedError("the worker has died", rank=rank)
+            if is_committed is not None and rank == 0:
+                self.untold[save] = error
+            self._tell(rank, save, _Unknown("unknown") if is_committed is None else error)
+
+        self._resolve(save, answer)
+
+    def _stop(self, rank: int, seconds: float) -> None:
+        worker = self.workers[rank]
+        worker.stopped_until = max(worker.stopped_until, self.now + seconds)
+
+    def _cut(self, rank: int, seconds: float) -> None:
+        self.cut_until[rank] = self.now + seconds
+        if seconds > 3:
+            self._at(self.random.uniform(0.1, seconds), self._lose_first, self.workers[rank], None)
+
+    def _lose_first(self, worker: _Worker, first: _Worker | None) -> None:
+        """A worker has noticed that the first rank's is gone. ``first``: that one; None: it may well live."""
+        if first is None and self.cut_until[worker.rank] <= self.now:
+            return
+        error = WorkerDiedError("the worker of rank 0 is gone", rank=0)
+        for save in worker.machine.open_saves():
+            if self.random.random() < 0.8:  # otherwise it was not asked yet, and later there may be another one
+                self._give(worker, self.machines.FirstLost(save, error))
+
+    def _end_job(self, rank: int, with_host: bool) -> None:
+        """A trainer dies, perhaps with its host. The launcher ends the others, and may start the job again."""
+        self._kill_trainer(rank, with_host)
+        for other in range(self.ranks):
+            if other != rank:
+                self._at(self.random.uniform(0, 3), self._kill_trainer, other, False)
+        if self.random.random() < 0.8:
+            self._at(self.random.uniform(1, 10), self._restart)
+
+    def _kill_trainer(self, rank: int, with_host: bool) -> None:
+        worker, self.trainers[rank] = self.workers[rank], False
+        if with_host:
+            self._kill_worker(rank)
+        elif worker.is_alive:
+            self._give(worker, self.machines.TrainerGone())
+            self._at(self._little(), self._finish, worker)
+
+    def _finish(self, worker: _Worker) -> None:
+        """A worker without trainer gives up what was not staged, and leaves. If a write is stuck, the worker ends."""
+        if not worker.is_alive or self._waits(worker, self._finish, worker):
+            return
+        if self._fails(0.2):
+            self._at(_STUCK_S, self._kill_worker, worker.rank)
+            return
+        gone = RankFailedError("its trainer has died", rank=worker.rank)
+        for save in worker.machine.open_saves():
+            if worker.rank not in self.parts[save]:
+                self._give(worker, self.machines.PartFailed(save, gone))
+        worker.closed_at = self.now
+        self._send_to_first(worker.rank, self.machines.RankGone(worker.rank, gone))
+        self._give(worker, self.machines.Finish(self.ranks - 1 if worker.rank == 0 else 0, LEAVE_S))
+
+    def _restart(self) -> None:
+        self._give(self.workers[0], self.machines.Restarted())
+        if self._fails(0.3):
+            self._at(self.random.uniform(0, 3), self._stop, 0, self.random.uniform(3, 12))
+
+    # What machines do
+
+    def _give(self, worker: _Worker, event: Any) -> None:
+        """Give an event to the machine of a worker, and carry out what it returns."""
+        if not worker.is_alive or worker.has_left or self._waits(worker, self._give, worker, event):
+            return
+        if self._log:
+            print(f"{self.now:7.2f} rank {worker.rank}: {event}")
+        self._note_arrival(worker, event)
+        for action in worker.machine.handle(event, self.now):
+            if self._log:
+                print(f"{'':8}-> {action}")
+            self._carry_out(worker, action)
+        if worker.rank == 0:
+            self._check_first(worker, event)
+        if not worker.ticks:
+            worker.ticks = True
+            self._at(self.random.uniform(0.1, 2), self._tick, worker)
+
+    def _note_arrival(self, worker: _Worker, event: Any) -> None:
+        m = self.machines
+        match event:
+            case m.Reported(save, rank):
+                worker.reports[save].add(rank)
+            case m.PartWritten(save):
+                worker.reports[save].add(worker.rank)
+            case m.RankGone(rank, error):
+                worker.gone[rank] = error
+            case m.Left(rank):
+                worker.left.add(rank)
+            case m.Restarted():
+                worker.restarted_at = self.now
+
+    def _tick(self, worker: _Worker) -> None:
+        if not worker.is_alive or worker.has_left:
+            return
+        if worker.stopped_until <= self.now:
+            if not worker.machine.open_saves() and self.trainers[worker.rank]:
+                worker.ticks = False
+                return
+            self._give(worker, self.machines.Tick(self._heard() if worker.rank == 0 else {}))
+        self._at(1.0, self._tick, worker)
+
+    def _heard(self) -> dict[int, float]:
+        """Return when the first rank's worker has heard each other rank. If it was stopped, it has heard nobody."""
+        heard = {other.rank: other.heard_at for other in self.workers}
+        for other in self.workers:
+            if self._speaks(other) and (other.machine.open_saves() or self.trainers[other.rank]):
+                other.heard_at = self.now
+        return heard
+
+    def _speaks(self, worker: _Worker) -> bool:
+        return worker.is_alive and worker.stopped_until <= self.now and self.cut_until[worker.rank] <= self.now
+
+    def _carry_out(self, worker: _Worker, action: Any) -> None:
+        m, rank = self.machines, worker.rank
+        match action:
+            case m.SendReport(save, report):
+                self._send_to_first(rank, m.Reported(save, rank, report))
+            case m.SendFailure(save, error):
+                self._send_to_first(rank, m.RankFailed(save, error))
+            case m.Conclude(save, error):
+                self._check_reason(worker, save, error)
+                self._conclude(worker, save, error)
+            case m.Finalize(save, reports):
+                if [*map(int, reports)] != [*range(self.ranks)]:
+                    raise Violation(f"save {save} is finalized with the reports {reports}")
+                self._at(self._delay(), self._finalize, worker, save)
+            case m.FollowUp(save):
+                if self.decisions.get(save) != "final":
+                    raise Violation(f"the pointer names save {save}, which is not final")
+                trouble = StorageError("no pointer") if self._fails(0.1) else None
+                self._at(self._delay(), self._give, worker, m.FollowedUp(save, trouble))
+            case m.Resolve(save):
+                if save in worker.resolves:
+                    raise Violation(f"rank {rank} asks storage for the outcome of save {save} twice")
+                worker.resolves.add(save)
+                self._resolve(save, lambda answer: self._give(worker, m.Resolved(save, answer, _Unknown("unknown"))))
+            case m.DiscardPart(save):
+                if rank in self.parts[save] and self.decisions.get(save) == "final":
+                    raise Violation(f"rank {rank} discards its part of save {save}, which is final")
+                self.parts[save].pop(rank, None)
+                if rank == 0:
+                    self.decisions.setdefault(save, "revoked")
+            case m.KeepPart():
+                pass
+            case m.Tell(save, error, _):
+                self._tell(rank, save, error)
+            case m.Leave():
+                worker.has_left = True
+                if rank == 0:
+                    self._check_left(worker)
+                else:
+                    self._send_to_first(rank, m.Left(rank))
+
+    def _send_to_first(self, rank: int, event: Any) -> None:
+        """Send to the first rank's worker, or to the one in its place. A message may be lost, or come twice."""
+        if rank > 0 and self._fails(0.02):
+            return
+        for _ in range(1 + self._fails(0.05)):
+            self._at(self._little(), self._arrive_at_first, rank, event)
+
+    def _arrive_at_first(self, rank: int, event: Any) -> None:
+        if rank > 0 and self.cut_until[rank] > self.now:
+            self._at(self.cut_until[rank] - self.now, self._arrive_at_first, rank, event)
+        else:
+            self._give(self.workers[0], event)
+
+    def _conclude(self, first: _Worker, save: int, error: CheckpointError | None) -> None:
+        first.outcomes.setdefault(save, error)
+        for other in self.workers[1:]:
+            self._at(self._little(), self._learn, first, other, save)
+
+    def _learn(self, first: _Worker, other: _Worker, save: int) -> None:
+        """Another rank reads an outcome from the first rank's worker."""
+        if self.cut_until[other.rank] > self.now:
+            self._at(self.cut_until[other.rank] - self.now, self._learn, first, other, save)
+        elif first.is_alive and not first.has_left:
+            self._give(other, self.machines.Outcome(save, first.outcomes[save]))
+
+    def _tell(self, rank: int, save: int, error: CheckpointError | None) -> None:
+        if (rank, save) in self.told:
+            raise Violation(f"rank {rank} was told twice of save {save}")
+        self.told_at[rank, save] = self.now
+        self.told[rank, save] = None if isinstance(error, _Unknown) else error is None
+        if self.now > self.begun[rank, save] + BUDGET_S:
+            raise Violation(f"rank {rank} was told of save {save} after {self.now - self.begun[rank, save]:.0f} s")
+
+    # Storage
+
+    def _delay(self) -> float:
+        return self.random.uniform(0, STALLED_S) if self._fails(0.05) else self._little()
+
+    def _finalize(self, worker: _Worker, save: int) -> None:
+        if not worker.is_alive or self._waits(worker, self._finalize, worker, save):
+            return
+        error: CheckpointError | None = None
+        if self._fails(0.05):
+            error = StorageError("refused")
+        elif self._fails(0.03):
+            error = CheckpointError("the ranks have saved different things")
+        elif self.decisions.get(save) == "revoked":
+            error = StorageError("it was revoked")
+        else:
+            self._make_final(worker, save)
+            error = StorageError("it has worked, and nobody knows") if self._fails(0.05) else None
+        self._at(self._little(), self._give, worker, self.machines.Finalized(save, error))
+
+    def _make_final(self, worker: _Worker, save: int) -> None:
+        if save in self.decisions:
+            raise Violation(f"save {save} is finalized twice")
+        if {*self.parts[save]} != {*range(self.ranks)}:
+            raise Violation(f"save {save} is finalized with the parts of {sorted(self.parts[save])}")
+        if earlier := [each for each in worker.machine.open_saves() if each < save]:
+            raise Violation(f"save {save} is finalized before {earlier}")
+        self.decisions[save] = "final"
+
+    def _resolve(self, save: int, answer: Callable[[bool | None], None]) -> None:
+        """Ask storage how a save has ended. It has an effect, an answer, both or neither."""
+        delay = self._delay()
+        self._at(min(delay, RESOLVE_S), self._answer, save, answer, delay, self._fails(0.1), self._fails(0.1))
+
+    def _answer(
+        self, save: int, answer: Callable[[bool | None], None], delay: float, has_no_effect: bool, is_unanswered: bool
+    ) -> None:
+        is_late = delay > RESOLVE_S
+        if is_late and not has_no_effect:
+            self._at(delay - RESOLVE_S, self.decisions.setdefault, save, "revoked")  # type: ignore[arg-type]
+        elif not has_no_effect:
+            self.decisions.setdefault(save, "revoked")
+        answer(None if is_late or has_no_effect or is_unanswered else self.decisions[save] == "final")
+
+    # What must always hold
+
+    def _check(self) -> None:
+        for (rank, save), said in self.told.items():
+            is_final = self.decisions.get(save) == "final"
+            if said is not None and said != is_final and (said or is_final):
+                raise Violation(
+                    f"rank {rank} was told {said} of save {save}, and storage says {self.decisions.get(save)}"
+                )
+
+    def _check_first(self, first: _Worker, event: Any) -> None:
+        """Check that the first rank waits for nobody in vain."""
+        awake_s = self.now - max(first.stopped_until, self.now if first.restarted_at is None else first.restarted_at)
+        lost = [*first.gone]
+        if awake_s > _LONG_S and isinstance(event, self.machines.Tick):
+            lost += [each.rank for each in self.workers if self.now - each.heard_at > _LONG_S]
+        for save in first.machine.open_saves() if lost else ():
+            if missing := [rank for rank in lost if rank not in first.reports[save]]:
+                raise Violation(f"save {save} waits for ranks {missing}, which are gone")
+        match event:
+            case self.machines.RankFailed(save) if save in first.machine.open_saves():
+                if len(first.reports[save]) < self.ranks:
+                    raise Violation(f"save {save} goes on, although a rank has failed it")
+
+    def _check_reason(self, first: _Worker, save: int, error: CheckpointError | None) -> None:
+        """Check that a save does not fail for a rank that has done its part, or is there."""
+        rank = None if error is None else error.rank
+        if rank in first.reports[save] and error is first.gone.get(rank):
+            raise Violation(f"save {save} fails by rank {rank}, which had reported")
+        if isinstance(error, RankFailedError) and error.message == _LOST:
+            other = self.workers[error.rank or 0]
+            speaks_s = self.now - max(other.stopped_until, self.cut_until[other.rank]) if other.is_alive else 0.0
+            if first.restarted_at is None or (speaks_s > _OFTEN_S and other.machine.open_saves()):
+                raise Violation(f"save {save} fails by rank {rank}, which has spoken for {speaks_s:.1f} s")
+
+    def _check_left(self, first: _Worker) -> None:
+        """Check that the first rank's worker has waited for the others."""
+        waited_s = self.now - max([first.closed_at, *(at for its, at in self.told_at.items() if its[0] == 0)])
+        there = [each.rank for each in self.workers[1:] if each.is_alive and each.rank not in first.left]
+        if there and waited_s < LEAVE_S - 0.01 and not first.restarted_at:
+            raise Violation(f"the worker of the first rank left after {waited_s:.1f} s, before ranks {there}")
+
+
+_STUCK_S = 30.0
+_OFTEN_S = 1.5  # a rank that waits speaks at least so often
+_LONG_S = commit.SILENCE_S + 3.0
+_LOST = "its trainer and its worker are gone"
