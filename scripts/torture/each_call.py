@@ -272,7 +272,8 @@ class _Acts:
     def __init__(self, root: Path, save: Saver | None) -> None:
         """Save step 1. ``save``: None for a checkpointer of its own, which all acts need but "save"."""
         self._root = root
-        self._other = root.with_name("other")
+        self._other = root.with_name("other-0")
+        self._opens = 0
         self._checkpointer = Checkpointer(root / "steps", _CONFIG) if save is None else None
         self._saver = save
         self.begun = self.done = 0
@@ -297,8 +298,10 @@ class _Acts:
             save(1)
 
     def get_ready(self) -> None:
-        """Remove what the last ``open`` left."""
+        """Remove what the last ``open`` left. Its worker may still write there, so the next has a folder of its own."""
         shutil.rmtree(self._other, ignore_errors=True)
+        self._opens += 1
+        self._other = self._root.with_name(f"other-{self._opens}")
 
     def restart(self) -> None:
         """Begin the training again in this process, as after an exception: load from memory, and save."""
