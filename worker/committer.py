@@ -1,7 +1,11 @@
-"""The committer: decides when a checkpoint is complete, and ends each save in the same way on all ranks.
+"""The committer: carries out what the machines of the commit decide (``asyncckpt/protocol/commit.py``).
 
 No trainer takes part. A save is expected from the moment it begins, so that the failure of another rank is noticed even
 while this one is stuck in a write.
+
+All events go into one queue, and one thread gives them to the machines: what this worker has written, what the other
+ranks have set in the store, what storage has done, and time. Other threads wait for storage, for the first rank, and
+for the removal of old checkpoints. They change no state of a save, and report what they have found to the queue.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from asyncckpt.errors import (
     CheckpointError,
@@ -23,15 +28,17 @@ from asyncckpt.errors import (
     StorageError,
     UnsavableStateError,
     WorkerDiedError,
+    decode,
     located,
 )
 from asyncckpt.format.manifest import note
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link.client import grace
-from asyncckpt.link.messages import Committed, Failed, Rendezvous
-from asyncckpt.ranks.rounds import Rounds, round_name
+from asyncckpt.link.messages import Committed, Failed, Host, Hosting, Rendezvous
+from asyncckpt.protocol import commit
+from asyncckpt.ranks.rounds import Rounds, keys_to_clear, opened, round_name, sealed_outcome
+from asyncckpt.ranks.store import ENDS, Operation, Store
 from asyncckpt.ranks.store_connection import Patience
-from asyncckpt.ranks.survivors import Survivors
 from asyncckpt.storage import resolve
 from asyncckpt.storage.follow_up import follow_up, remove_rest
 from asyncckpt.storage.history import prune
@@ -91,164 +98,112 @@ _PATIENCE_S = 20.0
 _TELL_S, _TELL_LEFT_S = 10.0, 1.0
 # Seconds to find out whether a store is gone, or only the connection to it. A store that is gone refuses at once.
 _PROBE_S = 10.0
-# Minimum seconds for each wait. While a save waited in the queue until its timeout, all ranks may have reported it.
-_LEAST_S = 1.0
 # Seconds that the storage may take to say how a save has ended.
 _RESOLVE_S = 30.0
+# Interval at which the machines look at the time while a save is under way.
+_TICK_S = 0.1
 _KIND = "save"
-_UNREPORTED = "a save was concluded before this rank had reported: please report this"
 
 
-class _SoloRounds:
-    """``Rounds`` for a job of one rank. It collects the report of this rank, and has nobody to tell."""
+class _Stored(NamedTuple):
+    """What another process has set in the store that this worker hosts."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._reports: dict[str, bytes | CheckpointError] = {}
-
-    def report_soon(self, name: str, value: bytes | CheckpointError, timeout: float) -> None:
-        """Record a report. Only the first one counts."""
-        with self._changed:
-            self._reports.setdefault(name, value)
-            self._changed.notify_all()
-
-    fail_soon = report_soon
-
-    def collect(self, name: str, timeout: float, lost: Callable[[int], CheckpointError | None]) -> list[bytes]:
-        with self._changed:
-            self._changed.wait_for(lambda: name in self._reports, timeout)
-            report = self._reports.pop(name, None)
-        if report is None:
-            raise SaveTimeoutError(f"not written within {timeout:g} s; the storage may be stalled", rank=0)
-        if isinstance(report, CheckpointError):
-            raise report
-        return [report]
-
-    def clear(self, kind: str, number: int) -> None:
-        """Forget reports that came too late."""
-        with self._changed:
-            self._reports.pop(round_name(kind, number), None)
-
-    def conclude(self, name: str, outcome: bytes) -> None: ...
-
-    def conclude_failed(self, name: str, error: CheckpointError) -> None: ...
-
-    def gone_soon(self, error: CheckpointError, timeout: float) -> None: ...
-
-    def wait_left(self, timeout: float, lost: int) -> None: ...
-
-    def close(self, timeout: float) -> None: ...
-
-    # Never called: these are for other ranks than the first.
-
-    def leave(self) -> None: ...
-
-    def store_id(self, timeout: float) -> bytes:
-        raise NotImplementedError
-
-    def outcome(self, name: str, timeout: float) -> bytes | CheckpointError:
-        raise NotImplementedError
+    key: str
+    field: int
+    value: bytes
 
 
 class Committer:
-    """One thread that ends saves in the order in which they began.
-
-    A save has these states:
-
-    - *open*, from ``expect`` on: this rank's part is being staged and written, and any rank may fail the save;
-    - *written*, from ``written`` on: this rank's part is durable and reported, and its attempt is kept here;
-    - *ended*, when the thread takes it: committed, or failed. A later attempt is discarded.
-
-    On the first rank the thread collects the reports, finalizes the checkpoint and concludes. On other ranks it waits
-    for the outcome. If no outcome comes, it asks the storage (``resolve``): then the save is committed, or never will
-    be. The thread releases or discards the attempt, and tells the trainer. The first rank's attempt is discarded only
-    after the other ranks have been told of the failure.
-    """
+    """Ends the saves of one worker."""
 
     def __init__(self, send: Callable[[WriteRequest, Committed | Failed], None]) -> None:
         """Start the threads. ``send``: tells the trainer how a save has ended."""
         self._send = send
         self.uploader: Uploader | None = None
         """First rank: copies committed checkpoints to another root, if there is one."""
-        self._rank = 0
         self._rendezvous: Rendezvous | None = None
-        self._rounds: Rounds | _SoloRounds = _SoloRounds()
+        self._rounds: Rounds | None = None  # other ranks than the first
+        self._store: Store | None = None  # first rank
+        self._secret = b""
         self._patience = Patience(_PATIENCE_S)
-        self._survivors: Survivors | None = None
         self._replicas = ReplicaCheck()
-        self._lock = threading.Lock()
-        self._open: dict[int, Attempt | None] = {}
-        self._unended: dict[int, WriteRequest] = {}  # open, or just being ended
-        self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
+        self._commits = commit.Commits()
+        self._events: SimpleQueue[commit.CommitEvent | _Stored] = SimpleQueue()
+        # By the number of the save: those that may still be committed, those whose end is not told, those written here.
+        self._open: dict[int, WriteRequest] = {}
+        self._untold: dict[int, WriteRequest] = {}
+        self._attempts: dict[int, Attempt] = {}
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._to_hear: SimpleQueue[WriteRequest | None] = SimpleQueue()
         # No commit waits for the removal of old checkpoints.
         self._last_step: int | None = None
         self._next_step: int | None = None
         self._prunable: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._pruner = threading.Thread(target=self._prune, name="asyncckpt-prune", daemon=True)
-        start(self._pruner)
-        self._thread = threading.Thread(target=self._run, name="asyncckpt-committer", daemon=True)
-        start(self._thread)
+        self._threads = [
+            threading.Thread(target=target, args=arguments, name=f"asyncckpt-{name}", daemon=True)
+            for name, target, arguments in (
+                ("commits", self._run, ()),
+                ("storage", _work, (self._jobs,)),
+                ("prune", _work, (self._prunable,)),
+            )
+        ]
+        for thread in self._threads:
+            start(thread)
+
+    def host(self, request: Host) -> Hosting:
+        """First rank: host the store that joins the ranks. Raises ``WorkerDiedError``."""
+        if self._store is not None:
+            self._store.close()
+        self._secret = request.secret
+        try:
+            self._store = Store(request.secret, request.port, request.address, self._on_stored)
+        except OSError as error:
+            raise WorkerDiedError(f"the worker cannot host the store that joins the ranks: {error}") from error
+        return Hosting(self._store.port, self._store.address)
 
     def join(self, rendezvous: Rendezvous, timeout: float) -> None:
         """Commit with the other ranks, from the next save on. ``timeout``: seconds that the store may take."""
-        self._rank, self._rendezvous = rendezvous.rank, rendezvous
-        self._rounds = Rounds(rendezvous, timeout, self._patience)
+        self._rendezvous = rendezvous
+        if rendezvous.rank > 0 and self._rounds is None:
+            self._rounds = Rounds(rendezvous, timeout, self._patience)
+            self._threads.append(threading.Thread(target=self._hear, name="asyncckpt-hear", daemon=True))
+            start(self._threads[-1])
 
     def hurry(self) -> None:
         """Note that the trainer is gone. Nobody starts the store again for its saves."""
         self._patience.end()
-        if self._rank == 0 and self._rendezvous is not None and not self.idle():
-            self._survivors = Survivors(self._rendezvous, self._saves)
+        self._events.put(commit.TrainerGone())
 
     def restarted(self) -> None:
         """Note that the job was started again. Ranks without trainer and worker are not waited for any more."""
-        if self._survivors is not None:
-            self._survivors.restarted()
-
-    def _lost(self, rank: int) -> CheckpointError | None:
-        return None if self._survivors is None else self._survivors.lost(rank)
+        self._events.put(commit.Restarted())
 
     def expect(self, request: WriteRequest) -> None:
         """Note that a save has begun."""
-        if self._rank > 0 and self._rendezvous is not None and self._survivors is None:
-            self._survivors = Survivors(self._rendezvous, self._saves)
         self._patience.renew()
-        with self._lock:
-            self._open[request.save_id] = None
-            self._unended[request.save_id] = request
-        self._queue.put((request, time.monotonic() + request.timeout))
+        self._open[request.save_id] = self._untold[request.save_id] = request
+        its = request.save_id, request.rank, request.world_size, request.timeout, grace(request.timeout)
+        self._events.put(commit.Begun(*its))
+        if request.rank > 0:
+            self._to_hear.put(request)
 
     def can_succeed(self, request: WriteRequest) -> bool:
         """Return whether the save has not ended yet. It ends as soon as another rank fails it."""
-        with self._lock:
-            return request.save_id in self._open
+        return request.save_id in self._open
 
     def idle(self) -> bool:
         """Return whether no save is open."""
-        with self._lock:
-            return not self._open
-
-    def _saves(self) -> bool:
-        return not self.idle()
+        return not self._open
 
     def unended(self) -> tuple[WriteRequest, ...]:
         """Return the saves that have not ended."""
-        with self._lock:
-            return tuple(self._unended.values())
+        return tuple(self._untold.values())
 
     def written(self, attempt: Attempt, report: bytes) -> None:
         """Note that this rank's part of a save is durable, and report it."""
-        request = attempt.request
         attempt.written_at = time.perf_counter()
-        with self._lock:
-            is_late = request.save_id not in self._open
-            if not is_late:
-                self._open[request.save_id] = attempt
-        if is_late:
-            attempt.discard()
-            return
-        # In the background: a slow worker of the first rank must not delay the next write.
-        self._rounds.report_soon(round_name(_KIND, request.save_id), report, request.timeout)
+        self._attempts[attempt.request.save_id] = attempt
+        self._events.put(commit.PartWritten(attempt.request.save_id, report))
 
     def failed(self, request: WriteRequest, error: CheckpointError, attempt: Attempt | None = None) -> None:
         """Fail a save on all ranks, because this rank's part has failed.
@@ -258,161 +213,201 @@ class Committer:
             error: The reason; all ranks get it.
             attempt: The attempt to discard; None: nothing was written.
         """
-        with self._lock:
-            if request.rank == 0 and request.save_id in self._open:
-                # Discard it after the others have been told, because they are writing into that folder.
-                self._open[request.save_id], attempt = attempt, None
         if attempt is not None:
-            attempt.discard()
-        self._rounds.fail_soon(round_name(_KIND, request.save_id), error, request.timeout)
+            self._attempts[request.save_id] = attempt
+        self._events.put(commit.PartFailed(request.save_id, error))
 
     def gone(self, why: str) -> None:
         """Tell the other ranks that this rank begins no more saves, for the reason ``why``."""
-        self._rounds.gone_soon(RankFailedError(why, rank=self._rank), _TELL_S)
+        if self._rounds is None:
+            self._events.put(commit.RankGone(0, RankFailedError(why, rank=0)))
+        elif self._rendezvous is not None:
+            self._rounds.gone_soon(RankFailedError(why, rank=self._rendezvous.rank), _TELL_S)
 
     def close(self) -> None:
         """Wait until all saves have ended, then leave the other ranks."""
-        self._queue.put(None)
-        self._thread.join()
-        self._prunable.put(None)
-        self._pruner.join()
-        self._rounds.close(_TELL_S)
-        if self._survivors is not None:
-            self._survivors.close()
-        # If this fails, the first rank's worker waits a little longer, and nothing is lost.
-        with _logged("leaving", logging.INFO), self._probe(_TELL_LEFT_S) as rounds:
-            if self._rank == 0:
-                rounds.wait_left(_LEAVE_S, 0 if self._survivors is None else len(self._survivors.gone))
-            else:
+        others = self._rendezvous.world_size - 1 if self._rendezvous is not None and self._rounds is None else 0
+        self._events.put(commit.Finish(others, _LEAVE_S))
+        self._threads[0].join()
+        for queue in (self._jobs, self._prunable, self._to_hear):
+            queue.put(None)
+        for thread in self._threads[1:]:
+            thread.join()
+        if self._rounds is not None:
+            self._rounds.close(_TELL_S)
+            # If this fails, the first rank's worker waits a little longer, and nothing is lost.
+            with _logged("leaving", logging.INFO), self._probe(_TELL_LEFT_S) as rounds:
                 rounds.leave()
+        if self._store is not None:
+            self._store.close()
+
+    def _on_stored(self, key: str, field: int, value: bytes) -> None:
+        """Note that another process has set a field of the store. Does not wait."""
+        self._events.put(_Stored(key, field, value))
+
+    # The thread of the machines
 
     def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            self._end(*entry)
+        is_closing = False
+        while True:
+            for event in self._next_events(_TICK_S if self._open or is_closing else None):
+                is_closing = is_closing or isinstance(event, commit.Finish)
+                for action in self._commits.handle(event, time.monotonic()):
+                    if isinstance(action, commit.Leave):
+                        return
+                    self._carry_out(action)
 
-    def _prune(self) -> None:
-        """Remove old checkpoints, as retention says, until told to end."""
-        while (task := self._prunable.get()) is not None:
-            try:
-                task()
-            except Exception:
-                logger.exception("removing old checkpoints failed")
-
-    def _is_recent(self, step: int) -> bool:
-        """Return whether ``step`` was committed last, or is being committed, or waits for its upload."""
-        return step in (self._last_step, self._next_step) or (self.uploader is not None and self.uploader.needs(step))
-
-    def _end(self, request: WriteRequest, deadline: float) -> None:
-        name = round_name(_KIND, request.save_id)
-        failure: CheckpointError | None = None
-        trouble: CheckpointError | None = None
-        is_known = True
+    def _next_events(self, timeout: float | None) -> Iterator[commit.CommitEvent]:
         try:
-            if request.rank == 0:
-                trouble = self._commit(request, name, deadline)
-            else:
-                failure = self._await_outcome(request, name, deadline)
-            attempt = self._take(request)
+            event = self._events.get(timeout=timeout)
+        except Empty:
+            event = commit.Tick({} if self._store is None else self._store.heard())
+        if not isinstance(event, _Stored):
+            yield event
+        elif (meaning := self._translated(event)) is not None:
+            yield meaning
+
+    def _translated(self, stored: _Stored) -> commit.CommitEvent | None:
+        """Return what a field of the store means; None: nothing for a commit."""
+        key, field, value = stored
+        match key.split("/")[2:]:
+            case ["left"]:
+                return commit.Left(field)
+            case ["gone"]:
+                return commit.RankGone(field, self._error_in(key, value))
+            case [name, "failure"] if (save := _save_of(name)) is not None:
+                return commit.RankFailed(save, self._error_in(key, value))
+            case [name, "reports"] if (save := _save_of(name)) is not None and field != ENDS:
+                try:
+                    report = opened(self._secret, f"{key.removesuffix('reports')}value/{field}", value)
+                except RankFailedError as error:
+                    return commit.RankFailed(save, error)
+                return commit.Reported(save, field, report)
+        return None
+
+    def _error_in(self, key: str, value: bytes) -> CheckpointError:
+        try:
+            return decode(opened(self._secret, key, value))
+        except RankFailedError as error:  # no rank of this job has set it
+            return error
+
+    def _carry_out(self, action: commit.CommitAction) -> None:
+        match action:
+            case commit.SendReport(save, report) if self._rounds is not None:
+                # In the background: a slow worker of the first rank must not delay the next write.
+                self._rounds.report_soon(round_name(_KIND, save), report, self._untold[save].timeout)
+            case commit.SendFailure(save, error) if self._rounds is not None:
+                request = self._untold[save]
+                self._rounds.fail_soon(round_name(_KIND, save), located_in(request, error), request.timeout)
+            case commit.Conclude(save, error):
+                self._conclude(save, error)
+            case commit.Finalize(save, reports):
+                self._jobs.put(partial(self._finalize, save, reports))
+            case commit.FollowUp(save):
+                self._jobs.put(partial(self._follow_up, save))
+            case commit.Resolve(save):
+                self._jobs.put(partial(self._resolve, save))
+            case commit.KeepPart(save):
+                self._jobs.put(self._attempts[save].release)
+            case commit.DiscardPart(save):
+                self._jobs.put(partial(self._discard, save))
+            case commit.Tell(save, error, trouble):
+                self._open.pop(save)
+                self._jobs.put(partial(self._tell, save, error, trouble))
+
+    def _conclude(self, save: int, error: CheckpointError | None) -> None:
+        """Tell the other ranks the outcome, through the store in this process."""
+        if self._store is None or self._rendezvous is None:
+            return
+        name = round_name(_KIND, save)
+        failure = None if error is None else located_in(self._untold[save], error)
+        self._store.post(Operation.PUT, *sealed_outcome(self._rendezvous, name, failure))
+        for key in keys_to_clear(self._rendezvous, _KIND, save):
+            self._store.post(Operation.REMOVE, key)
+
+    # The thread that waits for storage
+
+    def _finalize(self, save: int, reports: list[bytes]) -> None:
+        request, error = self._untold[save], None
+        try:
+            decoded = [json.loads(report) for report in reports]
+            self._replicas.check(request, [report.get("replicas", {}) for report in decoded])
+            self._next_step = request.step
+            self._attempts[save].commit(decoded)
         except MemoryError:  # the worker ends
             raise
-        except Exception as error:
-            failure = located_in(request, error)
-            if request.rank == 0:
-                with _logged("telling the other ranks of the failure"):
-                    self._rounds.conclude_failed(name, failure)
-            attempt = self._take(request)  # if it is not written yet, it is never reported
-            if request.rank > 0:
-                failure, is_known = self._resolve(request, name, failure)
-        if failure is None and attempt is None:
-            failure = CheckpointError(_UNREPORTED)
-        if failure is None and self.uploader is not None:
-            self.uploader.begin()
-        if failure is not None:
-            logger.error("saving failed: %s", failure, extra={"is_told": True})
-            if attempt is not None and is_known:
-                attempt.discard()
-            elif attempt is not None:
-                attempt.release()  # the first rank may be about to finalize it, and needs these files
-            self._tell(Failed(request.save_id, failure))
-        elif attempt is not None:
-            attempt.release()
-            note(attempt.timings, "commit", attempt.written_at, request.called_at)
-            self._tell(Committed(request.save_id, attempt.timings, attempt.layout.data_bytes, trouble))
-            if request.rank == 0 and request.keep_last is not None and request.step is not None:
-                self._prunable.put(partial(prune, os.path.dirname(request.path), request.keep_last, self._is_recent))
-        if request.rank == 0:
-            with _logged("clearing up"):
-                self._rounds.clear(_KIND, request.save_id)
+        except Exception as failure:
+            error = located_in(request, failure)
+        self._events.put(commit.Finalized(save, error))
 
-    def _follow_up(self, request: WriteRequest) -> CheckpointError | None:
-        """Advance the pointer, and rename old checkpoints, which are removed later.
-
-        Returns the error if the pointer is not advanced.
-        """
+    def _follow_up(self, save: int) -> None:
+        """Advance the pointer, and rename old checkpoints, which are removed later."""
+        request, trouble = self._untold[save], None
+        self._last_step = request.step
         try:
             if leftovers := follow_up(request):
                 self._prunable.put(partial(remove_rest, leftovers))
         except StorageError as error:
             logger.error("%s", error, extra={"is_told": True})
-            return error
-        return None
+            trouble = error
+        if self.uploader is not None:
+            self.uploader.begin()
+        self._events.put(commit.FollowedUp(save, trouble))
 
-    def _tell(self, outcome: Committed | Failed) -> None:
-        with self._lock:  # first: after the message, somebody may ask which saves have not ended
-            request = self._unended.pop(outcome.save_id)
-        self._send(request, outcome)
-
-    def _commit(self, request: WriteRequest, name: str, deadline: float) -> CheckpointError | None:
-        """First rank: finalize the checkpoint, carry out the follow-up, and tell the other ranks.
-
-        Returns the error if a pointer does not name the checkpoint.
-        """
-        limit = max(_LEAST_S, deadline - time.monotonic())
-        reports = [json.loads(report) for report in self._rounds.collect(name, limit, lost=self._lost)]
-        with self._lock:
-            attempt = self._open[request.save_id]
-        if attempt is None:
-            raise CheckpointError(_UNREPORTED)
-        self._replicas.check(request, [report.get("replicas", {}) for report in reports])
-        self._next_step = request.step
-        attempt.commit(reports)
-        self._last_step = request.step
-        trouble = self._follow_up(request)  # first: nobody must hear of a checkpoint before its pointer names it
-        with _logged("telling the other ranks of the commit"):  # otherwise they ask the storage
-            self._rounds.conclude(name, b"")
-        return trouble
-
-    def _await_outcome(self, request: WriteRequest, name: str, deadline: float) -> CheckpointError | None:
-        """Return the first rank's answer: None if the save is committed, or the reason why it never will be.
-
-        Raises ``WorkerDiedError`` or ``SaveTimeoutError`` if there is no answer.
-        """
-        deadline += grace(request.timeout)
-        store = b""
-        while True:
-            try:
-                left = max(_LEAST_S, deadline - time.monotonic())
-                store = store or self._rounds.store_id(left)
-                outcome = self._rounds.outcome(name, left)
-            except WorkerDiedError:
-                if not store or not self._is_there(store) or time.monotonic() > deadline:
-                    raise
-                continue  # only the connection was lost
-            return located_in(request, outcome) if isinstance(outcome, CheckpointError) else None
-
-    def _resolve(
-        self, request: WriteRequest, name: str, failure: CheckpointError
-    ) -> tuple[CheckpointError | None, bool]:
-        """Ask the storage how a save has ended, after the first rank has not answered (``failure``).
-
-        Returns the failure, or None if the save is committed; and whether that is certain.
-        """
-        # The first rank may only be slow, or may have another worker that expects this save. It will find the reason.
-        self._rounds.fail_soon(name, failure, request.timeout)
+    def _resolve(self, save: int) -> None:
+        request, inode = self._untold[save], self._attempts[save].staged_image.inode
         try:
-            return (None if resolve(request, _RESOLVE_S) else failure), True
+            self._events.put(commit.Resolved(save, resolve(request, _RESOLVE_S, inode)))
         except SaveTimeoutError as error:
-            return error, False
+            self._events.put(commit.Resolved(save, None, error))
+
+    def _discard(self, save: int) -> None:
+        if (attempt := self._attempts.pop(save, None)) is not None:
+            attempt.discard()
+
+    def _tell(self, save: int, error: CheckpointError | None, trouble: CheckpointError | None) -> None:
+        request = self._untold.pop(save)  # first: after the message, somebody may ask which saves have not ended
+        attempt = self._attempts.pop(save, None)
+        if attempt is None or error is not None:
+            failure = located_in(request, error or CheckpointError("a save has ended before it was written"))
+            logger.error("saving failed: %s", failure, extra={"is_told": True})
+            self._send(request, Failed(save, failure))
+            return
+        note(attempt.timings, "commit", attempt.written_at, request.called_at)
+        self._send(request, Committed(save, attempt.timings, attempt.layout.data_bytes, trouble))
+        if request.rank == 0 and request.keep_last is not None and request.step is not None:
+            self._prunable.put(partial(prune, os.path.dirname(request.path), request.keep_last, self._is_recent))
+
+    def _is_recent(self, step: int) -> bool:
+        """Return whether ``step`` was committed last, or is being committed, or waits for its upload."""
+        return step in (self._last_step, self._next_step) or (self.uploader is not None and self.uploader.needs(step))
+
+    # The thread that waits for the first rank
+
+    def _hear(self) -> None:
+        while (request := self._to_hear.get()) is not None:
+            if self._rounds is not None and self._rendezvous is not None:
+                event = self._heard_of(request, self._rounds, commit.silence(self._rendezvous.world_size) / 5)
+                if event is not None:
+                    self._events.put(event)
+
+    def _heard_of(self, request: WriteRequest, rounds: Rounds, often_s: float) -> commit.CommitEvent | None:
+        """Wait for the outcome of a save; None: it has ended here. Let the first rank hear from this rank often."""
+        name, store = round_name(_KIND, request.save_id), b""
+        while request.save_id in self._open:
+            try:
+                store = store or rounds.store_id(often_s)
+                outcome = rounds.outcome(name, often_s)
+            except WorkerDiedError as error:
+                if not store or not self._is_there(store):
+                    return commit.FirstLost(request.save_id, error)
+            except SaveTimeoutError:
+                continue
+            except CheckpointError as error:
+                return commit.Outcome(request.save_id, error)
+            else:
+                return commit.Outcome(request.save_id, outcome if isinstance(outcome, CheckpointError) else None)
+        return None
 
     def _is_there(self, store: bytes) -> bool:
         """Return whether the same store still answers."""
@@ -423,18 +418,32 @@ class Committer:
             return False
 
     @contextlib.contextmanager
-    def _probe(self, timeout: float) -> Iterator[Rounds | _SoloRounds]:
+    def _probe(self, timeout: float) -> Iterator[Rounds]:
         """Yield rounds that do not wait for a store that is gone."""
-        rounds = _SoloRounds() if self._rendezvous is None else Rounds(self._rendezvous, timeout, Patience(0.0))
+        if self._rendezvous is None:
+            raise WorkerDiedError("there is no store", rank=0)
+        rounds = Rounds(self._rendezvous, timeout, Patience(0.0))
         try:
             yield rounds
         finally:
             rounds.close(0.0)
 
-    def _take(self, request: WriteRequest) -> Attempt | None:
-        """End a save. Return its attempt, if that is written; only the caller has it then."""
-        with self._lock:
-            return self._open.pop(request.save_id, None)
+
+def _save_of(name: str) -> int | None:
+    """Return the number of the save whose commit is the round ``name``; None: it is another round."""
+    kind, _, number = name.rpartition("-")
+    return int(number) if kind == _KIND else None
+
+
+def _work(jobs: SimpleQueue[Callable[[], object] | None]) -> None:
+    """Carry out jobs until None comes."""
+    while (job := jobs.get()) is not None:
+        try:
+            job()
+        except MemoryError:  # the worker ends
+            raise
+        except Exception:
+            logger.exception("ending a save failed")
 
 
 def located_in(request: WriteRequest, error: BaseException) -> CheckpointError:
@@ -444,7 +453,7 @@ def located_in(request: WriteRequest, error: BaseException) -> CheckpointError:
 
 @contextlib.contextmanager
 def _logged(doing: str, level: int = logging.WARNING) -> Iterator[None]:
-    """Log errors in the block. Other ranks notice the failure themselves, and have better errors."""
+    """Log errors in the block."""
     try:
         yield
     except CheckpointError as error:

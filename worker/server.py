@@ -25,7 +25,6 @@ from asyncckpt.link.messages import Claim, Claimed, receive, send
 from asyncckpt.link.root_lock import RootLock
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.link.socket_connection import SocketConnection
-from asyncckpt.ranks.store import Store
 from asyncckpt.storage.storage import Storage
 from asyncckpt.storage.uploader import Uploader
 from asyncckpt.storage.uploads import AskUploads, Uploaded, UploadsUnderWay
@@ -82,7 +81,6 @@ class Server:
         self._committer = Committer(self._end)
         endpoint_service.unended_saves, endpoint_service.on_restart = self._committer.unended, self._committer.restarted
         self._writer = Writer(storage_for, segment_store, self._committer, self._send, io_threads)
-        self._store: Store | None = None
         self._serving = serving
         self._rendezvous: messages.Rendezvous | None = None
         self._timeout = 0.0
@@ -120,8 +118,6 @@ class Server:
             self._committer.close()
             if self._root_lock is not None:
                 self._root_lock.release()
-            if self._store is not None:
-                self._store.close()
             if (uploader := self._committer.uploader) is not None and why != _CLOSED:
                 uploader.trainer_gone()
             elif uploader is not None:
@@ -204,7 +200,7 @@ class Server:
             case Claim():
                 answer = self._claim(asked.question)
             case messages.Host():
-                answer = self._host(asked.question)
+                answer = self._committer.host(asked.question)
             case AskUploads():
                 uploader = self._committer.uploader
                 answer = UploadsUnderWay((), None) if uploader is None else uploader.under_way()
@@ -263,15 +259,6 @@ class Server:
         self._inherited.clear()
         self._replicator.keep(request.plan, request.ranks, request.plans)
         return messages.CopiesKept()
-
-    def _host(self, request: messages.Host) -> messages.Hosting:
-        if self._store is not None:
-            self._store.close()
-        try:
-            self._store = Store(request.secret, request.port, request.address)
-        except OSError as error:
-            raise WorkerDiedError(f"the worker cannot host the store that joins the ranks: {error}") from error
-        return messages.Hosting(self._store.port, self._store.address)
 
     def _allocate(self, asked: int, request: messages.Allocate) -> None:
         number, segment = self._segment_store.allocate(request.nbytes, request.end)

@@ -49,12 +49,48 @@ _CHECK_GONE_S = 0.5
 _SEAL_CHARACTERS = 32
 # First byte of an outcome.
 _FOR_ALL, _FOR_EACH, _FAILED = b"+", b"=", b"-"
-_FORGED = "a message to the ranks of this job comes from none of them"
 
 
 def round_name(kind: str, number: int) -> str:
     """The name of the round of save ``number``; the number is the same on all ranks."""
     return f"{kind}-{number}"
+
+
+def key_of(rendezvous: Rendezvous, *parts: str) -> str:
+    """Return the key of a part of a round in the store of the job."""
+    return "/".join(("asyncckpt", rendezvous.token, *parts))
+
+
+def sealed(secret: bytes, key: str, value: bytes) -> bytes:
+    """Return ``value`` with its seal."""
+    return _seal(secret, key, value).encode() + value
+
+
+def opened(secret: bytes, key: str, text: bytes) -> bytes:
+    """Return the value of a sealed text. Raises ``RankFailedError`` if no rank of this job has sealed it."""
+    seal, value = text[:_SEAL_CHARACTERS], text[_SEAL_CHARACTERS:]
+    if not hmac.compare_digest(seal, _seal(secret, key, value).encode()):
+        raise RankFailedError("a message to the ranks of this job comes from none of them")
+    return value
+
+
+def sealed_outcome(rendezvous: Rendezvous, name: str, error: CheckpointError | None) -> tuple[str, int, bytes]:
+    """Return key, field and sealed value of the outcome of a round for all ranks. ``error``: None if it succeeded."""
+    key = key_of(rendezvous, name, "outcome")
+    return key, 0, sealed(rendezvous.secret, key, _FOR_ALL if error is None else _FAILED + encode(error))
+
+
+def keys_to_clear(rendezvous: Rendezvous, kind: str, number: int, keep: int = KEPT_ROUNDS) -> list[str]:
+    """Return the keys to remove at the end of a round of save ``number``, of which others go ``keep`` rounds later."""
+    old = round_name(kind, number - keep)
+    gone = [key_of(rendezvous, old, part) for part in ("failure", "outcome", "reports")] if number > keep else []
+    return [key_of(rendezvous, round_name(kind, number), "reports"), *gone]
+
+
+def _seal(secret: bytes, key: str, value: bytes) -> str:
+    seal = hashlib.blake2b(key.encode() + b"\n", key=secret, digest_size=_SEAL_CHARACTERS // 2)
+    seal.update(value)
+    return seal.hexdigest()
 
 
 class Rounds:
@@ -86,6 +122,8 @@ class Rounds:
                 as a call may take.
         """
         self.rendezvous = rendezvous
+        self._keys = partial(key_of, rendezvous)
+        self._sealed, self._opened = partial(sealed, rendezvous.secret), partial(opened, rendezvous.secret)
         self.connection = connection or StoreConnection(rendezvous)
         self.patience = patience if isinstance(patience, Patience) else Patience(patience or timeout)
         self._behind = StoreConnection(rendezvous)
@@ -238,12 +276,7 @@ class Rounds:
 
         Its reports are removed now, its other keys after ``keep`` further rounds.
         """
-        keys = self._keys(round_name(kind, number))
-        old = self._keys(round_name(kind, number - keep))
-
-        gone = [f"{keys}/reports"]
-        if number > keep:
-            gone += [f"{old}/{part}" for part in ("failure", "outcome", "reports")]
+        gone = keys_to_clear(self.rendezvous, kind, number, keep)
         self._call(lambda store: store.remove(*gone))
 
     def put(self, name: str, value: bytes) -> None:
@@ -289,18 +322,10 @@ class Rounds:
         """Tell the first rank that this rank does not need the store any more."""
         self._call(lambda store: store.put(self._keys("left"), self.rendezvous.rank, b""))
 
-    def wait_left(self, timeout: float, lost: int) -> None:
-        """First rank: wait until all other ranks except the ``lost`` ones have left, at most ``timeout`` seconds."""
-        others = self.rendezvous.world_size - 1 - lost
-        self._call(lambda store: store.wait(self._keys("left"), others, timeout), timeout + 1.0)
-
     def close(self, timeout: float = 0.0) -> None:
         """Drop the connections. ``timeout``: maximum seconds to wait for pending ``..._soon`` calls."""
         self._behind.close(timeout)
         self.connection.close()
-
-    def _keys(self, name: str) -> str:
-        return f"asyncckpt/{self.rendezvous.token}/{name}"
 
     def _call(self, what: Callable[[StoreClient], T], limit: float | None = None) -> T:
         limit = self._timeout if limit is None else limit
@@ -312,9 +337,8 @@ class Rounds:
         return lambda store: store.put(f"{keys}/reports", rank, sealed)
 
     def _concluding_failed(self, name: str, error: CheckpointError) -> Callable[[StoreClient], None]:
-        key = f"{self._keys(name)}/outcome"
-        text = self._sealed(key, _FAILED + encode(error))
-        return lambda store: store.offer(key, 0, text)
+        outcome = sealed_outcome(self.rendezvous, name, error)
+        return lambda store: store.offer(*outcome)
 
     def _get(self, key: str) -> bytes | None:
         return self._call(lambda store: store.get(key)).get(0)
@@ -336,7 +360,7 @@ class Rounds:
             if error.rank not in reported:
                 raise error
         missing = [rank for rank in range(self.rendezvous.world_size) if rank not in reported]
-        if losses := [*filter(None, map(lost, missing))]:  # ask for all ranks, so that none is waited for at the end
+        if losses := [*filter(None, map(lost, missing))]:
             raise losses[0]
         if timed_out is not None and missing:
             raise SaveTimeoutError(f"{_ranks(missing)} did not get here within {timed_out:g} s", rank=missing[0])
@@ -344,21 +368,6 @@ class Rounds:
     def _failure(self, keys: str) -> CheckpointError | None:
         text = self._get(f"{keys}/failure")
         return decode(self._opened(f"{keys}/failure", text)) if text else None
-
-    def _seal(self, key: str, value: bytes) -> str:
-        seal = hashlib.blake2b(key.encode() + b"\n", key=self.rendezvous.secret, digest_size=_SEAL_CHARACTERS // 2)
-        seal.update(value)
-        return seal.hexdigest()
-
-    def _sealed(self, key: str, value: bytes) -> bytes:
-        return self._seal(key, value).encode() + value
-
-    def _opened(self, key: str, text: bytes) -> bytes:
-        """Return the value of a sealed text. Raises ``RankFailedError`` if no rank of this job has sealed it."""
-        seal, value = text[:_SEAL_CHARACTERS], text[_SEAL_CHARACTERS:]
-        if not hmac.compare_digest(seal, self._seal(key, value).encode()):
-            raise RankFailedError(_FORGED)
-        return value
 
 
 class Call(NamedTuple):

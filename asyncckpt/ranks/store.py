@@ -1,9 +1,9 @@
 """The store: a small key-value server that joins the ranks of a job. The first rank's worker hosts it.
 
 A key has fields: numbers, each with some bytes. The store sends a nonce to each new client, and the client must answer
-with a keyed hash of the nonce. A client that does not know the secret of the job gets no other answer, and its requests
-are ignored. The store proves its knowledge of the secret in the same way, and sends its id. The id tells clients
-whether a new worker hosts another store after a crash.
+with its rank and a keyed hash of both. A client that does not know the secret of the job gets no other answer, and its
+requests are ignored. The store proves its knowledge of the secret in the same way, and sends its id. The id tells
+clients whether a new worker hosts another store after a crash.
 
 One thread serves all clients. A request is a head (``REQUEST``), a key and a value. An answer is a head (``ANSWER``)
 and bytes:
@@ -12,6 +12,9 @@ and bytes:
     get, fields  all fields, or only their numbers
     wait         the fields, once the key has so many, or ``ENDS`` is set; -1 after a timeout
     remove       forget a key
+
+The process of the store is told of what clients set (``watch``), and carries out operations without a connection
+(``post``).
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ import socket
 import struct
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from enum import IntEnum
+from itertools import pairwise
 
 from asyncckpt.threads import start
 
@@ -45,6 +49,8 @@ FIELD = struct.Struct("!qQ")
 ENDS = -1
 """The field that ends every wait for its key."""
 NONCE_BYTES = 32
+RANK = struct.Struct("!i")
+"""The rank of a client, as part of its proof."""
 ID_BYTES = 16
 
 _PROOF_BYTES = 32
@@ -96,6 +102,7 @@ class _Peer:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.since = time.monotonic()
         self.is_known = False
+        self.rank = -1
         self.received = bytearray()
         self.unsent = bytearray()
         self.wait: tuple[str, int, int] | None = None  # the key, the number of fields, and the number of this wait
@@ -104,7 +111,13 @@ class _Peer:
 class Store:
     """Serve the ranks that know the secret, until ``close``. ``port``, ``address``: the listener; "": all addresses."""
 
-    def __init__(self, secret: bytes, port: int = 0, address: str = "") -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        port: int = 0,
+        address: str = "",
+        watch: Callable[[str, int, bytes], object] = lambda *_: None,
+    ) -> None:
         """Listen.
 
         Args:
@@ -112,6 +125,8 @@ class Store:
             port: Port to listen at; 0: any free port.
             address: A numeric address of this host, to listen there alone. If it is "", or not of this host, listen at
                 all addresses.
+            watch: Called with key, field and value when a client has set a field, on the thread of the store. It must
+                not wait.
 
         Raises:
             OSError: The port is taken.
@@ -125,11 +140,18 @@ class Store:
         self._waits = itertools.count(1)
         self._due: list[tuple[float, int, _Peer]] = []  # deadlines of waits
         self._strangers: dict[_Peer, None] = {}  # clients without proof, in the order of their arrival
+        self._watch = watch
+        self._heard: dict[int, float] = {}
+        self._posted: deque[tuple[Operation, str, int, bytes]] = deque()
         self._closed = False
         self._listen_at: float | None = None  # when to accept connections again; None: now
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._wakes, self._woken = socket.socketpair()
+        for each in (self._wakes, self._woken):
+            each.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._woken)
         self._thread = threading.Thread(target=self._serve, name="asyncckpt-store", daemon=True)
         start(self._thread)
 
@@ -137,12 +159,23 @@ class Store:
         """Return the number of keys."""
         return len(self._keys)
 
+    def post(self, operation: Operation, key: str, field: int = 0, value: bytes = b"") -> None:
+        """Carry out ``operation``, one that changes a key, without a connection. Any thread may call; nobody waits."""
+        self._posted.append((operation, key, field, value))
+        with contextlib.suppress(OSError):  # full, so it will wake, or closed
+            self._wakes.send(b"x")
+
+    def heard(self) -> dict[int, float]:
+        """Return when each rank has last sent something, by ``time.monotonic``. Any thread may call."""
+        return self._heard.copy()
+
     def close(self) -> None:
-        """Drop all connections, and close the listening port."""
+        """Drop all connections, and close the listening port. All that was posted is carried out before."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._wakes.send(b"x")
         self._thread.join()
+        self._wakes.close()
 
     def _serve(self) -> None:
         try:
@@ -150,9 +183,13 @@ class Store:
                 for key, events in self._selector.select(self._pause()):
                     if key.data is None:
                         self._accept()
-                    else:
+                    elif isinstance(key.data, _Peer):
                         self._attend_guarded(key.data, events)
+                    else:
+                        self._woken.recv(_PIECE_BYTES)
+                self._carry_out_posted()
                 self._end_waits()
+            self._carry_out_posted()
         except Exception:
             logger.exception("the store that joins the ranks has failed: please report this")
         finally:
@@ -160,6 +197,11 @@ class Store:
                 key.fileobj.close()  # type: ignore[union-attr]
             self._listener.close()
             self._selector.close()
+
+    def _carry_out_posted(self) -> None:
+        while self._posted:
+            operation, key, field, value = self._posted.popleft()
+            self._change(operation, key, field, value)
 
     def _pause(self) -> float | None:
         """Return the seconds until the next deadline; None if there is none."""
@@ -221,19 +263,22 @@ class Store:
 
     def _is_proved(self, peer: _Peer) -> bool:
         """Return whether the client has just proved that it knows the secret. Drop a client with a wrong proof."""
-        if len(peer.received) < NONCE_BYTES + _PROOF_BYTES:
+        sizes = NONCE_BYTES, NONCE_BYTES + RANK.size, NONCE_BYTES + RANK.size + _PROOF_BYTES
+        if len(peer.received) < sizes[2]:
             return False
-        nonce, said = bytes(peer.received[:NONCE_BYTES]), bytes(peer.received[NONCE_BYTES:][:_PROOF_BYTES])
-        if not hmac.compare_digest(said, proof(self._secret, b"rank", peer.nonce, nonce)):
+        nonce, rank, said = (bytes(peer.received[begin:end]) for begin, end in pairwise((0, *sizes)))
+        if not hmac.compare_digest(said, proof(self._secret, b"rank", peer.nonce, nonce, rank)):
             self._drop(peer)
             return False
-        del peer.received[: NONCE_BYTES + _PROOF_BYTES]
+        del peer.received[: sizes[2]]
         peer.is_known = True
+        (peer.rank,) = RANK.unpack(rank)
         self._strangers.pop(peer, None)
         self._send(peer, proof(self._secret, b"store", peer.nonce, nonce, self._id) + self._id)
         return True
 
     def _take_requests(self, peer: _Peer) -> None:
+        self._heard[peer.rank] = time.monotonic()
         while len(peer.received) >= REQUEST.size:
             operation, key_bytes, number, seconds, value_bytes = REQUEST.unpack_from(peer.received)
             end = REQUEST.size + key_bytes + value_bytes
@@ -244,15 +289,24 @@ class Store:
             del peer.received[:end]
             self._carry_out(peer, operation, key, number, seconds, value)
 
+    def _change(self, operation: int, key: str, field: int, value: bytes) -> int:
+        """Change a key. Return the number of its fields."""
+        if operation == Operation.REMOVE:
+            self._keys.pop(key, None)
+            return 0
+        fields = self._keys.setdefault(key, {})
+        if operation == Operation.PUT or field not in fields:
+            fields[field] = value
+        self._wake(key, fields)
+        return len(fields)
+
     def _carry_out(self, peer: _Peer, operation: int, key: str, number: int, seconds: float, value: bytes) -> None:
         fields = self._keys.get(key, {})
         match operation:
-            case Operation.PUT | Operation.OFFER:
-                fields = self._keys.setdefault(key, fields)
-                if operation == Operation.PUT or number not in fields:
-                    fields[number] = value
-                self._answer(peer, len(fields))
-                self._wake(key, fields)
+            case Operation.PUT | Operation.OFFER | Operation.REMOVE:
+                self._answer(peer, self._change(operation, key, number, value))
+                if operation != Operation.REMOVE:
+                    self._watch(key, number, value)
             case Operation.GET:
                 self._answer(peer, len(fields), _packed(fields))
             case Operation.FIELDS:
@@ -264,9 +318,6 @@ class Store:
                 peer.wait = key, number, next(self._waits)
                 self._waiting[key].add(peer)
                 heapq.heappush(self._due, (time.monotonic() + seconds, peer.wait[2], peer))
-            case Operation.REMOVE:
-                self._keys.pop(key, None)
-                self._answer(peer, 0)
             case _:
                 self._drop(peer)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from asyncckpt.errors import SaveTimeoutError, WorkerDiedError
 from asyncckpt.link.messages import Rendezvous
-from asyncckpt.ranks.store import ANSWER, FIELD, ID_BYTES, NONCE_BYTES, REQUEST, Operation, keep_alive, proof
+from asyncckpt.ranks.store import ANSWER, FIELD, ID_BYTES, NONCE_BYTES, RANK, REQUEST, Operation, keep_alive, proof
 from asyncckpt.threads import no_thread
 
 T = TypeVar("T")
@@ -72,8 +72,8 @@ class StoreClient:
             raise ConnectionError(f"no connection within {reach_s:g} s") from error
         try:
             keep_alive(self._socket)
-            nonces = self._receive(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-            self._send(nonces[1] + proof(rendezvous.secret, b"rank", *nonces))
+            nonces, rank = (self._receive(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)), RANK.pack(rendezvous.rank)
+            self._send(nonces[1] + rank + proof(rendezvous.secret, b"rank", *nonces, rank))
             said = self._receive(len(proof(b"", b"")))
             self.id = self._receive(ID_BYTES)
             if not hmac.compare_digest(said, proof(rendezvous.secret, b"store", *nonces, self.id)):

@@ -24,7 +24,7 @@ from asyncckpt.errors import CheckpointError, CheckpointExistsError
 from asyncckpt.extension import Engine
 from asyncckpt.link.running_workers import running_workers
 from asyncckpt.loading.memory_source import MemorySource
-from asyncckpt.ranks import survivors
+from asyncckpt.protocol import commit
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -250,6 +250,6 @@ def test_a_rank_that_lives_is_waited_for_whoever_looks(tmp_path: Path) -> None:
     job = Job(2, gated, _save_and_lose_the_first, str(gate), root, folder=tmp_path)
     wait_for(lambda: Path(f"{gate}.reached").exists() and not job.processes[0].is_alive())
     alone(_look, root)
-    time.sleep(survivors._SILENCE_S + 2)  # longer than the worker of a lost host is waited for
+    time.sleep(commit.SILENCE_S + 2)  # longer than the worker of a lost host is waited for
     gate.touch()
     assert job.wait()[1].result == "step-00000001" and complete_steps(root) == [1]

@@ -15,6 +15,7 @@ linked).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -35,7 +36,8 @@ from asyncckpt.shm import budget
 from asyncckpt.storage.file_system import translated
 from asyncckpt.storage.history import prune
 from asyncckpt.worker import __main__ as worker
-from asyncckpt.worker import committer
+from asyncckpt.worker import committer, server
+from asyncckpt.worker.attempt import Attempt
 
 # It is run as a script, also by trainers that know nothing of the tests.
 sys.path.append(str(Path(__file__).parent.parent))
@@ -97,6 +99,14 @@ class FaultyRounds(rounds.Rounds):
         return super().outcome(name, timeout)
 
 
+class FaultyCommitter(committer.Committer):
+    def written(self, attempt: Attempt, report: bytes) -> None:
+        if attempt.request.rank == 0:  # which reports to itself, without a connection
+            with contextlib.suppress(errors.WorkerDiedError):
+                reach("report", attempt.request.path)
+        super().written(attempt, report)
+
+
 def faulty_prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
     reach("prune", root)
     prune(root, keep_last, is_recent)
@@ -122,5 +132,6 @@ if __name__ == "__main__":
     faulty = lambda path, **options: FaultyStorage(storage_for(path, **options), reach)  # noqa: E731
     setattr(worker, "storage_for", faulty)  # noqa: B010
     setattr(committer, "Rounds", FaultyRounds)  # noqa: B010
+    setattr(server, "Committer", FaultyCommitter)  # noqa: B010
     setattr(committer, "prune", faulty_prune)  # noqa: B010
     sys.exit(worker.main(sys.argv[2:]))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
@@ -19,9 +19,9 @@ from support.checkpoints import PAGE
 from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError
 from asyncckpt.extension import Rendezvous, Rounds, Store
 from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.link.messages import Committed, Failed
-from asyncckpt.ranks import survivors
-from asyncckpt.ranks.store_connection import StoreClient
+from asyncckpt.link.messages import Committed, Failed, Host
+from asyncckpt.protocol import commit
+from asyncckpt.ranks.store_connection import Patience, StoreClient
 from asyncckpt.shm.segment import Segment
 from asyncckpt.storage.local import LocalStorage
 from asyncckpt.storage.partial import PartialFolder
@@ -125,6 +125,7 @@ def test_where_the_store_is_gone_a_worker_leaves_at_once(tmp_path: Path, monkeyp
     request = WriteRequest(1, 1, 0, str(tmp_path / "final"), "a-1", 1, 1, 2, "refuse", None, False, 300.0)
     with closing(Committer(lambda *_: None)) as committer:
         committer.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
+        committer.expect(request)
         committer.failed(request, StorageError("as the test wants"))
         committer.gone("its trainer has died")
         begun = time.monotonic()
@@ -133,7 +134,7 @@ def test_where_the_store_is_gone_a_worker_leaves_at_once(tmp_path: Path, monkeyp
 
 def test_who_cannot_learn_the_end_leaves_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank has seen all files, and is about to finalize them."""
-    store, told = Store(b"secret"), [SimpleQueue[object](), SimpleQueue[object]()]
+    told = [SimpleQueue[object](), SimpleQueue[object]()]
     is_complete, may_go_on = threading.Event(), threading.Event()
     finalize: Any = PartialFolder.finalize
 
@@ -149,12 +150,13 @@ def test_who_cannot_learn_the_end_leaves_its_files(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(LocalStorage, "revoke", fails)  # on the host of the other rank
     with ThreadPoolExecutor(2) as pool, Segment.create("0", 4 * PAGE) as first, Segment.create("1", 4 * PAGE) as second:
         committers = [Committer(lambda request, outcome: told[request.rank].put(outcome)) for _ in told]
-        with closing(store), closing(committers[0]), closing(committers[1]):
+        with closing(committers[0]), closing(committers[1]):
+            port = committers[0].host(Host(0, "127.0.0.1", b"secret")).port
             for rank, segment in enumerate((first, second)):
                 attempt = checkpoint_attempt(tmp_path, segment)
                 timeout = 1.0 if rank else 60.0
                 attempt.request = replace(attempt.request, rank=rank, world_size=2, timeout=timeout)
-                committers[rank].join(Rendezvous("127.0.0.1", store.port, "token", b"secret", rank, 2), 30)
+                committers[rank].join(Rendezvous("127.0.0.1", port, "token", b"secret", rank, 2), 30)
                 committers[rank].expect(attempt.request)
                 attempt.write(pool)
                 committers[rank].written(attempt, attempt.seal())
@@ -178,22 +180,29 @@ def test_a_save_ends_where_no_thread_can_be_started(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(threading.Thread, "start", refuses)
     monkeypatch.setattr(committer_module, "_PATIENCE_S", 0.0)
-    request = WriteRequest(1, 1, 0, str(tmp_path / "final"), "a-1", 1, 1, 2, "refuse", None, False, 300.0)
-    with closing(Committer(lambda _, outcome: told.put(outcome))) as committer:
-        committer.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
-        for save_id in (1, 2):
-            committer.expect(replace(request, save_id=save_id))
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        attempt = checkpoint_attempt(tmp_path, segment)
+        attempt.request = replace(attempt.request, rank=1, world_size=2)
+        with closing(Committer(lambda _, outcome: told.put(outcome))) as committer:
+            committer.expect(attempt.request)
+            attempt.write(pool)
+            committer.written(attempt, attempt.seal())
+            committer.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
             failed = told.get(timeout=20)
             assert isinstance(failed, Failed) and "can't start new thread" in str(failed.error)
+            committer.expect(replace(attempt.request, save_id=2))
+            failed = told.get(timeout=20)
+            assert isinstance(failed, Failed) and "cannot be reached" in str(failed.error)
 
 
 def test_the_lost_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three hosts are lost with a save open: the first rank's worker fails that, and leaves at once."""
     monkeypatch.setattr(committer_module, "_LEAVE_S", 60.0)
-    monkeypatch.setattr(survivors, "_SILENCE_S", 1.0)
-    store, told = Store(b"secret"), SimpleQueue[object]()
-    with closing(store), closing(Committer(lambda _, outcome: told.put(outcome))) as committer:
-        committer.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 3), 30)
+    monkeypatch.setattr(commit, "SILENCE_S", 1.0)
+    told = SimpleQueue[object]()
+    with closing(Committer(lambda _, outcome: told.put(outcome))) as committer:
+        port = committer.host(Host(0, "127.0.0.1", b"secret")).port
+        committer.join(Rendezvous("127.0.0.1", port, "token", b"secret", 0, 3), 30)
         committer.expect(WriteRequest(1, 1, 0, str(tmp_path / "x"), "a-1", 1, 0, 3, "refuse", None, False, 300.0))
         committer.hurry()
         committer.restarted()
@@ -201,3 +210,40 @@ def test_the_lost_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert isinstance(outcome, Failed) and "are gone" in str(outcome.error)
         begun = time.monotonic()
     assert time.monotonic() - begun < 20
+
+
+def test_who_waits_for_an_outcome_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainers are gone and the job is started again: a rank whose worker still waits is not given up."""
+    monkeypatch.setattr(commit, "SILENCE_S", 1.0)
+    told = SimpleQueue[object]()
+    request = WriteRequest(1, 1, 0, str(tmp_path / "x"), "a-1", 1, 0, 2, "refuse", None, False, 300.0)
+    first, other = (Committer(lambda _, outcome: told.put(outcome)) for _ in range(2))
+    with closing(first), closing(other):
+        port = first.host(Host(0, "127.0.0.1", b"secret")).port
+        for rank, committer in enumerate((first, other)):
+            committer.join(Rendezvous("127.0.0.1", port, "token", b"secret", rank, 2), 30)
+            committer.expect(replace(request, rank=rank))
+            committer.hurry()
+        first.restarted()
+        with pytest.raises(Empty):
+            told.get(timeout=4)
+        other.failed(replace(request, rank=1), StorageError("as the test wants"))
+        for _ in range(2):
+            outcome = told.get(timeout=30)
+            assert isinstance(outcome, Failed) and "as the test wants" in str(outcome.error)
+
+
+def test_messages_of_strangers_fail_a_save(tmp_path: Path) -> None:
+    """Who can change what is sent in the network can make a save fail, and no more."""
+    told = SimpleQueue[object]()
+    with closing(Committer(lambda _, outcome: told.put(outcome))) as committer:
+        port = committer.host(Host(0, "127.0.0.1", b"secret")).port
+        rendezvous = Rendezvous("127.0.0.1", port, "token", b"secret", 0, 2)
+        committer.join(rendezvous, 30)
+        committer.expect(WriteRequest(1, 1, 0, str(tmp_path / "x"), "a-1", 1, 0, 2, "refuse", None, False, 300.0))
+        rounds = Rounds(replace(rendezvous, rank=1), 30)
+        rounds.connection.call(lambda store: store.put("asyncckpt/token/save-1/reports", 1, b"forged"), 30, Patience(0))
+        outcome = told.get(timeout=30)
+        assert isinstance(outcome, Failed) and "comes from none of them" in str(outcome.error)
+        rounds.leave()
+        rounds.close()
