@@ -279,13 +279,8 @@ class Rounds:
         gone = keys_to_clear(self.rendezvous, kind, number, keep)
         self._call(lambda store: store.remove(*gone))
 
-    def put(self, name: str, value: bytes) -> None:
-        """Store ``value`` under ``name`` and this rank's number, for all ranks."""
-        key = f"{self._keys(name)}/{self.rendezvous.rank}"
-        self._call(lambda store: store.put(key, 0, self._sealed(key, value)))
-
     def put_soon(self, name: str, value: bytes, timeout: float) -> Future[None]:
-        """As ``put`` of ``value`` as ``name``; ``timeout``: see ``report_soon``."""
+        """Store ``value`` under ``name`` and this rank's number, for all ranks; ``timeout``: see ``report_soon``."""
         key = f"{self._keys(name)}/{self.rendezvous.rank}"
         sealed = self._sealed(key, value)
         return self._behind.start(lambda store: store.put(key, 0, sealed), timeout)
