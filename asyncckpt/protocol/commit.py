@@ -34,8 +34,8 @@ The others:
 
 What always holds: only the first rank finalizes, after all ranks have reported, and after all earlier saves have ended.
 A rank that has reported keeps its files until it knows the outcome, and also if nobody can tell it. ``Resolve`` asks
-storage, and makes an attempt that is not finalized impossible to finalize. Each save is told once. What is written
-after the end of a save is discarded.
+storage, and makes an attempt that is not finalized impossible to finalize. Each save is told once. A part that is
+written after the end of a save is discarded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CommitState(Enum):
     FINALIZING = auto()
     """First rank: the checkpoint gets its final name."""
     FOLLOWING = auto()
-    """First rank: the checkpoint is final, and what follows it is being done, such as the pointer."""
+    """First rank: the checkpoint is final, and the pointer is being advanced."""
     RESOLVING = auto()
     """Storage is asked for the outcome."""
     COMMITTED = auto()
@@ -129,7 +129,7 @@ class RankGone:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Other ranks: the first rank has decided. ``error``: None if the save is committed."""
+    """Other ranks: the first rank has decided. ``error``: the reason, if the save has failed."""
 
     save: int
     error: CheckpointError | None
@@ -145,7 +145,7 @@ class FirstLost:
 
 @dataclass(frozen=True)
 class Finalized:
-    """First rank: ``Finalize`` is done. ``error``: None if the checkpoint has its final name."""
+    """First rank: ``Finalize`` is done. ``error``: the reason, if it has failed."""
 
     save: int
     error: CheckpointError | None
@@ -153,7 +153,7 @@ class Finalized:
 
 @dataclass(frozen=True)
 class FollowedUp:
-    """First rank: ``FollowUp`` is done. ``trouble``: why the pointer does not name the checkpoint; None: it does."""
+    """First rank: ``FollowUp`` is done. ``trouble``: why the pointer is not advanced, if so."""
 
     save: int
     trouble: CheckpointError | None
@@ -161,7 +161,7 @@ class FollowedUp:
 
 @dataclass(frozen=True)
 class Resolved:
-    """``Resolve`` is done. ``is_committed``: None if storage could not be asked, for the reason ``error``."""
+    """``Resolve`` is done. ``is_committed`` is None if storage could not be asked; ``error`` says why."""
 
     save: int
     is_committed: bool | None
@@ -229,7 +229,7 @@ class Finalize:
 
 @dataclass(frozen=True)
 class FollowUp:
-    """Do what follows a durable save."""
+    """Advance the pointer, and give up old checkpoints."""
 
     save: int
 
@@ -258,7 +258,7 @@ class KeepPart:
 
 @dataclass(frozen=True)
 class DiscardPart:
-    """Remove this rank's part, if it is there."""
+    """Remove this rank's part, unless it was not written."""
 
     save: int
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from simulation.commits import History, Violation
-from simulation.mutations import COMMIT, mutated
 
 from asyncckpt.protocol import commit
+from simulation.commits import History, Violation
+from simulation.mutations import COMMIT, mutated
 
 HISTORIES = 10_000
 MUTATION_HISTORIES = 6_000
