@@ -2,7 +2,7 @@
 
 A slot holds one image. Its life is FREE -> STAGING -> STAGED -> WRITING -> FREE. The states stand in shared memory so
 that the worker still knows them after the trainer has died. A STAGED slot holds a whole state, and the worker writes
-it. The worker finishes a WRITING slot and discards a STAGING slot (``worker/writer.py``, ``finish``). A FREE slot keeps
+it. The worker finishes a WRITING slot and discards a STAGING slot (``worker/saves.py``, ``finish``). A FREE slot keeps
 its image, which a new trainer may load, until the slot is taken again.
 
 While a slot is STAGING, the page also says how many bytes of its image have arrived. The bytes that have arrived do not

@@ -2,8 +2,8 @@
 
 The parts of a checkpoint become durable in this order: the data files and their indexes on every rank, and DCP's
 ``.metadata`` on the first rank; then the manifest and the final name, on the first rank. A single file gets its bytes,
-then its name. So everything with a final name is complete. ``committer.py`` decides when the name is given, and the
-storage decides how.
+then its name. So everything with a final name is complete. ``asyncckpt/protocol/commit.py`` decides when the name is
+given, and the storage decides how.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from asyncckpt.errors import StorageError, StructureChangedError
+from asyncckpt.errors import CheckpointError, StorageError, StructureChangedError
 from asyncckpt.format import archive
 from asyncckpt.format.index import Index, spans
 from asyncckpt.format.manifest import (
@@ -52,7 +52,7 @@ from asyncckpt.format.storage_meta import storage_meta
 from asyncckpt.format.write_request import ANY_PLAN
 from asyncckpt.ranks.rounds import Call, check_same_call
 from asyncckpt.storage.history import time_of_creation
-from asyncckpt.storage.storage import OpenAttempt, OutputFile
+from asyncckpt.storage.storage import OpenAttempt, OutputFile, Storage, exists_error
 from asyncckpt.worker.durable_files import DurableFile, DurableFiles
 from asyncckpt.worker.staged_image import ImageFile, StagedImage, UnwrittenFile, span_digests
 
@@ -458,3 +458,35 @@ class FileSetAttempt(FolderAttempt):
 
     def _names(self) -> list[str]:
         return [*super()._names(), *dict(self.request.small_files)]
+
+
+# Minimum age of an unlocked attempt before its removal. A younger attempt may not be locked yet.
+_ORPHAN_S = 60.0
+
+
+def begin_attempt(storage: Storage, staged_image: StagedImage, durable: DurableFiles) -> Attempt:
+    """Create the file or folder of a write request on ``storage``. The image need not be complete.
+
+    ``durable``: the files that may be linked. Raises ``StorageError`` if storage refuses, ``CheckpointError`` if the
+    segment has no layout of a checkpoint or file.
+    """
+    request, layout = staged_image.request, staged_image.hosted.layout
+    match layout:
+        case TorchFileLayout():
+            file = storage.begin_file(request.path, request.attempt, layout.data_bytes, _ORPHAN_S)
+            return FileAttempt(file, staged_image, layout)
+        case CheckpointLayout() | FileSetLayout():
+            beside = sum(region.nbytes for region in layout.constants())
+            beside += sum(len(data) for _, data in request.small_files)
+            # If there are other hosts, their locks may be invisible here. But no attempt outlives its timeout.
+            sees_all = request.world_size == 1 and storage.has_locks
+            orphan_s = None if request.rank > 0 else _ORPHAN_S if sees_all else request.timeout
+            if not storage.has_locks and orphan_s is not None and not storage.may_put(request.path, request.existing):
+                raise exists_error(request.path, request.existing, request.step)  # the trainer has not checked
+            nbytes, linked = layout.data_bytes + beside, durable.expected_bytes(request.segment, request.most_links)
+            folder = storage.begin_checkpoint(request.path, request.attempt, nbytes, orphan_s, linked_bytes=linked)
+            if isinstance(layout, FileSetLayout):
+                return FileSetAttempt(folder, staged_image, layout, durable)
+            return CheckpointAttempt(folder, staged_image, layout, durable)
+        case _:
+            raise CheckpointError("the trainer never described this segment as a checkpoint's")

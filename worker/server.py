@@ -1,4 +1,4 @@
-"""The worker's loop: answers the trainer, while one thread writes (``writer.py``) and another commits.
+"""The worker's connection to its trainer. The saves are on other threads (``saves.py``).
 
 After the trainer closes or dies, the worker still writes every request in a slot with the state STAGED, and discards
 requests that have only begun. Then the worker exits. If the trainer has closed, the worker exits at once. If the
@@ -31,9 +31,8 @@ from asyncckpt.storage.uploads import AskUploads, Uploaded, UploadsUnderWay
 from asyncckpt.threads import start
 from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.serving import Serving, listens_at
-from asyncckpt.worker.committer import Committer
 from asyncckpt.worker.endpoint_service import EndpointService
-from asyncckpt.worker.writer import Writer
+from asyncckpt.worker.saves import SavesOfTrainer
 
 if TYPE_CHECKING:
     from asyncckpt.transfer.replicator import Replicator
@@ -78,9 +77,8 @@ class Server:
         self._endpoint_service = endpoint_service
         self._sending = threading.Lock()
         self._storage_for = storage_for
-        self._committer = Committer(self._end)
-        endpoint_service.unended_saves, endpoint_service.on_restart = self._committer.unended, self._committer.restarted
-        self._writer = Writer(storage_for, segment_store, self._committer, self._send, io_threads)
+        self._saves = SavesOfTrainer(storage_for, segment_store, self._send, self._on_staged, self._end, io_threads)
+        endpoint_service.unended_saves, endpoint_service.on_restart = self._saves.unended, self._saves.restarted
         self._serving = serving
         self._rendezvous: messages.Rendezvous | None = None
         self._timeout = 0.0
@@ -105,20 +103,19 @@ class Server:
         if why != _CLOSED:  # no trainer receives the log any more
             logging.getLogger().removeHandler(to_trainer)
             self._endpoint_service.redirect_log()
-            self._committer.hurry()
+            self._saves.hurry()
         if self._root_lock is not None:
             self._root_lock.announce_end()
         if self._replicator is not None:
             self._replicator.close()
-        self._writer.finish()
+        self._saves.finish()
         self._segment_store.on_trainer_gone(keep=lingers)
-        finished = self._writer.wait_finished()
+        finished = self._saves.wait_written()
         if finished:
-            self._committer.gone(why)
-            self._committer.close()
+            self._saves.close(why)
             if self._root_lock is not None:
                 self._root_lock.release()
-            if (uploader := self._committer.uploader) is not None and why != _CLOSED:
+            if (uploader := self._saves.uploader) is not None and why != _CLOSED:
                 uploader.trainer_gone()
             elif uploader is not None:
                 uploader.close()  # while the trainer still receives failures
@@ -134,8 +131,8 @@ class Server:
 
     def finish_uploads(self) -> None:
         """Wait for the uploads that are under way. No trainer waits for them."""
-        if self._committer.uploader is not None:
-            self._committer.uploader.close()
+        if self._saves.uploader is not None:
+            self._saves.uploader.close()
 
     def _serve(self, trainer: int | None) -> str:
         """Serve the trainer. Return the reason why serving ended."""
@@ -164,16 +161,13 @@ class Server:
                 except CheckpointError as error:
                     self._send(messages.Answer(number, messages.Refused(error)))
             case messages.Join(rendezvous, timeout):
-                self._committer.join(rendezvous, timeout)
+                self._saves.join(rendezvous, timeout)
                 self._rendezvous, self._timeout = rendezvous, timeout
             case messages.Begin(request):
                 self._segment_store.slot_taken(request)
-                self._committer.expect(request)
-                self._writer.begin(request)
+                self._saves.begin(request)
             case messages.Staged():
-                staged = self._writer.staged(message)
-                if staged is not None and staged.is_copied and self._replicator is not None:
-                    self._replicator.expect(staged)
+                self._saves.staged(message)
             case messages.Take():
                 # On another thread, because taking memory takes a second for each two GiB or so.
                 try:
@@ -184,7 +178,7 @@ class Server:
                 self._segment_store.give_back(number, begin, slots)
             case messages.Release(number):
                 self._segment_store.release(number)
-                self._writer.forget(number)
+                self._saves.forget(number)
 
     def _answer(self, asked: messages.Question) -> None:
         answer: Any
@@ -193,16 +187,16 @@ class Server:
                 self._allocate(asked.number, asked.question)
                 return
             case messages.Cancel(save_id, reason):
-                self._writer.cancel(asked.number, save_id, reason)
+                self._saves.cancel(asked.number, save_id, reason)
                 return
             case messages.Listen():
                 answer = self._listen()
             case Claim():
                 answer = self._claim(asked.question)
             case messages.Host():
-                answer = self._committer.host(asked.question)
+                answer = self._saves.host(asked.question)
             case AskUploads():
-                uploader = self._committer.uploader
+                uploader = self._saves.uploader
                 answer = UploadsUnderWay((), None) if uploader is None else uploader.under_way()
             case messages.Adopt(held):
                 segment = self._connection.receive_segment()
@@ -241,8 +235,8 @@ class Server:
                     self._root_lock = found
                 else:
                     answer = Claimed(found)
-        if claim.local is not None and answer.holder is None and self._committer.uploader is None:
-            self._committer.uploader = Uploader(claim.local, self._storage_for, self._on_uploaded)
+        if claim.local is not None and answer.holder is None and self._saves.uploader is None:
+            self._saves.uploader = Uploader(claim.local, self._storage_for, self._on_uploaded)
         return answer
 
     def _keep_copies(self, request: messages.KeepCopies) -> messages.CopiesKept:
@@ -275,6 +269,11 @@ class Server:
         except (KeyError, OSError) as failure:  # released meanwhile
             error = CheckpointError(f"the memory is not there any more: {failure}")
         self._send(messages.Taken(request.segment, error))
+
+    def _on_staged(self, request: WriteRequest) -> None:
+        self._segment_store.image_staged(request)
+        if request.is_copied and self._replicator is not None:
+            self._replicator.expect(request)
 
     def _end(self, request: WriteRequest, outcome: messages.Committed | messages.Failed) -> None:
         self._segment_store.save_ended(outcome.save_id, committed=isinstance(outcome, messages.Committed))

@@ -6,8 +6,6 @@ knows no tensors.
 
 from __future__ import annotations
 
-import enum
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import round_up
 from asyncckpt.shm.slots import State
 from asyncckpt.storage.storage import OutputFile
+from asyncckpt.threads import Flag
 
 # Polling interval for more data. Frequent enough to always have something to write, at tens of gigabytes a second.
 _POLL_S = 0.002
@@ -30,53 +29,37 @@ BUFFER_BYTES = 4 << 20
 _GROUP_BYTES = 16 << 20
 
 
-class ImageState(enum.Enum):
-    """How far staging and writing of an image are. The transitions are in ``writer.py``."""
-
-    STAGING = enum.auto()
-    """The trainer copies, and nothing is written yet."""
-    FOLLOWED = enum.auto()
-    """The trainer copies, and the part that has arrived is being written."""
-    UNWRITTEN = enum.auto()
-    """The trainer still copies, but writing has failed."""
-    CANCELLED = enum.auto()
-    """The trainer has stopped copying, and the writer has not noticed yet."""
-    STAGED = enum.auto()
-    """The image is complete, and the slot belongs to the worker."""
-
-
 @dataclass(eq=False)
 class StagedImage:
     """The image that the trainer stages, or has staged, for one request.
 
-    Shared by the threads of the server. Hold ``changed`` to call any method except ``wait_beyond``. ``can_succeed``
-    returns whether the save can still succeed.
+    ``can_succeed`` returns whether the save can still succeed.
     """
 
     request: WriteRequest
     hosted: HostedSegment
-    changed: threading.Condition
     can_succeed: Callable[[], bool]
-    state: ImageState = ImageState.STAGING
     timings: dict[str, float] = field(default_factory=dict)
     """See ``manifest.py``. The trainer's timings are known once the image is staged."""
     replicas: dict[str, int] = field(default_factory=dict)
-    """See ``committer.py``. Known once the image is staged. Empty: no comparison in this save, or the trainer died."""
+    """See ``replica_check.py``. Known once the image is staged. Empty if nothing is compared, or the trainer died."""
     inode: int | None = None
     """The inode of a single file, once it is written."""
-    failure: CheckpointError | None = None
-    """The reason why the rest of the image will not arrive."""
 
-    def stage(self, timings: dict[str, float]) -> None:
-        """Note that the image is complete. The slot belongs to the worker from now on."""
-        self.timings.update(timings)
-        self.state = ImageState.STAGED
-        self.changed.notify_all()
+    def __post_init__(self) -> None:
+        self._is_complete = False
+        self._failure: CheckpointError | None = None
+        self._told = Flag()  # one of the two
 
-    def cancel(self, reason: CheckpointError) -> None:
-        """Note that the rest of an image that is being written will not arrive."""
-        self.failure, self.state = reason, ImageState.CANCELLED
-        self.changed.notify_all()
+    def complete(self) -> None:
+        """Note that the image is complete."""
+        self._is_complete = True
+        self._told.set()
+
+    def stop(self, reason: CheckpointError) -> None:
+        """Note that the rest of the image will not arrive."""
+        self._failure = reason
+        self._told.set()
 
     def is_marked_staged(self) -> bool:
         """Return whether the header page says that the image is staged. For a trainer that can no longer say so."""
@@ -98,19 +81,18 @@ class StagedImage:
         Bytes that have arrived do not change. Raises ``CheckpointError`` if the rest will not arrive: the image was
         cancelled, the trainer has died, or the save has failed. Every save has a timeout, so this wait ends too.
         """
-        with self.changed:
-            while True:
-                if self.state is ImageState.STAGED:
-                    return whole
-                if self.failure is None and not self.can_succeed():
-                    self.failure = CheckpointError("the save failed while it was being staged")
-                if self.failure is not None:
-                    raise self.failure
-                arrived = self.hosted.slots.arrived(self.request.slot)
-                # The last byte arrives before the slot is STAGED, and only that state commits the trainer.
-                if nbytes < arrived < whole:
-                    return arrived
-                self.changed.wait(_POLL_S)
+        while True:
+            if self._is_complete:
+                return whole
+            if self._failure is not None:
+                raise self._failure
+            if not self.can_succeed():
+                raise CheckpointError("the save failed while it was being staged")
+            arrived = self.hosted.slots.arrived(self.request.slot)
+            # The last byte arrives before the slot is STAGED, and only that state commits the trainer.
+            if nbytes < arrived < whole:
+                return arrived
+            self._told.wait(_POLL_S)
 
 
 class UnwrittenFile:

@@ -26,6 +26,7 @@ from asyncckpt.format.write_request import HeldImage, WriteRequest
 from asyncckpt.link import messages
 from asyncckpt.link.messages import Claim, Claimed
 from asyncckpt.link.process import WorkerOptions, WorkerProcess, how_it_ended
+from asyncckpt.protocol.commit import grace
 from asyncckpt.shm.segment import Segment
 from asyncckpt.storage.uploads import Uploaded
 from asyncckpt.threads import Flag, no_thread
@@ -159,11 +160,6 @@ class OpenSaves:
         if save.has_ended and save.is_written:
             del self._open[save.request.save_id]
         self.changed.notify_all()
-
-
-def grace(timeout: float) -> float:
-    """Seconds beyond ``timeout``, the limit of the rank that collects, for its conclusion to get to the others."""
-    return min(5.0, timeout / 4)
 
 
 T = TypeVar("T")

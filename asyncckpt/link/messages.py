@@ -176,7 +176,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Staged:
-    """``timings``: the trainer's, see ``manifest.py``. ``replicas``: digests of values, see ``committer.py``."""
+    """``timings``: the trainer's, see ``manifest.py``. ``replicas``: digests of values, see ``replica_check.py``."""
 
     save_id: int
     timings: dict[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Values that several ranks have under one name: DCP takes them for replicas, and saves one of them for all.
 
-The ranks' workers compare them when they commit (``worker/committer.py``). No worker has the bytes of a replica that
-another rank writes, so the trainer makes the digests: of a small value as a whole, of a sample of a tensor.
+The first rank's worker compares them in the commit (``worker/replica_check.py``). No worker has the bytes of a replica
+that another rank writes, so the trainer makes the digests: of a small value as a whole, of a sample of a tensor.
 """
 
 from __future__ import annotations

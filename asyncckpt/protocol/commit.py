@@ -2,7 +2,7 @@
 
 Each worker has one ``Commits``. It has a machine for each save that has not ended: ``_First`` on the first rank, which
 decides, and ``_Other`` on all others. ``Commits.handle`` takes an event and the time, changes the state, and returns
-the actions to carry out, in this order. Whoever carries them out reports the results as events.
+the actions to carry out, in this order. The caller carries them out, and reports the results as events.
 
 The first rank:
 
@@ -40,7 +40,8 @@ written after the end of a save is discarded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
@@ -74,16 +75,12 @@ _ENDED = (CommitState.COMMITTED, CommitState.FAILED, CommitState.UNKNOWN)
 
 @dataclass(frozen=True)
 class Begun:
-    """A save begins on this rank. ``timeout``: seconds until all ranks must have written their parts.
-
-    ``grace``: seconds beyond that in which the first rank's outcome must arrive at the others.
-    """
+    """A save begins on this rank. ``timeout``: seconds until all ranks must have written their parts."""
 
     save: int
     rank: int
     ranks: int
     timeout: float
-    grace: float
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ class RankFailed:
 
 @dataclass(frozen=True)
 class RankGone:
-    """First rank: ``rank`` will write no more parts than those that it has reported."""
+    """First rank: ``rank`` will write no more parts. Its reports stay valid."""
 
     rank: int
     error: CheckpointError
@@ -187,13 +184,16 @@ class Left:
 
 @dataclass(frozen=True)
 class Finish:
-    """No more saves begin. The worker leaves when all have ended. ``others``: the number of other ranks.
+    """No more parts are written, for the reason ``why``. The worker leaves when all saves have ended.
 
-    ``patience``: seconds that the first rank waits for the others, which may still ask how a save has ended.
+    ``rank``, ``ranks``: this rank, and the number of ranks. ``patience``: seconds that the first rank waits for the
+    others, which may still ask how a save has ended.
     """
 
-    others: int
+    rank: int
+    ranks: int
     patience: float
+    why: CheckpointError
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,13 @@ class SendFailure:
 
     save: int
     error: CheckpointError
+
+
+@dataclass(frozen=True)
+class SendGone:
+    """Tell the first rank that this rank writes no more parts."""
+
+    why: CheckpointError
 
 
 @dataclass(frozen=True)
@@ -277,18 +284,35 @@ class Leave:
     """All saves have ended, and the others have left: end the loop."""
 
 
+_OF_SAVE = PartWritten, PartFailed, Reported, RankFailed, Outcome, FirstLost, Finalized, FollowedUp, Resolved
 OfSave: TypeAlias = (
     PartWritten | PartFailed | Reported | RankFailed | Outcome | FirstLost | Finalized | FollowedUp | Resolved
 )
 CommitEvent: TypeAlias = Begun | OfSave | RankGone | TrainerGone | Restarted | Left | Finish | Tick
 CommitAction: TypeAlias = (
-    SendReport | SendFailure | Finalize | FollowUp | Resolve | Conclude | KeepPart | DiscardPart | Tell | Leave
+    SendReport
+    | SendFailure
+    | SendGone
+    | Finalize
+    | FollowUp
+    | Resolve
+    | Conclude
+    | KeepPart
+    | DiscardPart
+    | Tell
+    | Leave
 )
 
 SILENCE_S = 5.0
 """Seconds of silence after which a rank is lost, if the job was started again meanwhile."""
 RANKS_PER_SILENCE = 1000
 """Number of ranks beyond which they speak less often, to limit the load on the first rank."""
+
+
+@functools.cache
+def grace(timeout: float) -> float:
+    """Return the seconds beyond ``timeout``, the limit of the first rank, for its outcome to reach the others."""
+    return min(5.0, timeout / 4)
 
 
 def silence(ranks: int) -> float:
@@ -300,14 +324,11 @@ def silence(ranks: int) -> float:
 class _Save:
     """One save on one rank. ``deadline``: on the clock of ``handle``."""
 
+    number: int
     begun: Begun
     deadline: float
     state: CommitState = CommitState.OPEN
     failure: CheckpointError | None = None  # the one to tell if storage says that the save is not finalized
-
-    @property
-    def number(self) -> int:
-        return self.begun.save
 
     def handle(self, event: OfSave) -> list[CommitAction]:
         """Change the state by an event of this save."""
@@ -413,10 +434,13 @@ class _Other(_Save):
         return []
 
     def pass_time(self, now: float) -> list[CommitAction]:
-        if self.state not in (CommitState.OPEN, CommitState.REPORTED) or now < self.deadline + self.begun.grace:
+        late_s = grace(self.begun.timeout)
+        if self.state not in (CommitState.OPEN, CommitState.REPORTED) or now < self.deadline + late_s:
             return []
-        seconds = self.begun.timeout + self.begun.grace
-        return self.handle(FirstLost(self.number, SaveTimeoutError(f"no outcome within {seconds:g} s", rank=0)))
+        seconds = self.begun.timeout + late_s
+        return self.handle(
+            FirstLost(self.number, SaveTimeoutError(f"rank 0 came to no conclusion within {seconds:g} s", rank=0))
+        )
 
 
 _UNREPORTED = "a save was concluded before this rank had reported: please report this"
@@ -434,7 +458,7 @@ class Commits:
         self._is_without_trainer = False
         self._is_restarted = False
         self._awake_since = self._ticked_at = 0.0
-        self._close: Finish | None = None
+        self._finish: Finish | None = None
         self._leaves_at: float | None = None
         self._has_left = False
 
@@ -451,15 +475,32 @@ class Commits:
         """Change the state by an event. Return the actions to carry out, in their order.
 
         Args:
-            event: What has happened.
+            event: The event.
             now: The time in seconds, on any clock that does not jump.
         """
-        return [*self._handle(event, now), *self._advance(now)]
+        if isinstance(event, _OF_SAVE) and (its := self._saves.get(event.save)) is not None:
+            actions = its.handle(event)
+        else:
+            actions = self._handle(event, now)
+        if self._gone:
+            self._fail_without_lost_ranks(actions)
+        for number in [number for number, save in self._saves.items() if save.state in _ENDED]:
+            del self._saves[number]
+        oldest = next(iter(self._saves.values()), None)
+        if isinstance(oldest, _First) and oldest.state is CommitState.READY:
+            actions += oldest.finalize()
+        if self._finish is not None and oldest is None and not self._has_left:
+            self._leaves_at = self._leaves_at or now + self._finish.patience
+            others = self._finish.ranks - 1 if self._finish.rank == 0 else 0
+            self._has_left = len(self._left) >= others or now >= self._leaves_at
+            if self._has_left:
+                actions.append(Leave())
+        return actions
 
-    def _handle(self, event: CommitEvent, now: float) -> Iterator[CommitAction]:
+    def _handle(self, event: CommitEvent, now: float) -> list[CommitAction]:
         match event:
             case Begun():
-                yield from self._begin(event, now)
+                return self._begin(event, now)
             case Reported(save) | RankFailed(save) if save > self._newest:
                 self._early.setdefault(save, []).append(event)
             case RankGone(rank, error):
@@ -472,55 +513,49 @@ class Commits:
             case Left(rank):
                 self._left.add(rank)
             case Finish():
-                self._close = event
+                self._finish = event
+                if event.rank > 0:  # after all reports
+                    return [SendGone(event.why)]
+                self._gone.setdefault(0, event.why)
             case Tick(heard):
-                yield from self._pass_time(heard, now)
-            case _:
-                if (its := self._saves.get(event.save)) is not None:
-                    yield from its.handle(event)
-                elif isinstance(event, (PartWritten, PartFailed)):
-                    yield DiscardPart(event.save)
+                return self._pass_time(heard, now)
+            case PartWritten(save) | PartFailed(save):  # it has ended
+                return [DiscardPart(save)]
+        return []
 
-    def _begin(self, event: Begun, now: float) -> Iterator[CommitAction]:
+    def _begin(self, event: Begun, now: float) -> list[CommitAction]:
         kind = _First if event.rank == 0 else _Other
-        save = self._saves[event.save] = kind(event, now + event.timeout)
+        save = self._saves[event.save] = kind(event.save, event, now + event.timeout)
         self._newest = event.save
-        for early in self._early.pop(event.save, ()):
-            yield from save.handle(early)
+        actions = [action for early in self._early.get(event.save, ()) for action in save.handle(early)]
         self._early = {number: events for number, events in self._early.items() if number > event.save}
+        return actions
 
-    def _pass_time(self, heard: Mapping[int, float], now: float) -> Iterator[CommitAction]:
-        for save in self._saves.values():
-            yield from save.pass_time(now)
-        if not self._is_without_trainer:
-            return
-        for save in self._saves.values():
-            limit = silence(save.begun.ranks)
-            if now - self._ticked_at > limit / 2:  # this worker was stopped, and perhaps the others, too
-                self._awake_since = now
-            if isinstance(save, _First) and save.state is CommitState.OPEN and self._is_restarted:
-                for rank in save.missing():
-                    if rank > 0 and now - max(heard.get(rank, 0.0), self._awake_since) > limit:
-                        self._gone.setdefault(rank, RankFailedError("its trainer and its worker are gone", rank=rank))
-                        self._left.add(rank)
-        self._ticked_at = now
+    def _pass_time(self, heard: Mapping[int, float], now: float) -> list[CommitAction]:
+        actions = [action for save in self._saves.values() for action in save.pass_time(now)]
+        if self._is_without_trainer:
+            for save in self._saves.values():
+                self._look_for_lost(save, heard, now)
+            self._ticked_at = now
+        return actions
 
-    def _advance(self, now: float) -> Iterator[CommitAction]:
-        """Do what the state of several saves allows: fail those of ranks that are gone, finalize the oldest, leave."""
-        for save in [*self._saves.values()]:
+    def _look_for_lost(self, save: _First | _Other, heard: Mapping[int, float], now: float) -> None:
+        """Note the ranks that a save waits for, and that were not heard for too long since the trainer is gone."""
+        limit = silence(save.begun.ranks)
+        if now - self._ticked_at > limit / 2:  # this worker was stopped, and perhaps the others, too
+            self._awake_since = now
+        if isinstance(save, _First) and save.state is CommitState.OPEN and self._is_restarted:
+            for rank in save.missing():
+                if rank > 0 and now - max(heard.get(rank, 0.0), self._awake_since) > limit:
+                    self._gone.setdefault(rank, RankFailedError("its trainer and its worker are gone", rank=rank))
+                    self._left.add(rank)
+
+    def _fail_without_lost_ranks(self, actions: list[CommitAction]) -> None:
+        for save in self._saves.values():
             if isinstance(save, _First) and save.state is CommitState.OPEN:
-                for rank in save.missing():
-                    if save.state is CommitState.OPEN and (error := self._gone.get(rank)) is not None:
-                        yield from save.fail(error)
-        self._saves = {number: save for number, save in self._saves.items() if save.state not in _ENDED}
-        oldest = next(iter(self._saves.values()), None)
-        if isinstance(oldest, _First) and oldest.state is CommitState.READY:
-            yield from oldest.finalize()
-        if self._close is not None and not self._saves and not self._has_left:
-            self._leaves_at = self._leaves_at or now + self._close.patience
-            self._has_left = len(self._left) >= self._close.others or now >= self._leaves_at
-            if self._has_left:
-                yield Leave()
+                lost = next((rank for rank in save.missing() if rank in self._gone), None)
+                if lost is not None:
+                    actions += save.fail(self._gone[lost])
 
 
 def _ranks(ranks: list[int]) -> str:

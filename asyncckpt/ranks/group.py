@@ -33,9 +33,10 @@ from asyncckpt.errors import (
     located,
 )
 from asyncckpt.format.write_request import CopiedRank, WriteRequest
-from asyncckpt.link.client import WorkerClient, grace
+from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.endpoint_messages import Serve, Served
 from asyncckpt.link.messages import Host, Hosting, Join, Rendezvous
+from asyncckpt.protocol.commit import grace
 from asyncckpt.ranks.collectives import from_first
 from asyncckpt.ranks.rounds import Rounds, pack, round_name, unpack
 from asyncckpt.ranks.store_connection import Patience

@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, decode, encode
-from asyncckpt.link.client import grace
 from asyncckpt.link.messages import Rendezvous
+from asyncckpt.protocol.commit import grace
 from asyncckpt.ranks.store import ENDS
 from asyncckpt.ranks.store_connection import Patience, StoreClient, StoreConnection
 

@@ -160,7 +160,14 @@ class Store:
         return len(self._keys)
 
     def post(self, operation: Operation, key: str, field: int = 0, value: bytes = b"") -> None:
-        """Carry out ``operation``, one that changes a key, without a connection. Any thread may call; nobody waits."""
+        """Change ``field`` of ``key`` without a connection. Any thread may call; nobody waits.
+
+        Args:
+            operation: ``PUT``, ``OFFER`` or ``REMOVE``.
+            key: The key.
+            field: Number of the field.
+            value: The value of the field.
+        """
         self._posted.append((operation, key, field, value))
         with contextlib.suppress(OSError):  # full, so it will wake, or closed
             self._wakes.send(b"x")

@@ -1,6 +1,6 @@
 """Storage of checkpoints: the kind of storage of a path, the steps of a root, and the outcome of a save.
 
-``storage.py`` is the interface of all kinds. ``complete_steps`` says which steps are complete; the worker's committer
+``storage.py`` is the interface of all kinds. ``complete_steps`` says which steps are complete; the worker's commit
 makes them so. A root has a folder for each step, ``root/step-00000100``. ``history.py`` orders the steps by their
 creation.
 """
@@ -28,6 +28,7 @@ from asyncckpt.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 
+_local_storage = functools.cache(LocalStorage)
 _object_storage = functools.cache(ObjectStorage)  # one for each bucket
 _STEP = re.compile(r"step-(\d{8,})")
 # Control characters, and surrogates, which stand for bytes that are not UTF-8.
@@ -40,7 +41,7 @@ def storage_for(path: str, *, direct_io: bool = True) -> Storage:
 
     Raises ``StorageError`` if the client for this kind of storage is missing.
     """
-    return _object_storage(objects_at(path)) if is_address(path) else LocalStorage(direct_io)
+    return _object_storage(objects_at(path)) if is_address(path) else _local_storage(direct_io)
 
 
 def is_address(path: str) -> bool:

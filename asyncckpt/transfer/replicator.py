@@ -18,9 +18,9 @@ from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, SaveDroppedError
 from asyncckpt.format.write_request import CopiedRank, ImageKey, WriteRequest
-from asyncckpt.link.client import grace
 from asyncckpt.link.messages import Rendezvous, Replicated
 from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.protocol.commit import grace
 from asyncckpt.ranks.rounds import Rounds, round_name
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.transfer.copies import Copies

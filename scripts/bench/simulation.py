@@ -16,7 +16,6 @@ import resource
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,9 +37,9 @@ from asyncckpt.ranks.store import Store
 from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.storage import storage_for
+from asyncckpt.worker.attempt import begin_attempt
 from asyncckpt.worker.durable_files import DurableFiles
 from asyncckpt.worker.staged_image import StagedImage
-from asyncckpt.worker.writer import begin_attempt
 from bench.first_saves import save_plan, simulate_first_saves
 
 
@@ -77,9 +76,8 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
         for save in range(1, saves + 1):
             path = os.path.join(folder, f"save-{save}")
             order = WriteRequest(save, 1, 0, path, "attempt", save, 0, 1, "refuse", None, False, 300.0)
-            staged_image = StagedImage(order, hosted, changed := threading.Condition(), lambda: True)
-            with changed:
-                staged_image.stage({})
+            staged_image = StagedImage(order, hosted, lambda: True)
+            staged_image.complete()
             attempt = begin_attempt(storage_for(path), staged_image, DurableFiles())
             attempt.write(pool)
             report = attempt.seal()

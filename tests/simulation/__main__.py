@@ -7,7 +7,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-from simulation.commits import History, Violation
+from simulation.saves import History, Violation
 
 _AT_ONCE = 2000
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import inspect
 import sys
 from types import ModuleType
+from unittest import mock
+
+from asyncckpt.protocol import commit, saves
+from simulation.saves import Machines
 
 COMMIT = {
     "the first rank finalizes without one of the ranks": (
@@ -109,18 +113,18 @@ COMMIT = {
         "case CommitState.REPORTED, FirstLost():\n                return self._end(CommitState.COMMITTED, None)",
     ),
     "a rank that has reported waits for ever": (
-        "if self.state not in (CommitState.OPEN, CommitState.REPORTED) or now < self.deadline + self.begun.grace:",
-        "if self.state is not CommitState.OPEN or now < self.deadline + self.begun.grace:",
+        "if self.state not in (CommitState.OPEN, CommitState.REPORTED) or now < self.deadline + late_s:",
+        "if self.state is not CommitState.OPEN or now < self.deadline + late_s:",
     ),
     "a rank that has not reported waits for ever": (
-        "if self.state not in (CommitState.OPEN, CommitState.REPORTED) or now < self.deadline + self.begun.grace:",
-        "if self.state is not CommitState.REPORTED or now < self.deadline + self.begun.grace:",
+        "if self.state not in (CommitState.OPEN, CommitState.REPORTED) or now < self.deadline + late_s:",
+        "if self.state is not CommitState.REPORTED or now < self.deadline + late_s:",
     ),
     "a rank resolves again and again": (
-        "if self.state not in (CommitState.OPEN, CommitState.REPORTED) or now < self.deadline + self.begun.grace:\n"
+        "if self.state not in (CommitState.OPEN, CommitState.REPORTED) or now < self.deadline + late_s:\n"
         "            return []\n",
         "if self.state is CommitState.RESOLVING:\n            return self._resolve(CheckpointError('again'))\n"
-        "        if now < self.deadline + self.begun.grace:\n            return []\n",
+        "        if now < self.deadline + late_s:\n            return []\n",
     ),
     "an outcome that comes while storage is asked is forgotten, and so is what storage says": (
         "case CommitState.REPORTED | CommitState.RESOLVING, Outcome(_, error):",
@@ -144,32 +148,36 @@ COMMIT = {
         "self._early.setdefault(save, []).append(event)",
         "self._early[save] = [event]",
     ),
+    "the first rank is gone with its trainer": (
+        "            case TrainerGone():\n",
+        "            case TrainerGone():\n                self._gone.setdefault(0, CheckpointError('gone', rank=0))\n",
+    ),
     "a rank that is gone is waited for": (
         "self._gone.setdefault(rank, error)\n            case TrainerGone",
         "pass\n            case TrainerGone",
     ),
     "a rank that is gone has its reports forgotten": (
-        "in save.missing():\n                    if save.state is CommitState.OPEN and (error",
-        "in range(save.begun.ranks):\n                    if save.state is CommitState.OPEN and (error",
+        "next((rank for rank in save.missing() if rank in self._gone), None)",
+        "next((rank for rank in range(save.begun.ranks) if rank in self._gone), None)",
     ),
     "a save that has ended is kept": (
-        "if save.state not in _ENDED}",
-        "if True}",
+        "if save.state in _ENDED]",
+        "if False]",
     ),
     "what is written after the end stays": (
-        "elif isinstance(event, (PartWritten, PartFailed)):\n                    yield DiscardPart(event.save)",
-        "",
+        "                return [DiscardPart(save)]\n",
+        "                return []\n",
     ),
     "the worker leaves with saves that have not ended": (
-        "if self._close is not None and not self._saves and not self._has_left:",
-        "if self._close is not None and not self._has_left:",
+        "if self._finish is not None and oldest is None and not self._has_left:",
+        "if self._finish is not None and not self._has_left:",
     ),
     "the worker waits for the others for ever": (
-        "self._has_left = len(self._left) >= self._close.others or now >= self._leaves_at",
-        "self._has_left = len(self._left) >= self._close.others",
+        "self._has_left = len(self._left) >= others or now >= self._leaves_at",
+        "self._has_left = len(self._left) >= others",
     ),
     "the worker waits for the others not at all": (
-        "self._has_left = len(self._left) >= self._close.others or now >= self._leaves_at",
+        "self._has_left = len(self._left) >= others or now >= self._leaves_at",
         "self._has_left = True",
     ),
     "silent ranks are lost although nothing was started again": (
@@ -181,19 +189,111 @@ COMMIT = {
         "and False:",
     ),
     "a worker that was stopped takes the others for silent": (
-        "                self._awake_since = now\n",
-        "                pass\n",
+        "            self._awake_since = now\n        if",
+        "            pass\n        if",
     ),
 }
 """By what a mutation does: a text of ``asyncckpt/protocol/commit.py``, and what stands there instead."""
 
 
-def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
-    """Return a copy of a module in which the text ``new`` stands in the place of ``old``."""
-    source = inspect.getsource(module)
-    if source.count(old) < 1:
+IMAGE = {
+    "an image that is followed is not completed": (
+        "actions += [HoldImage(save), CompleteImage(save)]",
+        "actions.append(HoldImage(save))",
+    ),
+    "an image is taken for complete while it arrives": (
+        "actions.append(WriteImage(save))",
+        "actions += [CompleteImage(save), WriteImage(save)]",
+    ),
+    "a slot is freed although the trainer still copies": (
+        "                    self.states[save] = ImageState.UNWRITTEN\n                else:",
+        "                    self._free(save, actions)\n                else:",
+    ),
+    "a slot that nobody writes is not freed when it is staged": (
+        "                actions.append(HoldImage(save))\n                self._free(save, actions)",
+        "                actions.append(HoldImage(save))",
+    ),
+    "a slot that nobody writes is not freed when its save is cancelled": (
+        "case ImageState.ARRIVING | ImageState.UNWRITTEN | ImageState.STAGED as state:",
+        "case ImageState.ARRIVING | ImageState.STAGED as state:",
+    ),
+    "a slot is freed while the writer follows it": (
+        "case ImageState.ARRIVING | ImageState.UNWRITTEN | ImageState.STAGED as state:",
+        "case ImageState.ARRIVING | ImageState.UNWRITTEN | ImageState.STAGED | ImageState.FOLLOWED as state:",
+    ),
+    "a slot is freed while it is written": (
+        "case ImageState.ARRIVING | ImageState.UNWRITTEN | ImageState.STAGED as state:",
+        "case ImageState.ARRIVING | ImageState.UNWRITTEN | ImageState.STAGED | ImageState.WRITING as state:",
+    ),
+    "a staged save cannot be cancelled": (
+        "case ImageState.ARRIVING | ImageState.UNWRITTEN | ImageState.STAGED as state:",
+        "case ImageState.ARRIVING | ImageState.UNWRITTEN as state:",
+    ),
+    "a save that is cancelled is still written": (
+        "                if state is ImageState.STAGED:\n                    self._staged.remove(save)\n",
+        "",
+    ),
+    "a cancelled save does not fail": (
+        "                actions.append(PartFailed(save, event.reason))\n",
+        "",
+    ),
+    "the writer does not hear of a cancelled save": (
+        "                actions.append(StopWriting(save, event.reason))\n",
+        "",
+    ),
+    "a cancelled save that is followed has a free slot": (
+        "actions.append(AnswerCancel(save, asked, in_time=True, slot_free=False))",
+        "actions.append(AnswerCancel(save, asked, in_time=True, slot_free=True))",
+    ),
+    "a save that is being written is cancelled": (
+        "actions.append(AnswerCancel(save, asked, in_time=False, slot_free=True))",
+        "actions.append(AnswerCancel(save, asked, in_time=True, slot_free=True))",
+    ),
+    "two images are written at once": (
+        "        while self.writer_is_idle and self._staged:",
+        "        while self._staged:",
+    ),
+    "the writer is never idle again": (
+        "                self.writer_is_idle = True\n",
+        "",
+    ),
+    "the newest image is written first": ("self._staged.pop(0)", "self._staged.pop()"),
+    "a save that has ended is written": (
+        "            if is_open(save):\n                self.writer_is_idle",
+        "            if True:\n                self.writer_is_idle",
+    ),
+    "a slot whose save has ended is not freed": (
+        "            else:\n                self._free(save, actions)\n        for save",
+        "        for save",
+    ),
+    "what a dead trainer has staged is lost": (
+        "                    if save in staged:",
+        "                    if False:",
+    ),
+    "what a dead trainer has not staged is taken for staged": (
+        "                    if save in staged:",
+        "                    if True:",
+    ),
+    "what a dead trainer has not staged does not fail": (
+        "                actions.append(PartFailed(save, RankFailedError(_LEFT)))\n",
+        "",
+    ),
+    "the writer waits for a dead trainer": (
+        "                actions.append(StopWriting(save, RankFailedError(_LEFT)))",
+        "                pass",
+    ),
+}
+"""The same for ``asyncckpt/protocol/saves.py``."""
+
+
+def mutated(module: ModuleType, old: str, new: str) -> Machines:
+    """Return the machines with the text ``new`` in the place of ``old`` in the source of one module."""
+    if inspect.getsource(module).count(old) < 1:
         raise ValueError(f"there is no {old!r} in {module.__name__} any more")
-    copy = ModuleType(f"{module.__name__}_mutated")
-    sys.modules[copy.__name__] = copy  # for its dataclasses
-    exec(compile(source.replace(old, new, 1), copy.__name__, "exec"), copy.__dict__)
-    return copy
+    copies: dict[str, ModuleType] = {}
+    with mock.patch.dict(sys.modules):
+        for each in (commit, saves):  # in the order of their imports
+            source = inspect.getsource(each).replace(*((old, new) if each is module else ("", "")), 1)
+            copies[each.__name__] = sys.modules[each.__name__] = ModuleType(each.__name__)
+            exec(compile(source, each.__name__, "exec"), copies[each.__name__].__dict__)
+    return Machines(*reversed(copies.values()))

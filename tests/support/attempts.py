@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 from asyncckpt.extension import storage_for
@@ -12,15 +11,28 @@ from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.format.write_request import Existing, WriteRequest
 from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.segment import Segment
-from asyncckpt.worker.attempt import Attempt
+from asyncckpt.worker.attempt import Attempt, begin_attempt
 from asyncckpt.worker.durable_files import DurableFiles
 from asyncckpt.worker.staged_image import StagedImage
-from asyncckpt.worker.writer import begin_attempt
 from support.checkpoints import PAGE
 
 
 def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "refuse") -> Attempt:
-    """A hand-made image of two pages, with constants before it."""
+    """An attempt at a hand-made image."""
+    hosted = HostedSegment(segment)
+    hosted.layout = checkpoint_image(segment)
+    staged_image = StagedImage(request_for(tmp_path, existing), hosted, lambda: True)
+    staged_image.complete()
+    return begin_attempt(storage_for(staged_image.request.path), staged_image, DurableFiles())
+
+
+def request_for(tmp_path: Path, existing: Existing = "refuse") -> WriteRequest:
+    """The request to save step 5 as save 1, alone."""
+    return WriteRequest(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, existing, None, False, 60.0)
+
+
+def checkpoint_image(segment: Segment) -> CheckpointLayout:
+    """Make an image of two pages, with constants before it. Return its layout."""
     bounds = spans([0, 100], 2 * PAGE)
     words = memoryview(bounds).cast("B")
     segment.view[PAGE : PAGE + 4] = b"meta"
@@ -29,11 +41,4 @@ def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "r
     segment.view[2 * PAGE : 4 * PAGE] = os.urandom(2 * PAGE)
     head, spans_ = Region(PAGE + 64, 4), Region(PAGE + 128, len(words))
     file = DataFile(0, 2 * PAGE, head, 2 * PAGE, spans_, number=0, prefix="")
-    layout = CheckpointLayout((file,), 2 * PAGE, (2 * PAGE,), metadata=Region(PAGE, 4))
-    request = WriteRequest(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, existing, None, False, 60.0)
-    hosted = HostedSegment(segment)
-    hosted.layout = layout
-    staged_image = StagedImage(request, hosted, changed := threading.Condition(), lambda: True)
-    with changed:
-        staged_image.stage({})
-    return begin_attempt(storage_for(request.path), staged_image, DurableFiles())
+    return CheckpointLayout((file,), 2 * PAGE, (2 * PAGE,), metadata=Region(PAGE, 4))

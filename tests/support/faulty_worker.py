@@ -36,8 +36,8 @@ from asyncckpt.shm import budget
 from asyncckpt.storage.file_system import translated
 from asyncckpt.storage.history import prune
 from asyncckpt.worker import __main__ as worker
-from asyncckpt.worker import committer, server
-from asyncckpt.worker.attempt import Attempt
+from asyncckpt.worker import saves
+from asyncckpt.worker.attempt import FolderAttempt
 
 # It is run as a script, also by trainers that know nothing of the tests.
 sys.path.append(str(Path(__file__).parent.parent))
@@ -99,12 +99,17 @@ class FaultyRounds(rounds.Rounds):
         return super().outcome(name, timeout)
 
 
-class FaultyCommitter(committer.Committer):
-    def written(self, attempt: Attempt, report: bytes) -> None:
-        if attempt.request.rank == 0:  # which reports to itself, without a connection
+class FaultyAttempt:
+    """Attempts of the first rank, which reports to itself, without a connection."""
+
+    real_seal = FolderAttempt.seal
+
+    def seal(self: FolderAttempt) -> bytes:  # type: ignore[misc]
+        report = FaultyAttempt.real_seal(self)
+        if self.request.rank == 0:
             with contextlib.suppress(errors.WorkerDiedError):
-                reach("report", attempt.request.path)
-        super().written(attempt, report)
+                reach("report", self.request.path)
+        return report
 
 
 def faulty_prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
@@ -131,7 +136,7 @@ if __name__ == "__main__":
         setattr(os, "link", refuse_link)  # noqa: B010
     faulty = lambda path, **options: FaultyStorage(storage_for(path, **options), reach)  # noqa: E731
     setattr(worker, "storage_for", faulty)  # noqa: B010
-    setattr(committer, "Rounds", FaultyRounds)  # noqa: B010
-    setattr(server, "Committer", FaultyCommitter)  # noqa: B010
-    setattr(committer, "prune", faulty_prune)  # noqa: B010
+    setattr(saves, "Rounds", FaultyRounds)  # noqa: B010
+    setattr(FolderAttempt, "seal", FaultyAttempt.seal)  # noqa: B010
+    setattr(saves, "prune", faulty_prune)  # noqa: B010
     sys.exit(worker.main(sys.argv[2:]))

@@ -1,11 +1,12 @@
-"""The committer: carries out what the machines of the commit decide (``asyncckpt/protocol/commit.py``).
+"""The saves of a worker: carries out what the machines decide (``asyncckpt/protocol/saves.py``).
 
-No trainer takes part. A save is expected from the moment it begins, so that the failure of another rank is noticed even
-while this one is stuck in a write.
+All events go into one queue, and one thread gives them to the machines: what the trainer has said, what this worker has
+written, what the other ranks have set in the store, what storage has done, and time. Other threads write, wait for
+storage, wait for the first rank, and remove old checkpoints. They change no state of a save, and report what they have
+found to the queue.
 
-All events go into one queue, and one thread gives them to the machines: what this worker has written, what the other
-ranks have set in the store, what storage has done, and time. Other threads wait for storage, for the first rank, and
-for the removal of old checkpoints. They change no state of a save, and report what they have found to the queue.
+No trainer takes part in a commit. A save is expected from the moment it begins, so that the failure of another rank is
+noticed even while this one is stuck in a write.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -26,67 +27,32 @@ from asyncckpt.errors import (
     RankFailedError,
     SaveTimeoutError,
     StorageError,
-    UnsavableStateError,
     WorkerDiedError,
     decode,
     located,
 )
 from asyncckpt.format.manifest import note
 from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.link.client import grace
-from asyncckpt.link.messages import Committed, Failed, Host, Hosting, Rendezvous
+from asyncckpt.link import messages
+from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.protocol import commit
+from asyncckpt.protocol import saves as machines
 from asyncckpt.ranks.rounds import Rounds, keys_to_clear, opened, round_name, sealed_outcome
 from asyncckpt.ranks.store import ENDS, Operation, Store
 from asyncckpt.ranks.store_connection import Patience
+from asyncckpt.shm.slots import State
 from asyncckpt.storage import resolve
 from asyncckpt.storage.follow_up import follow_up, remove_rest
 from asyncckpt.storage.history import prune
+from asyncckpt.storage.storage import Storage
 from asyncckpt.storage.uploader import Uploader
-from asyncckpt.threads import start
-from asyncckpt.worker.attempt import Attempt
+from asyncckpt.threads import Flag, Pool, start
+from asyncckpt.worker.attempt import Attempt, begin_attempt
+from asyncckpt.worker.durable_files import DurableFiles
+from asyncckpt.worker.replica_check import ReplicaCheck
+from asyncckpt.worker.staged_image import StagedImage
 
 logger = logging.getLogger(__name__)
-
-_SHOWN = 5
-
-
-class ReplicaCheck:
-    """Compare the digests of all ranks, before a save is committed. Warn of each name once."""
-
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-
-    def check(self, request: WriteRequest, digests: Sequence[Mapping[str, int]]) -> None:
-        """Look for names under which ranks have different values.
-
-        Args:
-            request: The save.
-            digests: By name, of each rank, in the order of the ranks.
-
-        Raises:
-            UnsavableStateError: There are such names, and the request refuses them.
-        """
-        ranks: dict[str, dict[int, int]] = {}  # the first rank with each digest
-        for rank, its in enumerate(digests):
-            for name, digest in its.items():
-                ranks.setdefault(name, {}).setdefault(digest, rank)
-        differing = {name: [*of.values()] for name, of in ranks.items() if len(of) > 1 and name not in self._known}
-        if not differing:
-            return
-        shown = ", ".join(f"{name!r} (ranks {of[0]} and {of[1]})" for name, of in list(differing.items())[:_SHOWN])
-        more = f", and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-        text = (
-            f"{len(differing)} values differ from rank to rank, and of each only one is saved, which every rank will"
-            f" load (of {len(ranks)} compared): {shown}{more}; wrap what is of each rank's own in asyncckpt.PerRank, or"
-            " give it a name of its own on each rank, or make shards a DTensor; statistics of batches, as of BatchNorm,"
-            " may differ"
-        )
-        if request.refuses_differing:
-            raise UnsavableStateError(f"{text}; nothing is saved, as Config.differing_replicas is 'raise'")
-        self._known.update(differing)
-        logger.warning("%s [path %s]", text, request.path)
-
 
 # Seconds that the first rank's worker waits at its end, for others that may still ask how the last save ended.
 _LEAVE_S = 5.0
@@ -100,57 +66,84 @@ _TELL_S, _TELL_LEFT_S = 10.0, 1.0
 _PROBE_S = 10.0
 # Seconds that the storage may take to say how a save has ended.
 _RESOLVE_S = 30.0
+# Maximum time that a write may continue after its save has failed, if the trainer is gone.
+_STUCK_S = 30.0
 # Interval at which the machines look at the time while a save is under way.
-_TICK_S = 0.1
+_TICK_S = 0.25
 _KIND = "save"
 
 
 class _Stored(NamedTuple):
-    """What another process has set in the store that this worker hosts."""
+    """A field that another process has set in the store of this worker."""
 
     key: str
     field: int
     value: bytes
 
 
-class Committer:
-    """Ends the saves of one worker."""
+class SavesOfTrainer:
+    """The saves of one trainer."""
 
-    def __init__(self, send: Callable[[WriteRequest, Committed | Failed], None]) -> None:
-        """Start the threads. ``send``: tells the trainer how a save has ended."""
-        self._send = send
+    def __init__(
+        self,
+        storage_for: Callable[[str], Storage],
+        segment_store: SegmentStore,
+        send: Callable[[messages.FromWorker], None],
+        on_staged: Callable[[WriteRequest], None],
+        on_end: Callable[[WriteRequest, messages.Committed | messages.Failed], None],
+        io_threads: int,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            storage_for: Returns the storage of a path.
+            segment_store: The memory. It is told the checksums of images.
+            send: Sends to the trainer.
+            on_staged: Called when the image of a save is complete.
+            on_end: Called when a save has ended. It tells the trainer.
+            io_threads: Number of threads that write at once.
+        """
+        self._storage_for, self._segment_store = storage_for, segment_store
+        self._send, self._on_staged, self._on_end = send, on_staged, on_end
+        self._io_threads = io_threads
         self.uploader: Uploader | None = None
         """First rank: copies committed checkpoints to another root, if there is one."""
-        self._rendezvous: Rendezvous | None = None
+        self._rendezvous: messages.Rendezvous | None = None
         self._rounds: Rounds | None = None  # other ranks than the first
         self._store: Store | None = None  # first rank
         self._secret = b""
         self._patience = Patience(_PATIENCE_S)
         self._replicas = ReplicaCheck()
-        self._commits = commit.Commits()
-        self._events: SimpleQueue[commit.CommitEvent | _Stored] = SimpleQueue()
-        # By the number of the save: those that may still be committed, those whose end is not told, those written here.
+        self._durable = DurableFiles()
+        self._machines = machines.WorkerSaves()
+        self._events: SimpleQueue[machines.SaveEvent | _Stored] = SimpleQueue()
+        self._trainer_left = Flag()
+        # By the number of the save: those that may still be committed, those whose end is not told, their images, what
+        # was written here.
         self._open: dict[int, WriteRequest] = {}
         self._untold: dict[int, WriteRequest] = {}
+        self._images: dict[int, StagedImage] = {}
         self._attempts: dict[int, Attempt] = {}
+        self._to_write: SimpleQueue[StagedImage | None] = SimpleQueue()
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._to_hear: SimpleQueue[WriteRequest | None] = SimpleQueue()
         # No commit waits for the removal of old checkpoints.
         self._last_step: int | None = None
         self._next_step: int | None = None
         self._prunable: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=target, args=arguments, name=f"asyncckpt-{name}", daemon=True)
-            for name, target, arguments in (
-                ("commits", self._run, ()),
-                ("storage", _work, (self._jobs,)),
-                ("prune", _work, (self._prunable,)),
-            )
+        self._loop = self._started("saves", self._run)
+        self._writer = self._started("writer", self._write_all)
+        self._workers = [
+            self._started("storage", partial(_work, self._jobs)),
+            self._started("prune", partial(_work, self._prunable)),
         ]
-        for thread in self._threads:
-            start(thread)
 
-    def host(self, request: Host) -> Hosting:
+    def _started(self, name: str, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name=f"asyncckpt-{name}", daemon=True)
+        start(thread)
+        return thread
+
+    def host(self, request: messages.Host) -> messages.Hosting:
         """First rank: host the store that joins the ranks. Raises ``WorkerDiedError``."""
         if self._store is not None:
             self._store.close()
@@ -159,15 +152,14 @@ class Committer:
             self._store = Store(request.secret, request.port, request.address, self._on_stored)
         except OSError as error:
             raise WorkerDiedError(f"the worker cannot host the store that joins the ranks: {error}") from error
-        return Hosting(self._store.port, self._store.address)
+        return messages.Hosting(self._store.port, self._store.address)
 
-    def join(self, rendezvous: Rendezvous, timeout: float) -> None:
+    def join(self, rendezvous: messages.Rendezvous, timeout: float) -> None:
         """Commit with the other ranks, from the next save on. ``timeout``: seconds that the store may take."""
         self._rendezvous = rendezvous
         if rendezvous.rank > 0 and self._rounds is None:
             self._rounds = Rounds(rendezvous, timeout, self._patience)
-            self._threads.append(threading.Thread(target=self._hear, name="asyncckpt-hear", daemon=True))
-            start(self._threads[-1])
+            self._workers.append(self._started("hear", self._hear))
 
     def hurry(self) -> None:
         """Note that the trainer is gone. Nobody starts the store again for its saves."""
@@ -178,60 +170,66 @@ class Committer:
         """Note that the job was started again. Ranks without trainer and worker are not waited for any more."""
         self._events.put(commit.Restarted())
 
-    def expect(self, request: WriteRequest) -> None:
-        """Note that a save has begun."""
-        self._patience.renew()
-        self._open[request.save_id] = self._untold[request.save_id] = request
-        its = request.save_id, request.rank, request.world_size, request.timeout, grace(request.timeout)
-        self._events.put(commit.Begun(*its))
+    def begin(self, request: WriteRequest) -> None:
+        """Note that the trainer begins to stage a save."""
+        save = request.save_id
+        self._open[save] = self._untold[save] = request
+        hosted = self._segment_store.hosted(request.segment)
+        self._images[save] = StagedImage(request, hosted, lambda: save in self._open)
+        self._events.put(commit.Begun(save, request.rank, request.world_size, request.timeout))
         if request.rank > 0:
+            self._patience.renew()
             self._to_hear.put(request)
 
-    def can_succeed(self, request: WriteRequest) -> bool:
-        """Return whether the save has not ended yet. It ends as soon as another rank fails it."""
-        return request.save_id in self._open
+    def staged(self, message: messages.Staged) -> None:
+        """Note that an image is staged."""
+        if (staged := self._images.get(message.save_id)) is not None:
+            staged.replicas = message.replicas
+            staged.timings.update(message.timings)
+        self._events.put(machines.ImageStaged(message.save_id))
 
-    def idle(self) -> bool:
-        """Return whether no save is open."""
-        return not self._open
+    def cancel(self, asked: int, save_id: int, reason: CheckpointError) -> None:
+        """Cancel a save for the trainer. The answer says whether it was cancelled in time.
+
+        Args:
+            asked: The number of the trainer's question.
+            save_id: The save.
+            reason: The error that the save fails with.
+        """
+        self._events.put(machines.ImageCancelled(save_id, asked, reason))
+
+    def forget(self, segment: int) -> None:
+        """Forget a segment that is released."""
+        self._durable.forget(segment)
+
+    def finish(self) -> None:
+        """Write all staged images after the trainer's end, also images that it did not report, and no more."""
+        staged = [save for save, each in self._images.copy().items() if each.is_marked_staged()]
+        self._events.put(machines.TrainerLeft(frozenset(staged)))
+        self._trainer_left.wait()
+
+    def wait_written(self) -> bool:
+        """Wait until all images are written. Return False if a write is stuck and no save waits for an outcome."""
+        stuck_s = 0.0
+        while self._writer.is_alive() and stuck_s < _STUCK_S:
+            self._writer.join(1.0)
+            stuck_s = stuck_s + 1.0 if not self._open else 0.0
+        return not self._writer.is_alive()
 
     def unended(self) -> tuple[WriteRequest, ...]:
         """Return the saves that have not ended."""
         return tuple(self._untold.values())
 
-    def written(self, attempt: Attempt, report: bytes) -> None:
-        """Note that this rank's part of a save is durable, and report it."""
-        attempt.written_at = time.perf_counter()
-        self._attempts[attempt.request.save_id] = attempt
-        self._events.put(commit.PartWritten(attempt.request.save_id, report))
-
-    def failed(self, request: WriteRequest, error: CheckpointError, attempt: Attempt | None = None) -> None:
-        """Fail a save on all ranks, because this rank's part has failed.
-
-        Args:
-            request: The save.
-            error: The reason; all ranks get it.
-            attempt: The attempt to discard; None: nothing was written.
-        """
-        if attempt is not None:
-            self._attempts[request.save_id] = attempt
-        self._events.put(commit.PartFailed(request.save_id, error))
-
-    def gone(self, why: str) -> None:
-        """Tell the other ranks that this rank begins no more saves, for the reason ``why``."""
-        if self._rounds is None:
-            self._events.put(commit.RankGone(0, RankFailedError(why, rank=0)))
-        elif self._rendezvous is not None:
-            self._rounds.gone_soon(RankFailedError(why, rank=self._rendezvous.rank), _TELL_S)
-
-    def close(self) -> None:
-        """Wait until all saves have ended, then leave the other ranks."""
-        others = self._rendezvous.world_size - 1 if self._rendezvous is not None and self._rounds is None else 0
-        self._events.put(commit.Finish(others, _LEAVE_S))
-        self._threads[0].join()
-        for queue in (self._jobs, self._prunable, self._to_hear):
-            queue.put(None)
-        for thread in self._threads[1:]:
+    def close(self, why: str) -> None:
+        """Wait until all saves have ended, then leave the other ranks, which are told the reason ``why``."""
+        rank, ranks = (0, 1) if self._rendezvous is None else (self._rendezvous.rank, self._rendezvous.world_size)
+        self._events.put(commit.Finish(rank, ranks, _LEAVE_S, RankFailedError(why, rank=rank)))
+        self._loop.join()
+        self._jobs.put(None)
+        self._workers[0].join()  # first, because the end of a save may make older ones prunable
+        self._prunable.put(None)
+        self._to_hear.put(None)
+        for thread in self._workers[1:]:
             thread.join()
         if self._rounds is not None:
             self._rounds.close(_TELL_S)
@@ -248,24 +246,25 @@ class Committer:
     # The thread of the machines
 
     def _run(self) -> None:
-        is_closing = False
+        event: machines.SaveEvent | _Stored | None
+        is_closing = has_left = False
         while True:
-            for event in self._next_events(_TICK_S if self._open or is_closing else None):
-                is_closing = is_closing or isinstance(event, commit.Finish)
-                for action in self._commits.handle(event, time.monotonic()):
-                    if isinstance(action, commit.Leave):
-                        return
-                    self._carry_out(action)
-
-    def _next_events(self, timeout: float | None) -> Iterator[commit.CommitEvent]:
-        try:
-            event = self._events.get(timeout=timeout)
-        except Empty:
-            event = commit.Tick({} if self._store is None else self._store.heard())
-        if not isinstance(event, _Stored):
-            yield event
-        elif (meaning := self._translated(event)) is not None:
-            yield meaning
+            try:
+                event = self._events.get(timeout=_TICK_S if self._open or is_closing else None)
+            except Empty:
+                event = commit.Tick({} if self._store is None else self._store.heard())
+            if isinstance(event, _Stored) and (event := self._translated(event)) is None:
+                continue
+            for action in self._machines.handle(event, time.monotonic()):
+                if isinstance(action, commit.Leave):
+                    return
+                self._carry_out(action)
+            is_closing = is_closing or isinstance(event, commit.Finish)
+            if isinstance(event, machines.TrainerLeft):
+                has_left = True
+                self._trainer_left.set()
+            if has_left and not self._machines.uses_slots():
+                self._to_write.put(None)
 
     def _translated(self, stored: _Stored) -> commit.CommitEvent | None:
         """Return what a field of the store means; None: nothing for a commit."""
@@ -291,16 +290,31 @@ class Committer:
         except RankFailedError as error:  # no rank of this job has set it
             return error
 
-    def _carry_out(self, action: commit.CommitAction) -> None:
+    def _carry_out(self, action: machines.SaveAction) -> None:
         match action:
+            case machines.WriteImage(save):
+                self._to_write.put(self._images[save])
+            case machines.CompleteImage(save):
+                self._images[save].set_slot_state(State.WRITING)
+                self._images[save].complete()
+            case machines.StopWriting(save, reason):
+                self._images[save].stop(reason)
+            case machines.HoldImage(save):
+                self._on_staged(self._images[save].request)
+            case machines.FreeSlot(save, tell):
+                self._free(self._images.pop(save), tell=tell)
+            case machines.AnswerCancel(save, asked, in_time, slot_free):
+                self._send(messages.Answer(asked, messages.Cancelled(save, in_time, slot_free)))
             case commit.SendReport(save, report) if self._rounds is not None:
                 # In the background: a slow worker of the first rank must not delay the next write.
                 self._rounds.report_soon(round_name(_KIND, save), report, self._untold[save].timeout)
             case commit.SendFailure(save, error) if self._rounds is not None:
                 request = self._untold[save]
                 self._rounds.fail_soon(round_name(_KIND, save), located_in(request, error), request.timeout)
-            case commit.Conclude(save, error):
-                self._conclude(save, error)
+            case commit.SendGone(why) if self._rounds is not None:
+                self._rounds.gone_soon(why, _TELL_S)
+            case commit.Conclude(save, error) if self._store is not None and self._rendezvous is not None:
+                self._conclude(save, error, self._store, self._rendezvous)
             case commit.Finalize(save, reports):
                 self._jobs.put(partial(self._finalize, save, reports))
             case commit.FollowUp(save):
@@ -315,15 +329,56 @@ class Committer:
                 self._open.pop(save)
                 self._jobs.put(partial(self._tell, save, error, trouble))
 
-    def _conclude(self, save: int, error: CheckpointError | None) -> None:
+    def _free(self, freed: StagedImage, *, tell: bool) -> None:
+        freed.set_slot_state(State.FREE)
+        if tell:
+            self._send(messages.Written(freed.request.save_id, freed.inode, dict(freed.timings)))
+
+    def _conclude(
+        self, save: int, error: CheckpointError | None, store: Store, rendezvous: messages.Rendezvous
+    ) -> None:
         """Tell the other ranks the outcome, through the store in this process."""
-        if self._store is None or self._rendezvous is None:
-            return
-        name = round_name(_KIND, save)
         failure = None if error is None else located_in(self._untold[save], error)
-        self._store.post(Operation.PUT, *sealed_outcome(self._rendezvous, name, failure))
-        for key in keys_to_clear(self._rendezvous, _KIND, save):
-            self._store.post(Operation.REMOVE, key)
+        store.post(Operation.PUT, *sealed_outcome(rendezvous, round_name(_KIND, save), failure))
+        for key in keys_to_clear(rendezvous, _KIND, save):
+            store.post(Operation.REMOVE, key)
+
+    # The thread that writes
+
+    def _write_all(self) -> None:
+        pool = Pool(self._io_threads, thread_name_prefix="asyncckpt-io")
+        pool.start(self._io_threads)  # here, because no save has begun
+        while (staged := self._to_write.get()) is not None:
+            with staged.hosted.used():  # the trainer may release the segment as soon as the slot is free
+                self._write(staged, pool)
+        pool.shutdown()  # not after an error: a thread without memory may never end, and the worker has to
+
+    def _write(self, staged: StagedImage, pool: Pool) -> None:
+        request, attempt = staged.request, None
+        save = request.save_id
+        os.umask(request.umask)
+        try:
+            try:
+                attempt = begin_attempt(self._storage_for(request.path), staged, self._durable)
+                checksums = attempt.write(pool)
+                staged.check_kept()
+                self._segment_store.image_written(request, checksums)
+            finally:
+                self._events.put(machines.LetGo(save))
+            report = attempt.seal()
+        except MemoryError:  # perhaps nobody was told that the slot is free: the worker ends
+            raise
+        except Exception as error:
+            if not isinstance(error, CheckpointError):  # otherwise the outcome of the save reports the error
+                logger.exception("writing %s failed", request.path)
+            if attempt is not None:
+                self._attempts[save] = attempt
+            error.__traceback__ = None  # the traceback would keep its memory alive long after the segment is released
+            self._events.put(commit.PartFailed(save, located_in(request, error)))
+        else:
+            attempt.written_at = time.perf_counter()
+            self._attempts[save] = attempt
+            self._events.put(commit.PartWritten(save, report))
 
     # The thread that waits for storage
 
@@ -331,7 +386,8 @@ class Committer:
         request, error = self._untold[save], None
         try:
             decoded = [json.loads(report) for report in reports]
-            self._replicas.check(request, [report.get("replicas", {}) for report in decoded])
+            if request.world_size > 1:
+                self._replicas.check(request, [report.get("replicas", {}) for report in decoded])
             self._next_step = request.step
             self._attempts[save].commit(decoded)
         except MemoryError:  # the worker ends
@@ -371,10 +427,10 @@ class Committer:
         if attempt is None or error is not None:
             failure = located_in(request, error or CheckpointError("a save has ended before it was written"))
             logger.error("saving failed: %s", failure, extra={"is_told": True})
-            self._send(request, Failed(save, failure))
+            self._on_end(request, messages.Failed(save, failure))
             return
         note(attempt.timings, "commit", attempt.written_at, request.called_at)
-        self._send(request, Committed(save, attempt.timings, attempt.layout.data_bytes, trouble))
+        self._on_end(request, messages.Committed(save, attempt.timings, attempt.layout.data_bytes, trouble))
         if request.rank == 0 and request.keep_last is not None and request.step is not None:
             self._prunable.put(partial(prune, os.path.dirname(request.path), request.keep_last, self._is_recent))
 
@@ -430,7 +486,7 @@ class Committer:
 
 
 def _save_of(name: str) -> int | None:
-    """Return the number of the save whose commit is the round ``name``; None: it is another round."""
+    """Return the number of the save that the round ``name`` commits. Other rounds give None."""
     kind, _, number = name.rpartition("-")
     return int(number) if kind == _KIND else None
 

@@ -1,10 +1,11 @@
-"""The commit among ranks, under a seeded scheduler: one seed is one history, so every failure can be replayed.
+"""The saves of several ranks, under a seeded scheduler: one seed is one history, so every failure can be replayed.
 
 A history has 1 to 8 ranks, each with a trainer and a worker, and 1 to 4 saves that may overlap. The workers run the
-machines of ``asyncckpt.protocol.commit``; trainers, connections and storage are modelled here. Faults: trainers,
-workers and whole hosts die; processes stop and go on; a connection is cut for a while, and then messages are late, come
-twice, or are lost; a rank takes the first one for lost although it lives; storage is late, fails, and fails after it
-did the work. After each event the checker looks at what must always hold, and at the end at whether all came to an end.
+machines of ``asyncckpt/protocol``; trainers, writers, connections and storage are modelled here. Faults: trainers,
+workers and whole hosts die; processes stop and go on; trainers cancel saves; a connection is cut for a while, and then
+messages are late, come twice, or are lost; a rank takes the first one for lost although it lives; storage is late,
+fails, and fails after it did the work. After each event the checker looks at what must always hold, and at the end at
+whether all came to an end.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from types import ModuleType
 from typing import Any
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError
-from asyncckpt.protocol import commit
+from asyncckpt.protocol import commit, saves
 
-TIMEOUT_S, GRACE_S, RESOLVE_S, LEAVE_S = 20.0, 2.0, 8.0, 5.0
+TIMEOUT_S, RESOLVE_S, LEAVE_S = 20.0, 8.0, 5.0
+GRACE_S = commit.grace(TIMEOUT_S)
 STALLED_S = 40.0
 """The longest time that storage takes."""
 BUDGET_S = 2 * (TIMEOUT_S + GRACE_S + RESOLVE_S) + 3 * STALLED_S
@@ -37,10 +39,22 @@ class _Unknown(SaveTimeoutError):
     """Nobody can say how a save has ended."""
 
 
+class Machines:
+    """The classes of ``asyncckpt.protocol``, or mutated copies."""
+
+    def __init__(self, *modules: ModuleType) -> None:
+        """Take the classes of ``modules``."""
+        for module in modules:
+            self.__dict__.update({name: thing for name, thing in vars(module).items() if isinstance(thing, type)})
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
 class _Worker:
     def __init__(self, history: History, rank: int) -> None:
         self.rank = rank
-        self.machine = history.machines.Commits()
+        self.machine = history.machines.WorkerSaves()
         self.is_alive = True
         self.stopped_until = 0.0
         self.has_left = False
@@ -54,13 +68,24 @@ class _Worker:
         self.left: set[int] = set()
         self.restarted_at: float | None = None
         self.closed_at = 0.0
+        # The writer: what it writes, what it was told, and what was done with the slots.
+        self.job: int | None = None
+        self.complete: set[int] = set()
+        self.stopped: dict[int, CheckpointError] = {}
+        self.copied_at = 0.0  # when the trainer has copied the newest save
+        self.cancelled: set[int] = set()
+        self.marked: set[int] = set()  # saves whose slots are marked as staged
+        self.copying: set[int] = set()  # saves whose slots the trainer copies into
+        self.used: set[int] = set()  # saves whose slots are in use
+        self.written: list[int] = []
 
 
 class History:
     """One history of the commit of some saves."""
 
-    def __init__(self, seed: int, machines: ModuleType = commit, *, log: bool = False) -> None:
-        """Plan the faults. ``machines``: the module with the machines. ``log``: print each event."""
+    def __init__(self, seed: int, machines: Machines | None = None, *, log: bool = False) -> None:
+        """Plan the faults. ``machines``: the default is the product's. ``log``: print each event."""
+        machines = machines or _MACHINES
         self.machines, self._log = machines, log
         self.random = random.Random(seed)
         self.now, self._order = 0.0, 0
@@ -70,10 +95,12 @@ class History:
         self.workers = [_Worker(self, rank) for rank in range(self.ranks)]
         self.trainers = [True] * self.ranks
         self.cut_until = [0.0] * self.ranks  # until when a rank cannot reach the first
+        self.sent_until = [0.0] * self.ranks  # messages of a rank to the first arrive in their order
         self.decisions: dict[int, str] = {}  # of storage, by save: "final" or "revoked"
         self.parts: defaultdict[int, dict[int, _Worker]] = defaultdict(dict)  # by save: ranks with durable files
         self.begun: dict[tuple[int, int], float] = {}  # by rank and save: when it began
         self.told: dict[tuple[int, int], bool | None] = {}  # by rank and save; None: nobody can say
+        self.cancelled: set[int] = set()
         self.told_at: dict[tuple[int, int], float] = {}
         self.untold: dict[int, CheckpointError | None] = {}  # what the first rank's trainer has to tell the others
         self.is_over = False  # no more faults
@@ -92,13 +119,20 @@ class History:
                 continue
             if open_saves := worker.machine.open_saves():
                 raise Violation(f"rank {rank} never ended saves {open_saves}")
+            if self.trainers[rank] and worker.used - worker.copying:
+                raise Violation(f"the slots of saves {worker.used} of rank {rank} are never freed")
             if not self.trainers[rank] and not worker.has_left:
                 raise Violation(f"the worker of rank {rank} never left")
         for rank, save in self.begun:
             if self.trainers[rank] and (rank, save) not in self.told:
                 raise Violation(f"rank {rank} was never told of save {save}")
-            if not self.has_faults and not self.told[rank, save]:
+            if not self.has_faults and self.trainers[rank] and not self.told[rank, save]:
                 raise Violation(f"save {save} failed on rank {rank} without a reason")
+        if not self.has_faults:  # perhaps the trainers have died
+            for save in range(1, self.saves + 1):
+                is_staged = all(save in worker.marked for worker in self.workers)
+                if is_staged and self.decisions.get(save) != "final":
+                    raise Violation(f"save {save} was staged on all ranks, and is not persisted")
         for save, parts in self.parts.items():
             for rank, worker in parts.items():
                 is_known = self.told.get((rank, save)) is not None
@@ -114,7 +148,7 @@ class History:
             for rank in range(self.ranks):
                 self._at(at + between(0, 1), self._begin, rank, save)
             at += between(1, 8)
-        self.has_faults = trouble = chance() < 0.9
+        self.has_faults = trouble = chance() < 0.85
         self.is_over = not trouble
         for rank in range(self.ranks):
             if trouble and chance() < 0.15:
@@ -123,23 +157,25 @@ class History:
                 self._at(between(0, at + 12), self._stop, rank, between(1, 20))
             if trouble and rank and chance() < 0.15:
                 self._at(between(0, at + 12), self._cut, rank, between(0.1, 20))
-        if trouble and chance() < 0.4:
-            self._at(between(0, at + 12), self._end_job, self.random.randrange(self.ranks), chance() < 0.5)
+        if chance() < (0.4 if trouble else 0.5):
+            self._at(between(0, at + 12), self._end_job, self.random.randrange(self.ranks), trouble and chance() < 0.5)
         self._at(at + STALLED_S, self._end_of_faults)
 
     def _end_of_faults(self) -> None:
         self.is_over = True
 
     def _at(self, delay: float, what: Callable[..., None], *arguments: Any) -> None:
+        self._then(self.now + delay, what, *arguments)
+
+    def _then(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
         self._order += 1
-        heapq.heappush(self._queue, (self.now + delay, self._order, what, arguments))
+        heapq.heappush(self._queue, (when, self._order, what, arguments))
 
     def _waits(self, worker: _Worker, what: Callable[..., None], *arguments: Any) -> bool:
         """Return whether a worker is stopped. If so, it does this when it goes on, in the order of these calls."""
         if worker.stopped_until <= self.now:
             return False
-        self._order += 1
-        heapq.heappush(self._queue, (worker.stopped_until, self._order, what, arguments))
+        self._then(worker.stopped_until, what, *arguments)
         return True
 
     def _little(self) -> float:
@@ -160,19 +196,62 @@ class History:
                 self._conclude(worker, number, error)
             self.untold.clear()
         self.begun[rank, save] = self.now
-        self._give(worker, self.machines.Begun(save, rank, self.ranks, TIMEOUT_S, GRACE_S))
-        if not self._fails(0.05):  # otherwise the write is stuck
-            self._at(min(5.0, self.random.expovariate(0.5)), self._write, worker, save)
+        worker.copying.add(save)
+        worker.used.add(save)
+        self._give(worker, self.machines.Begun(save, rank, self.ranks, TIMEOUT_S))
+        if not self._fails(0.03):  # otherwise the copy is stuck
+            worker.copied_at = max(worker.copied_at, self.now) + min(5.0, self.random.expovariate(0.5))
+            self._at(worker.copied_at - self.now, self._stage, worker, save)
 
-    def _write(self, worker: _Worker, save: int) -> None:
-        """The trainer has staged a save, and the worker writes its part. If the save has failed, it may not notice."""
-        if not worker.is_alive or worker.has_left or self._waits(worker, self._write, worker, save):
+    def _stage(self, worker: _Worker, save: int) -> None:
+        """The trainer has copied its state, or cancels the save. It may die before it has said so."""
+        if not self.trainers[worker.rank] or not worker.is_alive:
             return
+        worker.copying.discard(save)
         if self._fails(0.1):
-            self._give(worker, self.machines.PartFailed(save, StorageError("no space")))
-        elif worker.machine.is_open(save) or self._fails(0.5):
+            self._give(worker, self.machines.ImageCancelled(save, save, CheckpointError("cancelled")))
+            return
+        worker.marked.add(save)
+        if self._fails(0.01):
+            self._end_job(worker.rank, False)
+        else:
+            self._give(worker, self.machines.ImageStaged(save))
+            if self._fails(0.05):
+                too_late = self.machines.ImageCancelled(save, save, CheckpointError("cancelled"))
+                self._at(self.random.expovariate(0.5), self._give, worker, too_late)
+
+    def _follow(self, worker: _Worker, save: int, fails_at: float) -> None:
+        """The writer writes what arrives, until the image is complete, it is told to stop, or it fails."""
+        if not worker.is_alive or self._waits(worker, self._follow, worker, save, fails_at):
+            return
+        error = worker.stopped.get(save)
+        if save not in worker.complete and not worker.machine.is_open(save):
+            error = CheckpointError("the save failed while it was being staged")
+        if self.now > fails_at:
+            error = StorageError("no space")
+        if error is not None:
+            self._let_go(worker, save)
+            self._give(worker, self.machines.PartFailed(save, error))
+        elif save in worker.complete:
+            self._at(self._delay(), self._finish_write, worker, save)
+        else:
+            self._at(0.3, self._follow, worker, save, fails_at)
+
+    def _finish_write(self, worker: _Worker, save: int) -> None:
+        if not worker.is_alive or self._waits(worker, self._finish_write, worker, save):
+            return
+        fails = self._fails(0.05)
+        self._let_go(worker, save)
+        if not fails:
             self.parts[save][worker.rank] = worker
-            self._give(worker, self.machines.PartWritten(save, b"%d" % worker.rank))
+        event = self.machines.PartFailed(save, StorageError("I/O")) if fails else None
+        self._give(worker, event or self.machines.PartWritten(save, b"%d" % worker.rank))
+
+    def _let_go(self, worker: _Worker, save: int) -> None:
+        if worker.job != save:
+            raise Violation(f"rank {worker.rank} writes save {save} and {worker.job} at once")
+        worker.job = None
+        self._give(worker, self.machines.LetGo(save))
 
     def _kill_worker(self, rank: int) -> None:
         worker = self.workers[rank]
@@ -190,7 +269,7 @@ class History:
         return [number for its, number in self.begun if its == rank and (rank, number) not in self.told]
 
     def _ask(self, rank: int, save: int) -> None:
-        """A trainer whose worker is dead finds out how a save has ended: from the first rank, or from storage."""
+        """A trainer without a worker finds out how a save has ended: from the first rank, or from storage."""
         if not self.trainers[rank]:
             return
         if rank > 0:
@@ -242,6 +321,8 @@ class History:
             self._at(self.random.uniform(1, 10), self._restart)
 
     def _kill_trainer(self, rank: int, with_host: bool) -> None:
+        if not self.trainers[rank]:
+            return
         worker, self.trainers[rank] = self.workers[rank], False
         if with_host:
             self._kill_worker(rank)
@@ -250,19 +331,27 @@ class History:
             self._at(self._little(), self._finish, worker)
 
     def _finish(self, worker: _Worker) -> None:
-        """A worker without trainer gives up what was not staged, and leaves. If a write is stuck, the worker ends."""
+        """A worker without trainer gives up the saves that are not staged, and writes the others."""
         if not worker.is_alive or self._waits(worker, self._finish, worker):
             return
-        if self._fails(0.2):
-            self._at(_STUCK_S, self._kill_worker, worker.rank)
-            return
-        gone = RankFailedError("its trainer has died", rank=worker.rank)
-        for save in worker.machine.open_saves():
-            if worker.rank not in self.parts[save]:
-                self._give(worker, self.machines.PartFailed(save, gone))
+        worker.copying.clear()
+        self._give(worker, self.machines.TrainerLeft(frozenset(worker.marked)))
         worker.closed_at = self.now
-        self._send_to_first(worker.rank, self.machines.RankGone(worker.rank, gone))
-        self._give(worker, self.machines.Finish(self.ranks - 1 if worker.rank == 0 else 0, LEAVE_S))
+        self._leave(worker, self.now + _STUCK_S)
+
+    def _leave(self, worker: _Worker, ends_at: float) -> None:
+        """A worker without trainer leaves when it has written all images. If a write is stuck, the worker ends."""
+        if not worker.is_alive or self._waits(worker, self._leave, worker, ends_at):
+            return
+        if worker.machine.uses_slots():
+            if self.now > ends_at and not worker.machine.open_saves():
+                self._kill_worker(worker.rank)
+            else:
+                self._at(1.0, self._leave, worker, ends_at)
+            return
+        worker.closed_at = self.now
+        gone = RankFailedError("its trainer has died", rank=worker.rank)
+        self._give(worker, self.machines.Finish(worker.rank, self.ranks, LEAVE_S, gone))
 
     def _restart(self) -> None:
         self._give(self.workers[0], self.machines.Restarted())
@@ -278,12 +367,14 @@ class History:
         if self._log:
             print(f"{self.now:7.2f} rank {worker.rank}: {event}")
         self._note_arrival(worker, event)
+        were_open = worker.machine.open_saves()
         for action in worker.machine.handle(event, self.now):
             if self._log:
                 print(f"{'':8}-> {action}")
             self._carry_out(worker, action)
         if worker.rank == 0:
             self._check_first(worker, event)
+        self._check_image(worker, event, were_open)
         if not worker.ticks:
             worker.ticks = True
             self._at(self.random.uniform(0.1, 2), self._tick, worker)
@@ -297,6 +388,8 @@ class History:
                 worker.reports[save].add(worker.rank)
             case m.RankGone(rank, error):
                 worker.gone[rank] = error
+            case m.Finish(0, _, _, error):
+                worker.gone[0] = error
             case m.Left(rank):
                 worker.left.add(rank)
             case m.Restarted():
@@ -330,9 +423,45 @@ class History:
                 self._send_to_first(rank, m.Reported(save, rank, report))
             case m.SendFailure(save, error):
                 self._send_to_first(rank, m.RankFailed(save, error))
+            case m.SendGone(why):
+                self._send_to_first(rank, m.RankGone(rank, why))
             case m.Conclude(save, error):
                 self._check_reason(worker, save, error)
                 self._conclude(worker, save, error)
+            case m.WriteImage(save):
+                if not worker.machine.is_open(save):
+                    raise Violation(f"rank {rank} writes save {save}, which has ended")
+                if worker.job is not None or save not in worker.used:
+                    raise Violation(f"rank {rank} writes save {save} and {worker.job} at once")
+                worker.job = save
+                if save in worker.complete and worker.written and worker.written[-1] > save:
+                    raise Violation(f"rank {rank} writes save {save} after {worker.written[-1]}")
+                worker.written.append(save)
+                fails_at = self.now + self.random.uniform(0, 3) if self._fails(0.1) else _END_S
+                self._at(self._little(), self._follow, worker, save, fails_at)
+            case m.CompleteImage(save):
+                if save not in worker.marked:
+                    raise Violation(f"the image of save {save} is taken for complete while it is copied")
+                worker.complete.add(save)
+            case m.StopWriting(save, reason):
+                if save in worker.marked:
+                    raise Violation(f"save {save} of rank {rank} is not written, although it was staged")
+                worker.stopped[save] = reason
+            case m.HoldImage(save):
+                if save not in worker.marked:
+                    raise Violation(f"the image of save {save} is held while it is copied")
+            case m.FreeSlot(save):
+                self._free_slot(worker, save)
+            case m.AnswerCancel(save, _, in_time, slot_free):
+                if in_time and slot_free != (save not in worker.used):
+                    raise Violation(f"the slot of save {save} is free: {slot_free}, says the worker, and it is not so")
+                if in_time and not slot_free and save not in worker.stopped:
+                    raise Violation(f"nobody has told the writer that save {save} is cancelled")
+                if not in_time and save in worker.used and save != worker.job:
+                    raise Violation(f"save {save} waits to be written, and cannot be cancelled")
+                if in_time:
+                    self.cancelled.add(save)
+                    worker.cancelled.add(save)
             case m.Finalize(save, reports):
                 if [*map(int, reports)] != [*range(self.ranks)]:
                     raise Violation(f"save {save} is finalized with the reports {reports}")
@@ -364,16 +493,25 @@ class History:
                 else:
                     self._send_to_first(rank, m.Left(rank))
 
+    def _free_slot(self, worker: _Worker, save: int) -> None:
+        if save not in worker.used:
+            raise Violation(f"the slot of save {save} is freed twice")
+        if save in worker.copying or worker.job == save:
+            raise Violation(f"the slot of save {save} is freed while it is used")
+        worker.used.discard(save)
+
     def _send_to_first(self, rank: int, event: Any) -> None:
         """Send to the first rank's worker, or to the one in its place. A message may be lost, or come twice."""
         if rank > 0 and self._fails(0.02):
             return
         for _ in range(1 + self._fails(0.05)):
-            self._at(self._little(), self._arrive_at_first, rank, event)
+            self.sent_until[rank] = max(self.sent_until[rank], self.now + self._little())
+            self._then(self.sent_until[rank], self._arrive_at_first, rank, event)
 
     def _arrive_at_first(self, rank: int, event: Any) -> None:
         if rank > 0 and self.cut_until[rank] > self.now:
-            self._at(self.cut_until[rank] - self.now, self._arrive_at_first, rank, event)
+            self.sent_until[rank] = max(self.sent_until[rank], self.cut_until[rank])
+            self._then(self.cut_until[rank], self._arrive_at_first, rank, event)
         else:
             self._give(self.workers[0], event)
 
@@ -424,6 +562,8 @@ class History:
             raise Violation(f"save {save} is finalized with the parts of {sorted(self.parts[save])}")
         if earlier := [each for each in worker.machine.open_saves() if each < save]:
             raise Violation(f"save {save} is finalized before {earlier}")
+        if save in self.cancelled:
+            raise Violation(f"save {save} is finalized, and was cancelled")
         self.decisions[save] = "final"
 
     def _resolve(self, save: int, answer: Callable[[bool | None], None]) -> None:
@@ -465,6 +605,19 @@ class History:
                 if len(first.reports[save]) < self.ranks:
                     raise Violation(f"save {save} goes on, although a rank has failed it")
 
+    def _check_image(self, worker: _Worker, event: Any, were_open: tuple[int, ...]) -> None:
+        """Check that a save goes on, or ends, as its image does."""
+        are_open = worker.machine.open_saves()
+        match event:
+            case self.machines.ImageCancelled(save) if save in worker.cancelled & {*are_open} - worker.used:
+                raise Violation(f"save {save} goes on, although it was cancelled")
+            case self.machines.TrainerLeft(staged):
+                if lost := staged.intersection(were_open).difference(are_open):
+                    raise Violation(f"saves {lost} of rank {worker.rank} fail, although they were staged")
+                for save in worker.used - staged:
+                    if save in were_open and save not in worker.stopped and (save in are_open or save == worker.job):
+                        raise Violation(f"save {save} of rank {worker.rank} waits for a dead trainer")
+
     def _check_reason(self, first: _Worker, save: int, error: CheckpointError | None) -> None:
         """Check that a save does not fail for a rank that has done its part, or is there."""
         rank = None if error is None else error.rank
@@ -487,4 +640,5 @@ class History:
 _STUCK_S = 30.0
 _OFTEN_S = 1.5  # a rank that waits speaks at least so often
 _LONG_S = commit.SILENCE_S + 3.0
+_MACHINES = Machines(saves, commit)
 _LOST = "its trainer and its worker are gone"

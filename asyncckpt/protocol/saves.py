@@ -1,0 +1,281 @@
+"""The saves of a worker: which image is written next, when its slot is free, and how the save ends.
+
+The commits are in ``commit.py``. This is about the images.
+
+The trainer copies a state into a slot: the image arrives. One thread of the worker, the writer, writes one image after
+the other. If nothing else is to be written, the writer follows an image that still arrives.
+
+    state      event                                  next state  actions
+    ARRIVING   the writer is idle, no image is STAGED FOLLOWED    WriteImage
+    ARRIVING   as above, and the save has ended       UNWRITTEN
+    ARRIVING   ImageStaged                            STAGED      HoldImage
+    ARRIVING   ImageCancelled                         (ends)      FreeSlot, AnswerCancel, PartFailed
+    ARRIVING   TrainerLeft                            (ends)      PartFailed
+    FOLLOWED   ImageStaged                            WRITING     HoldImage, CompleteImage
+    FOLLOWED   ImageCancelled                         STOPPING    StopWriting, AnswerCancel
+    FOLLOWED   TrainerLeft                            STOPPING    StopWriting
+    FOLLOWED   LetGo                                  UNWRITTEN
+    UNWRITTEN  ImageStaged                            (ends)      HoldImage, FreeSlot
+    UNWRITTEN  ImageCancelled                         (ends)      FreeSlot, AnswerCancel, PartFailed
+    UNWRITTEN  TrainerLeft                            (ends)
+    STAGED     the writer is idle, oldest STAGED      WRITING     CompleteImage, WriteImage
+    STAGED     as above, and the save has ended       (ends)      FreeSlot
+    STAGED     ImageCancelled                         (ends)      FreeSlot, AnswerCancel, PartFailed
+    WRITING,
+    STOPPING   LetGo                                  (ends)      FreeSlot
+    others     ImageCancelled                                     AnswerCancel: too late
+
+``PartFailed`` is an event of the commit. ``TrainerLeft`` names the images that are staged according to their slots. For
+these it means ``ImageStaged``.
+
+A slot is always freed once, when neither the trainer nor the writer uses it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TypeAlias
+
+from asyncckpt.errors import CheckpointError, RankFailedError
+from asyncckpt.protocol.commit import Begun, CommitAction, CommitEvent, Commits, PartFailed
+
+
+class ImageState(Enum):
+    """How far an image is; the transitions are in the docstring of the module."""
+
+    ARRIVING = auto()
+    """The trainer copies, and nothing is written yet."""
+    FOLLOWED = auto()
+    """The trainer copies, and the writer writes the part that has arrived."""
+    UNWRITTEN = auto()
+    """The trainer still copies, and nobody writes the image."""
+    STOPPING = auto()
+    """The trainer has stopped copying, and the writer has not noticed yet."""
+    STAGED = auto()
+    """The image is complete, and waits for the writer."""
+    WRITING = auto()
+    """The image is complete, and the writer writes it."""
+
+
+@dataclass(frozen=True)
+class ImageStaged:
+    """The trainer has copied the whole state."""
+
+    save: int
+
+
+@dataclass(frozen=True)
+class ImageCancelled:
+    """The trainer has stopped copying, or does not need the save any more. ``asked``: the number of its question."""
+
+    save: int
+    asked: int
+    reason: CheckpointError
+
+
+@dataclass(frozen=True)
+class LetGo:
+    """The writer reads the slot no more."""
+
+    save: int
+
+
+@dataclass(frozen=True)
+class TrainerLeft:
+    """The trainer copies nothing any more. ``staged``: the saves with slots that are marked as staged."""
+
+    staged: frozenset[int]
+
+
+@dataclass(frozen=True)
+class WriteImage:
+    """Write the image while it arrives."""
+
+    save: int
+
+
+@dataclass(frozen=True)
+class CompleteImage:
+    """Tell the writer that the image is complete, and mark the slot as WRITING."""
+
+    save: int
+
+
+@dataclass(frozen=True)
+class StopWriting:
+    """Tell the writer that the rest of the image will not arrive."""
+
+    save: int
+    reason: CheckpointError
+
+
+@dataclass(frozen=True)
+class HoldImage:
+    """Note that the image in memory is complete."""
+
+    save: int
+
+
+@dataclass(frozen=True)
+class FreeSlot:
+    """Mark the slot as free. ``tell``: tell the trainer."""
+
+    save: int
+    tell: bool
+
+
+@dataclass(frozen=True)
+class AnswerCancel:
+    """Answer the trainer's question. ``in_time``: whether the save is cancelled."""
+
+    save: int
+    asked: int
+    in_time: bool
+    slot_free: bool
+
+
+ImageEvent: TypeAlias = ImageStaged | ImageCancelled | LetGo | TrainerLeft
+ImageAction: TypeAlias = WriteImage | CompleteImage | StopWriting | HoldImage | FreeSlot | AnswerCancel | PartFailed
+
+SaveEvent: TypeAlias = CommitEvent | ImageEvent
+SaveAction: TypeAlias = CommitAction | ImageAction
+
+_LEFT = "its trainer ended before the state was staged"
+
+
+class _Slots:
+    """The images in slots that are in use. They are in the order of their beginning."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, ImageState] = {}
+        self._staged: list[int] = []  # those that are STAGED, in their order
+        self.writer_is_idle = True
+
+    def handle(self, event: ImageEvent, actions: list[ImageAction]) -> None:
+        """Change the state by an event. Add the actions to carry out."""
+        match event:
+            case ImageStaged(save):
+                self._stage(save, actions)
+            case ImageCancelled():
+                self._cancel(event, actions)
+            case LetGo(save):
+                self.writer_is_idle = True
+                if self.states[save] is ImageState.FOLLOWED:
+                    self.states[save] = ImageState.UNWRITTEN
+                else:
+                    self._free(save, actions)
+            case TrainerLeft(staged):
+                for save in [*self.states]:
+                    if save in staged:
+                        self._stage(save, actions)
+                    else:
+                        self._lose(save, actions)
+
+    def pick(self, is_open: Callable[[int], bool], actions: list[ImageAction]) -> None:
+        """If the writer is idle, choose what it writes next. ``is_open``: whether a save may still be committed."""
+        while self.writer_is_idle and self._staged:
+            save = self._staged.pop(0)
+            if is_open(save):
+                self.writer_is_idle = False
+                self.states[save] = ImageState.WRITING
+                actions += [CompleteImage(save), WriteImage(save)]
+            else:
+                self._free(save, actions)
+        for save, state in self.states.items() if self.writer_is_idle else ():
+            if state is ImageState.ARRIVING and is_open(save):
+                self.writer_is_idle = False
+                self.states[save] = ImageState.FOLLOWED
+                actions.append(WriteImage(save))
+                return
+            if state is ImageState.ARRIVING:
+                self.states[save] = ImageState.UNWRITTEN
+
+    def _stage(self, save: int, actions: list[ImageAction]) -> None:
+        match self.states.get(save):
+            case ImageState.ARRIVING:
+                self.states[save] = ImageState.STAGED
+                self._staged.append(save)
+                actions.append(HoldImage(save))
+            case ImageState.FOLLOWED:
+                self.states[save] = ImageState.WRITING
+                actions += [HoldImage(save), CompleteImage(save)]
+            case ImageState.UNWRITTEN:
+                actions.append(HoldImage(save))
+                self._free(save, actions)
+
+    def _cancel(self, event: ImageCancelled, actions: list[ImageAction]) -> None:
+        save, asked = event.save, event.asked
+        match self.states.get(save):
+            case ImageState.ARRIVING | ImageState.UNWRITTEN | ImageState.STAGED as state:
+                if state is ImageState.STAGED:
+                    self._staged.remove(save)
+                self._free(save, actions, tell=False)
+                actions.append(AnswerCancel(save, asked, in_time=True, slot_free=True))
+                actions.append(PartFailed(save, event.reason))
+            case ImageState.FOLLOWED:
+                self.states[save] = ImageState.STOPPING
+                actions.append(StopWriting(save, event.reason))
+                actions.append(AnswerCancel(save, asked, in_time=True, slot_free=False))
+            case _:
+                actions.append(AnswerCancel(save, asked, in_time=False, slot_free=True))
+
+    def _lose(self, save: int, actions: list[ImageAction]) -> None:
+        """Give up an image that was still arriving when the trainer ended."""
+        match self.states[save]:
+            case ImageState.ARRIVING:
+                del self.states[save]
+                actions.append(PartFailed(save, RankFailedError(_LEFT)))
+            case ImageState.UNWRITTEN:
+                del self.states[save]
+            case ImageState.FOLLOWED:
+                self.states[save] = ImageState.STOPPING
+                actions.append(StopWriting(save, RankFailedError(_LEFT)))
+
+    def _free(self, save: int, actions: list[ImageAction], *, tell: bool = True) -> None:
+        del self.states[save]
+        actions.append(FreeSlot(save, tell))
+
+
+class WorkerSaves:
+    """All saves of one worker: their images, and their commits."""
+
+    def __init__(self) -> None:
+        self._slots = _Slots()
+        self._commits = Commits()
+
+    def is_open(self, save: int) -> bool:
+        """Return whether a save may still be committed."""
+        return self._commits.is_open(save)
+
+    def open_saves(self) -> tuple[int, ...]:
+        """Return the saves that may still be committed."""
+        return self._commits.open_saves()
+
+    def uses_slots(self) -> bool:
+        """Return whether any slot is in use."""
+        return bool(self._slots.states)
+
+    def handle(self, event: SaveEvent, now: float) -> list[SaveAction]:
+        """Change the state by an event. Return the actions to carry out, in their order.
+
+        Args:
+            event: The event.
+            now: The time in seconds, on any clock that does not jump.
+        """
+        actions: list[SaveAction] = []
+        if isinstance(event, (ImageStaged, ImageCancelled, LetGo, TrainerLeft)):
+            of_images: list[ImageAction] = []
+            self._slots.handle(event, of_images)
+            for action in of_images:
+                actions += self._commits.handle(action, now) if isinstance(action, PartFailed) else [action]
+        else:
+            actions += self._commits.handle(event, now)
+            if isinstance(event, Begun):
+                self._slots.states[event.save] = ImageState.ARRIVING
+        if not self._slots.writer_is_idle:
+            return actions
+        following: list[ImageAction] = []
+        self._slots.pick(self._commits.is_open, following)
+        return [*actions, *following]

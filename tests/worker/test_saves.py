@@ -1,0 +1,285 @@
+"""The saves of a worker: the messages to the trainer, and a store that is slow, or gone, or attacked."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import pytest
+from support.attempts import checkpoint_image, request_for
+from support.checkpoints import PAGE
+
+from asyncckpt.errors import RankFailedError, StorageError
+from asyncckpt.extension import Rendezvous, Rounds, Store, storage_for
+from asyncckpt.format.write_request import WriteRequest
+from asyncckpt.link.messages import Committed, Failed, Host, Staged
+from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.protocol import commit
+from asyncckpt.ranks.store_connection import Patience, StoreClient
+from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.slots import State
+from asyncckpt.storage.local import LocalStorage
+from asyncckpt.storage.partial import PartialFolder
+from asyncckpt.worker import saves as saves_module
+from asyncckpt.worker.saves import SavesOfTrainer
+
+
+class Told:
+    """The saves of one worker, without trainer, and what they tell."""
+
+    def __init__(self) -> None:
+        self.ends: SimpleQueue[Any] = SimpleQueue()
+        self.memory = SegmentStore()
+        self.saves = SavesOfTrainer(storage_for, self.memory, lambda _: None, lambda _: None, self._end, 2)
+
+    def _end(self, request: WriteRequest, outcome: Committed | Failed) -> None:
+        self.ends.put((outcome, self.saves.unended()))
+
+    def host(self, ranks: int) -> Rendezvous:
+        """Host the store. Return where the first of some ranks finds it."""
+        port = self.saves.host(Host(0, "127.0.0.1", b"secret")).port
+        return Rendezvous("127.0.0.1", port, "token", b"secret", 0, ranks)
+
+    def begin(self, request: WriteRequest) -> WriteRequest:
+        """Begin a save of a hand-made image."""
+        segment = Segment.create("test", 4 * PAGE)
+        layout = checkpoint_image(segment)
+        number = self.memory.adopt(segment, ())
+        hosted = self.memory.hosted(number)
+        hosted.layout = layout
+        hosted.slots.take(0, request.save_id)
+        request = replace(request, segment=number)
+        self.saves.begin(request)
+        return request
+
+    def stage(self, request: WriteRequest) -> None:
+        self.memory.hosted(request.segment).slots.set(0, State.STAGED)
+        self.saves.staged(Staged(request.save_id, {}))
+
+    def fail(self, request: WriteRequest, text: str = "as the test wants") -> None:
+        self.saves.cancel(1, request.save_id, StorageError(text))
+
+    def outcome(self, timeout: float = 60.0) -> Committed | Failed:
+        found: Committed | Failed = self.ends.get(timeout=timeout)[0]
+        return found
+
+    def error(self, timeout: float = 60.0) -> str:
+        outcome = self.outcome(timeout)
+        assert isinstance(outcome, Failed)
+        return f"{type(outcome.error).__name__}: {outcome.error}"
+
+    def close(self) -> None:
+        self.saves.finish()
+        assert self.saves.wait_written()
+        self.saves.close("its trainer has died")
+        self.memory.close()
+
+
+@pytest.fixture
+def told() -> Iterator[Callable[[], Told]]:
+    made: list[Told] = []
+
+    def make() -> Told:
+        made.append(Told())
+        return made[-1]
+
+    yield make
+    closing_at_once = [threading.Thread(target=each.close) for each in made]
+    for thread in closing_at_once:
+        thread.start()
+    for thread in closing_at_once:
+        thread.join(60)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_whose_end_is_told_is_no_longer_being_written(tmp_path: Path, told: Any, fails: bool) -> None:
+    """The trainer's user may look at once, by ``asyncckpt workers``."""
+    worker = told()
+    request = worker.begin(request_for(tmp_path))
+    assert worker.saves.unended() == (request,)
+    worker.fail(request) if fails else worker.stage(request)
+    outcome, unended = worker.ends.get(timeout=60)
+    assert isinstance(outcome, Failed if fails else Committed) and unended == ()
+
+
+def test_a_store_that_answers_late_is_not_taken_for_gone(
+    tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks, and the store takes a moment for another one."""
+    store = Store(b"secret")
+    first = Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 2)
+    waits, broken, may_answer = threading.Event(), threading.Event(), threading.Event()
+    real_wait, real_is_proved = StoreClient.wait, Store._is_proved
+
+    def wait(self: StoreClient, key: str, count: int, timeout: float) -> object:
+        if key.endswith("outcome") and not waits.is_set():
+            waits.set()
+            broken.set()
+            threading.Timer(2.0, may_answer.set).start()
+            raise ConnectionResetError
+        return real_wait(self, key, count, timeout)
+
+    def is_proved(self: Store, peer: Any) -> bool:
+        return (not broken.is_set() or may_answer.wait(30)) and real_is_proved(self, peer)
+
+    monkeypatch.setattr(StoreClient, "wait", wait)
+    monkeypatch.setattr(Store, "_is_proved", is_proved)
+    assert saves_module._PROBE_S >= 5
+    monkeypatch.setattr(saves_module, "_PROBE_S", 60.0)
+    worker = told()
+    worker.saves.join(replace(first, rank=1), 30)
+    with closing(store):
+        worker.stage(worker.begin(replace(request_for(tmp_path), rank=1, world_size=2)))
+        assert waits.wait(60)
+        with closing(Rounds(first, 30)) as rounds:
+            rounds.conclude("save-1", b"")
+        assert isinstance(worker.outcome(), Committed)
+
+
+def test_who_leaves_unheard_warns_of_nothing(
+    told: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer would say it to its user, and nothing is lost."""
+    store, closed = Store(b"secret"), threading.Event()
+    real_is_proved = Store._is_proved
+    monkeypatch.setattr(Store, "_is_proved", lambda self, peer: closed.wait(30) and real_is_proved(self, peer))
+    caplog.set_level(logging.INFO)
+    with closing(store):
+        with closing(Told()) as worker:
+            worker.saves.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
+        closed.set()
+    (said,) = (each for each in caplog.records if "leaving" in each.getMessage())
+    assert said.levelno == logging.INFO
+
+
+def test_a_slow_store_hears_that_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first rank waits for this one until the timeout of the commit."""
+    assert saves_module._TELL_S >= 5
+    monkeypatch.setattr(saves_module, "_TELL_S", 60.0)
+    store, may_answer = Store(b"secret"), threading.Event()
+    real_is_proved = Store._is_proved
+    monkeypatch.setattr(Store, "_is_proved", lambda self, peer: may_answer.wait(30) and real_is_proved(self, peer))
+    first = Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 2)
+    with closing(store):
+        with closing(Told()) as worker:
+            worker.saves.join(replace(first, rank=1), 30)
+            threading.Timer(2.0, may_answer.set).start()
+        with closing(Rounds(first, 30)) as rounds:
+            rounds.report("save-1", b"")
+            with pytest.raises(RankFailedError, match="its trainer has died"):
+                rounds.collect("save-1", 30)
+
+
+def test_where_the_store_is_gone_a_worker_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with something to say, for which there was plenty of time."""
+    monkeypatch.setattr(saves_module, "_TELL_S", 100.0)
+    store = Store(b"secret")
+    store.close()
+    with closing(Told()) as worker:
+        worker.saves.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
+        worker.fail(worker.begin(replace(request_for(tmp_path), rank=1, world_size=2)))
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 50
+
+
+def test_who_cannot_learn_the_end_leaves_its_files(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank has seen all files, and is about to finalize them."""
+    is_complete, may_go_on = threading.Event(), threading.Event()
+    finalize: Any = PartialFolder.finalize
+
+    def late(*arguments: Any) -> None:
+        is_complete.set()
+        assert may_go_on.wait(60)
+        finalize(*arguments)
+
+    def fails(*_: object) -> None:
+        raise StorageError("as the test wants")
+
+    monkeypatch.setattr(PartialFolder, "finalize", late)
+    monkeypatch.setattr(LocalStorage, "revoke", fails)  # on the host of the other rank
+    workers = [told(), told()]
+    rendezvous = workers[0].host(2)
+    for rank, worker in enumerate(workers):
+        worker.saves.join(replace(rendezvous, rank=rank), 30)
+        timeout = 1.0 if rank else 60.0
+        worker.stage(worker.begin(replace(request_for(tmp_path), rank=rank, world_size=2, timeout=timeout)))
+    assert is_complete.wait(60)
+    assert "SaveTimeoutError" in workers[1].error()
+    may_go_on.set()
+    assert isinstance(workers[0].outcome(), Committed)
+    assert list((tmp_path / "root" / "final").glob("__1_*"))
+
+
+def test_a_save_ends_where_no_thread_can_be_started(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank is gone, and nobody can ask storage: so is the save for this rank, and what follows goes on."""
+    store, start = Store(b"secret"), threading.Thread.start
+    store.close()
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name == "asyncckpt-resolve":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    monkeypatch.setattr(saves_module, "_PATIENCE_S", 0.0)
+    worker = told()
+    request = worker.begin(replace(request_for(tmp_path), rank=1, world_size=2))
+    worker.stage(request)
+    until = time.monotonic() + 30
+    while worker.memory.hosted(request.segment).slots.state(0) is not State.FREE and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.5)  # it has reported
+    worker.saves.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
+    assert "can't start new thread" in worker.error(20)
+    worker.begin(replace(request, save_id=2))
+    assert "cannot be reached" in worker.error(20)
+
+
+def test_the_lost_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three hosts are lost with a save open: the first rank's worker fails that, and leaves at once."""
+    monkeypatch.setattr(saves_module, "_LEAVE_S", 60.0)
+    monkeypatch.setattr(commit, "SILENCE_S", 1.0)
+    with closing(Told()) as worker:
+        worker.saves.join(worker.host(3), 30)
+        worker.stage(worker.begin(replace(request_for(tmp_path), world_size=3)))
+        worker.saves.hurry()
+        worker.saves.restarted()
+        assert "are gone" in worker.error(30)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 20
+
+
+def test_who_waits_for_an_outcome_is_heard(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainers are gone and the job is started again: a rank with a worker that still waits is not given up."""
+    monkeypatch.setattr(commit, "SILENCE_S", 1.0)
+    workers = [told(), told()]
+    rendezvous = workers[0].host(2)
+    requests = []
+    for rank, worker in enumerate(workers):
+        worker.saves.join(replace(rendezvous, rank=rank), 30)
+        requests.append(worker.begin(replace(request_for(tmp_path), rank=rank, world_size=2)))
+        worker.saves.hurry()
+    workers[0].saves.restarted()
+    with pytest.raises(Empty):
+        workers[0].outcome(4)
+    workers[1].fail(requests[1])
+    assert all("as the test wants" in worker.error(30) for worker in workers)
+
+
+def test_messages_of_strangers_fail_a_save(tmp_path: Path, told: Any) -> None:
+    """An attacker in the network can make a save fail, and no more."""
+    worker = told()
+    rendezvous = worker.host(2)
+    worker.saves.join(rendezvous, 30)
+    worker.begin(replace(request_for(tmp_path), world_size=2))
+    with closing(Rounds(replace(rendezvous, rank=1), 30)) as rounds:
+        rounds.connection.call(lambda store: store.put("asyncckpt/token/save-1/reports", 1, b"forged"), 30, Patience(0))
+        assert "comes from none of them" in worker.error(30)
+        rounds.leave()
