@@ -37,7 +37,7 @@ from asyncckpt.link import messages
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.protocol import commit
 from asyncckpt.protocol import saves as machines
-from asyncckpt.ranks.rounds import Rounds, keys_to_clear, opened, round_name, sealed_outcome
+from asyncckpt.ranks.rounds import COMMITTED, UNKNOWN, Rounds, keys_to_clear, opened, round_name, sealed_outcome
 from asyncckpt.ranks.store import ENDS, Operation, Store
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.shm.slots import State
@@ -71,6 +71,7 @@ _STUCK_S = 30.0
 # Interval at which the machines look at the time while a save is under way.
 _TICK_S = 0.25
 _KIND = "save"
+_NOT_KNOWN = "the first rank could not ask storage whether this was saved"
 
 
 class _Stored(NamedTuple):
@@ -248,11 +249,20 @@ class SavesOfTrainer:
     def _run(self) -> None:
         event: machines.SaveEvent | _Stored | None
         is_closing = has_left = False
+        tick_at = 0.0
         while True:
-            try:
-                event = self._events.get(timeout=_TICK_S if self._open or is_closing else None)
-            except Empty:
+            now = time.monotonic()
+            if not (self._open or is_closing):
+                event = self._events.get()
+                tick_at = time.monotonic() + _TICK_S
+            elif now >= tick_at:
                 event = commit.Tick({} if self._store is None else self._store.heard())
+                tick_at = now + _TICK_S
+            else:
+                try:
+                    event = self._events.get(timeout=tick_at - now)
+                except Empty:
+                    continue
             if isinstance(event, _Stored) and (event := self._translated(event)) is None:
                 continue
             for action in self._machines.handle(event, time.monotonic()):
@@ -313,8 +323,10 @@ class SavesOfTrainer:
                 self._rounds.fail_soon(round_name(_KIND, save), located_in(request, error), request.timeout)
             case commit.SendGone(why) if self._rounds is not None:
                 self._rounds.gone_soon(why, _TELL_S)
-            case commit.Conclude(save, error) if self._store is not None and self._rendezvous is not None:
-                self._conclude(save, error, self._store, self._rendezvous)
+            case commit.Conclude(save, error):
+                self._conclude(save, COMMITTED if error is None else located_in(self._untold[save], error))
+            case commit.ConcludeUnknown(save):
+                self._conclude(save, UNKNOWN)
             case commit.Finalize(save, reports):
                 self._jobs.put(partial(self._finalize, save, reports))
             case commit.FollowUp(save):
@@ -334,14 +346,12 @@ class SavesOfTrainer:
         if tell:
             self._send(messages.Written(freed.request.save_id, freed.inode, dict(freed.timings)))
 
-    def _conclude(
-        self, save: int, error: CheckpointError | None, store: Store, rendezvous: messages.Rendezvous
-    ) -> None:
+    def _conclude(self, save: int, outcome: bytes | CheckpointError) -> None:
         """Tell the other ranks the outcome, through the store in this process."""
-        failure = None if error is None else located_in(self._untold[save], error)
-        store.post(Operation.PUT, *sealed_outcome(rendezvous, round_name(_KIND, save), failure))
-        for key in keys_to_clear(rendezvous, _KIND, save):
-            store.post(Operation.REMOVE, key)
+        if self._store is not None and self._rendezvous is not None:
+            self._store.post(Operation.PUT, *sealed_outcome(self._rendezvous, round_name(_KIND, save), outcome))
+            for key in keys_to_clear(self._rendezvous, _KIND, save):
+                self._store.post(Operation.REMOVE, key)
 
     # The thread that writes
 
@@ -462,6 +472,8 @@ class SavesOfTrainer:
             except CheckpointError as error:
                 return commit.Outcome(request.save_id, error)
             else:
+                if outcome == UNKNOWN:
+                    return commit.FirstLost(request.save_id, CheckpointError(_NOT_KNOWN, rank=0))
                 return commit.Outcome(request.save_id, outcome if isinstance(outcome, CheckpointError) else None)
         return None
 

@@ -17,7 +17,7 @@ The first rank:
     FOLLOWING   FollowedUp                        COMMITTED   Conclude, KeepPart, Tell
     RESOLVING   Resolved(True)                    FOLLOWING   FollowUp
     RESOLVING   Resolved(False)                   FAILED      Conclude, DiscardPart, Tell
-    RESOLVING   Resolved(None)                    UNKNOWN     KeepPart, Tell
+    RESOLVING   Resolved(None)                    UNKNOWN     ConcludeUnknown, KeepPart, Tell
 
 The others:
 
@@ -134,7 +134,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class FirstLost:
-    """Other ranks: the first rank's worker is gone, and nobody starts another one."""
+    """Other ranks: the first rank's worker is gone, and nobody starts another one; or it does not know the outcome."""
 
     save: int
     error: CheckpointError
@@ -257,6 +257,13 @@ class Conclude:
 
 
 @dataclass(frozen=True)
+class ConcludeUnknown:
+    """First rank: tell the others to ask storage for the outcome. For them this is ``FirstLost``."""
+
+    save: int
+
+
+@dataclass(frozen=True)
 class KeepPart:
     """Stop holding this rank's part, which stays."""
 
@@ -293,6 +300,7 @@ CommitAction: TypeAlias = (
     SendReport
     | SendFailure
     | SendGone
+    | ConcludeUnknown
     | Finalize
     | FollowUp
     | Resolve
@@ -374,8 +382,8 @@ class _First(_Save):
                 return self._follow()
             case CommitState.RESOLVING, Resolved(_, False):
                 return [Conclude(self.number, self.failure), *self._end(CommitState.FAILED, self.failure)]
-            case CommitState.RESOLVING, Resolved(_, None, error):  # the others ask storage themselves
-                return self._end(CommitState.UNKNOWN, error)
+            case CommitState.RESOLVING, Resolved(_, None, error):
+                return [ConcludeUnknown(self.number), *self._end(CommitState.UNKNOWN, error)]
         return []
 
     def pass_time(self, now: float) -> list[CommitAction]:

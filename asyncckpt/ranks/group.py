@@ -38,7 +38,7 @@ from asyncckpt.link.endpoint_messages import Serve, Served
 from asyncckpt.link.messages import Host, Hosting, Join, Rendezvous
 from asyncckpt.protocol.commit import grace
 from asyncckpt.ranks.collectives import from_first
-from asyncckpt.ranks.rounds import Rounds, pack, round_name, unpack
+from asyncckpt.ranks.rounds import COMMITTED, UNKNOWN, Rounds, pack, round_name, unpack
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.storage import resolve
 from asyncckpt.threads import without_gc
@@ -324,7 +324,9 @@ class Group:
             # Use a separate connection, because failures of other saves must not wait behind this wait.
             rounds = Rounds(self._rendezvous, _RESOLVE_S, Patience(_OWN_PATIENCE_S), silence=_SHORT_SILENCE_S)
             try:
-                return not isinstance(rounds.outcome(round_name("save", request.save_id), _RESOLVE_S), CheckpointError)
+                outcome = rounds.outcome(round_name("save", request.save_id), _RESOLVE_S)
+                if outcome != UNKNOWN:
+                    return not isinstance(outcome, CheckpointError)
             except CheckpointError as error:
                 logger.warning("rank 0 could not be asked how save %d has ended: %s", request.save_id, str(error))
             finally:
@@ -353,7 +355,7 @@ class Group:
         for number, failure in list(self._untold.items()):
             with _logged("telling the other ranks how a save has ended"):
                 if failure is None:
-                    self._rounds.conclude(round_name("save", number), b"")
+                    self._rounds.conclude(round_name("save", number), COMMITTED)
                 else:
                     self._conclude_failed(self._rounds, number, failure)
                 del self._untold[number]  # only now: an outcome that did not arrive is told by the next call

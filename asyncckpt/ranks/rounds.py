@@ -41,6 +41,8 @@ def unpack(data: bytes) -> Any:
 
 T = TypeVar("T")
 
+COMMITTED, UNKNOWN = b"", b"unknown"
+"""Outcomes of the commit of a save. ``UNKNOWN``: the first rank cannot ask storage."""
 KEPT_ROUNDS = 64
 """Number of rounds to keep in the store for each kind, for ranks that lag behind."""
 
@@ -74,10 +76,11 @@ def opened(secret: bytes, key: str, text: bytes) -> bytes:
     return value
 
 
-def sealed_outcome(rendezvous: Rendezvous, name: str, error: CheckpointError | None) -> tuple[str, int, bytes]:
-    """Return key, field and sealed value of the outcome of a round for all ranks. ``error``: None if it succeeded."""
+def sealed_outcome(rendezvous: Rendezvous, name: str, outcome: bytes | CheckpointError) -> tuple[str, int, bytes]:
+    """Return key, field and sealed value of the ``outcome`` of a round for all ranks."""
     key = key_of(rendezvous, name, "outcome")
-    return key, 0, sealed(rendezvous.secret, key, _FOR_ALL if error is None else _FAILED + encode(error))
+    text = _FAILED + encode(outcome) if isinstance(outcome, CheckpointError) else _FOR_ALL + outcome
+    return key, 0, sealed(rendezvous.secret, key, text)
 
 
 def keys_to_clear(rendezvous: Rendezvous, kind: str, number: int, keep: int = KEPT_ROUNDS) -> list[str]:
@@ -203,8 +206,8 @@ class Rounds:
 
     def conclude(self, name: str, outcome: bytes) -> None:
         """First rank: conclude the round ``name`` with one ``outcome`` for all ranks."""
-        key = f"{self._keys(name)}/outcome"
-        self._call(lambda store: store.put(key, 0, self._sealed(key, _FOR_ALL + outcome)))
+        concluded = sealed_outcome(self.rendezvous, name, outcome)
+        self._call(lambda store: store.put(*concluded))
 
     def conclude_each(self, name: str, outcomes: Mapping[int, bytes]) -> None:
         """First rank: conclude the round ``name`` with a separate outcome for each rank in ``outcomes``."""
@@ -222,9 +225,8 @@ class Rounds:
 
     def conclude_soon(self, name: str, outcome: bytes, timeout: float) -> Future[None]:
         """As ``conclude`` of ``name`` by ``outcome``, unless it is concluded; ``timeout``: see ``report_soon``."""
-        key = f"{self._keys(name)}/outcome"
-        text = self._sealed(key, _FOR_ALL + outcome)
-        return self._behind.start(lambda store: store.offer(key, 0, text), timeout)
+        concluded = sealed_outcome(self.rendezvous, name, outcome)
+        return self._behind.start(lambda store: store.offer(*concluded), timeout)
 
     def conclude_failed(self, name: str, error: CheckpointError) -> None:
         """First rank: tell all that the round ``name`` has failed with ``error``, unless it is concluded already."""

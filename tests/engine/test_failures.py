@@ -235,9 +235,9 @@ from support.ranks import say
 real = worker_process.command
 code = """
 import runpy, sys
-from asyncckpt.worker import writer
-assert writer._STUCK_S > 1.0
-writer._STUCK_S = 1.0
+from asyncckpt.worker import saves
+assert saves._STUCK_S > 1.0
+saves._STUCK_S = 1.0
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -56,14 +56,14 @@ COMMIT = {
         "case CommitState.RESOLVING, Resolved(_, True):\n                return []",
     ),
     "the first rank takes an unknown outcome for a failure": (
-        "case CommitState.RESOLVING, Resolved(_, None, error):  # the others ask storage themselves\n"
-        "                return self._end(CommitState.UNKNOWN, error)",
+        "case CommitState.RESOLVING, Resolved(_, None, error):\n"
+        "                return [ConcludeUnknown(self.number), *self._end(CommitState.UNKNOWN, error)]",
         "case CommitState.RESOLVING, Resolved(_, None, error):\n"
         "                return [Conclude(self.number, error), *self._end(CommitState.FAILED, self.failure)]",
     ),
     "the first rank concludes an unknown outcome as a failure": (
-        "case CommitState.RESOLVING, Resolved(_, None, error):  # the others ask storage themselves\n"
-        "                return self._end(CommitState.UNKNOWN, error)",
+        "case CommitState.RESOLVING, Resolved(_, None, error):\n"
+        "                return [ConcludeUnknown(self.number), *self._end(CommitState.UNKNOWN, error)]",
         "case CommitState.RESOLVING, Resolved(_, None, error):\n"
         "                return [Conclude(self.number, self.failure), *self._end(CommitState.UNKNOWN, error)]",
     ),

@@ -462,6 +462,10 @@ class History:
                 if in_time:
                     self.cancelled.add(save)
                     worker.cancelled.add(save)
+            case m.ConcludeUnknown(save):
+                lost = m.FirstLost(save, _Unknown("the first rank does not know"))
+                for other in self.workers[1:]:
+                    self._at(self._little(), self._learn_nothing, worker, other, lost)
             case m.Finalize(save, reports):
                 if [*map(int, reports)] != [*range(self.ranks)]:
                     raise Violation(f"save {save} is finalized with the reports {reports}")
@@ -526,6 +530,10 @@ class History:
             self._at(self.cut_until[other.rank] - self.now, self._learn, first, other, save)
         elif first.is_alive and not first.has_left:
             self._give(other, self.machines.Outcome(save, first.outcomes[save]))
+
+    def _learn_nothing(self, first: _Worker, other: _Worker, lost: Any) -> None:
+        if first.is_alive and not first.has_left and self.cut_until[other.rank] <= self.now:
+            self._give(other, lost)
 
     def _tell(self, rank: int, save: int, error: CheckpointError | None) -> None:
         if (rank, save) in self.told:

@@ -18,7 +18,8 @@ from asyncckpt.link import segment_store
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.storage import uploader
 from asyncckpt.worker import __main__ as worker
-from asyncckpt.worker import writer
+from asyncckpt.worker import saves
+from asyncckpt.worker.attempt import begin_attempt
 
 _GATE, _given = sys.argv[1], int(sys.argv[2])
 
@@ -64,7 +65,7 @@ if __name__ == "__main__":
     for owner, name, replacement in (
         (segment_store, "take_memory", _take_some),
         (SegmentStore, "take", _take_and_say),
-        (writer, "begin_attempt", _held("write", writer.begin_attempt)),
+        (saves, "begin_attempt", _held("write", begin_attempt)),
         (uploader, "copy_checkpoint", _held("upload", uploader.copy_checkpoint)),
     ):
         setattr(owner, name, replacement)
