@@ -64,13 +64,18 @@ _PATIENCE_S = 20.0
 _TELL_S, _TELL_LEFT_S = 10.0, 1.0
 # Seconds to find out whether a store is gone, or only the connection to it. A store that is gone refuses at once.
 _PROBE_S = 10.0
+# Seconds for one question to the first rank's worker, with the time to look for it.
+_HEAR_S = _PATIENCE_S + _PROBE_S
 # Seconds that the storage may take to say how a save has ended.
 _RESOLVE_S = 30.0
 # Maximum time that a write may continue after its save has failed, if the trainer is gone.
 _STUCK_S = 30.0
 # Interval at which the machines look at the time while a save is under way.
 _TICK_S = 0.25
+# Number of events after which time passes even if there are more: a report that has arrived counts before a deadline.
+_MOST_EVENTS = 1000
 _KIND = "save"
+_UNWRITTEN = "a save has ended before it was written: please report this"
 _NOT_KNOWN = "the first rank could not ask storage whether this was saved"
 
 
@@ -120,11 +125,12 @@ class SavesOfTrainer:
         self._events: SimpleQueue[machines.SaveEvent | _Stored] = SimpleQueue()
         self._trainer_left = Flag()
         # By the number of the save: those that may still be committed, those whose end is not told, their images, what
-        # was written here.
+        # was written here and has not ended.
         self._open: dict[int, WriteRequest] = {}
         self._untold: dict[int, WriteRequest] = {}
         self._images: dict[int, StagedImage] = {}
         self._attempts: dict[int, Attempt] = {}
+        self._kept: dict[int, Attempt] = {}  # of ended saves that are not told
         self._to_write: SimpleQueue[StagedImage | None] = SimpleQueue()
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._to_hear: SimpleQueue[WriteRequest | None] = SimpleQueue()
@@ -135,8 +141,8 @@ class SavesOfTrainer:
         self._loop = self._started("saves", self._run)
         self._writer = self._started("writer", self._write_all)
         self._workers = [
-            self._started("storage", partial(_work, self._jobs)),
-            self._started("prune", partial(_work, self._prunable)),
+            self._started("storage", self._work),
+            self._started("prune", self._prune),
         ]
 
     def _started(self, name: str, target: Callable[[], None]) -> threading.Thread:
@@ -230,10 +236,11 @@ class SavesOfTrainer:
         self._workers[0].join()  # first, because the end of a save may make older ones prunable
         self._prunable.put(None)
         self._to_hear.put(None)
+        if self._rounds is not None:
+            self._rounds.close(_TELL_S)  # also ends a wait for the first rank
         for thread in self._workers[1:]:
             thread.join()
         if self._rounds is not None:
-            self._rounds.close(_TELL_S)
             # If this fails, the first rank's worker waits a little longer, and nothing is lost.
             with _logged("leaving", logging.INFO), self._probe(_TELL_LEFT_S) as rounds:
                 rounds.leave()
@@ -249,20 +256,21 @@ class SavesOfTrainer:
     def _run(self) -> None:
         event: machines.SaveEvent | _Stored | None
         is_closing = has_left = False
-        tick_at = 0.0
+        tick_at, events = 0.0, 0
         while True:
             now = time.monotonic()
             if not (self._open or is_closing):
                 event = self._events.get()
                 tick_at = time.monotonic() + _TICK_S
-            elif now >= tick_at:
+            elif now >= tick_at and (self._events.empty() or events >= _MOST_EVENTS):
                 event = commit.Tick({} if self._store is None else self._store.heard())
-                tick_at = now + _TICK_S
+                tick_at, events = now + _TICK_S, 0
             else:
                 try:
-                    event = self._events.get(timeout=tick_at - now)
+                    event = self._events.get(timeout=max(0.0, tick_at - now))
                 except Empty:
                     continue
+                events += 1
             if isinstance(event, _Stored) and (event := self._translated(event)) is None:
                 continue
             for action in self._machines.handle(event, time.monotonic()):
@@ -334,7 +342,7 @@ class SavesOfTrainer:
             case commit.Resolve(save):
                 self._jobs.put(partial(self._resolve, save))
             case commit.KeepPart(save):
-                self._jobs.put(self._attempts[save].release)
+                self._jobs.put(partial(self._keep, save))
             case commit.DiscardPart(save):
                 self._jobs.put(partial(self._discard, save))
             case commit.Tell(save, error, trouble):
@@ -427,15 +435,19 @@ class SavesOfTrainer:
         except SaveTimeoutError as error:
             self._events.put(commit.Resolved(save, None, error))
 
+    def _keep(self, save: int) -> None:
+        attempt = self._kept[save] = self._attempts.pop(save)
+        attempt.release()
+
     def _discard(self, save: int) -> None:
         if (attempt := self._attempts.pop(save, None)) is not None:
             attempt.discard()
 
     def _tell(self, save: int, error: CheckpointError | None, trouble: CheckpointError | None) -> None:
         request = self._untold.pop(save)  # first: after the message, somebody may ask which saves have not ended
-        attempt = self._attempts.pop(save, None)
+        attempt = self._kept.pop(save, None)
         if attempt is None or error is not None:
-            failure = located_in(request, error or CheckpointError("a save has ended before it was written"))
+            failure = located_in(request, error or CheckpointError(_UNWRITTEN))
             logger.error("saving failed: %s", failure, extra={"is_told": True})
             self._on_end(request, messages.Failed(save, failure))
             return
@@ -447,6 +459,19 @@ class SavesOfTrainer:
     def _is_recent(self, step: int) -> bool:
         """Return whether ``step`` was committed last, or is being committed, or waits for its upload."""
         return step in (self._last_step, self._next_step) or (self.uploader is not None and self.uploader.needs(step))
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    # The thread that removes old checkpoints
+
+    def _prune(self) -> None:
+        while (job := self._prunable.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("removing old checkpoints failed")
 
     # The thread that waits for the first rank
 
@@ -462,15 +487,15 @@ class SavesOfTrainer:
         name, store = round_name(_KIND, request.save_id), b""
         while request.save_id in self._open:
             try:
-                store = store or rounds.store_id(often_s)
-                outcome = rounds.outcome(name, often_s)
+                store = store or rounds.store_id(_HEAR_S)
+                outcome = rounds.outcome(name, often_s, _HEAR_S)
             except WorkerDiedError as error:
-                if not store or not self._is_there(store):
+                if request.save_id in self._open and not (store and self._is_there(store)):
                     return commit.FirstLost(request.save_id, error)
             except SaveTimeoutError:
                 continue
-            except CheckpointError as error:
-                return commit.Outcome(request.save_id, error)
+            except CheckpointError as error:  # not of the first rank
+                return commit.FirstLost(request.save_id, error)
             else:
                 if outcome == UNKNOWN:
                     return commit.FirstLost(request.save_id, CheckpointError(_NOT_KNOWN, rank=0))
@@ -500,18 +525,8 @@ class SavesOfTrainer:
 def _save_of(name: str) -> int | None:
     """Return the number of the save that the round ``name`` commits. Other rounds give None."""
     kind, _, number = name.rpartition("-")
-    return int(number) if kind == _KIND else None
-
-
-def _work(jobs: SimpleQueue[Callable[[], object] | None]) -> None:
-    """Carry out jobs until None comes."""
-    while (job := jobs.get()) is not None:
-        try:
-            job()
-        except MemoryError:  # the worker ends
-            raise
-        except Exception:
-            logger.exception("ending a save failed")
+    is_number = number.isascii() and number.isdigit() and len(number) < 19
+    return int(number) if kind == _KIND and is_number else None
 
 
 def located_in(request: WriteRequest, error: BaseException) -> CheckpointError:

@@ -317,7 +317,7 @@ RANKS_PER_SILENCE = 1000
 """Number of ranks beyond which they speak less often, to limit the load on the first rank."""
 
 
-@functools.cache
+@functools.lru_cache(16)
 def grace(timeout: float) -> float:
     """Return the seconds beyond ``timeout``, the limit of the first rank, for its outcome to reach the others."""
     return min(5.0, timeout / 4)
@@ -517,7 +517,7 @@ class Commits:
                 self._is_without_trainer = True
                 self._awake_since = self._ticked_at = now
             case Restarted():
-                self._is_restarted = True
+                self._is_restarted = self._is_without_trainer
             case Left(rank):
                 self._left.add(rank)
             case Finish():
@@ -561,7 +561,7 @@ class Commits:
     def _fail_without_lost_ranks(self, actions: list[CommitAction]) -> None:
         for save in self._saves.values():
             if isinstance(save, _First) and save.state is CommitState.OPEN:
-                lost = next((rank for rank in save.missing() if rank in self._gone), None)
+                lost = min((rank for rank in self._gone if rank not in save.reports), default=None)
                 if lost is not None:
                     actions += save.fail(self._gone[lost])
 

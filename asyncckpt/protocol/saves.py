@@ -39,7 +39,7 @@ from enum import Enum, auto
 from typing import TypeAlias
 
 from asyncckpt.errors import CheckpointError, RankFailedError
-from asyncckpt.protocol.commit import Begun, CommitAction, CommitEvent, Commits, PartFailed
+from asyncckpt.protocol.commit import Begun, CommitAction, CommitEvent, Commits, PartFailed, PartWritten
 
 
 class ImageState(Enum):
@@ -77,7 +77,7 @@ class ImageCancelled:
 
 @dataclass(frozen=True)
 class LetGo:
-    """The writer reads the slot no more."""
+    """The writer reads the slot no more. It is idle when it has reported the end of its part."""
 
     save: int
 
@@ -161,7 +161,6 @@ class _Slots:
             case ImageCancelled():
                 self._cancel(event, actions)
             case LetGo(save):
-                self.writer_is_idle = True
                 if self.states[save] is ImageState.FOLLOWED:
                     self.states[save] = ImageState.UNWRITTEN
                 else:
@@ -272,7 +271,9 @@ class WorkerSaves:
                 actions += self._commits.handle(action, now) if isinstance(action, PartFailed) else [action]
         else:
             actions += self._commits.handle(event, now)
-            if isinstance(event, Begun):
+            if isinstance(event, (PartWritten, PartFailed)):
+                self._slots.writer_is_idle = True
+            elif isinstance(event, Begun):
                 self._slots.states[event.save] = ImageState.ARRIVING
         if not self._slots.writer_is_idle:
             return actions

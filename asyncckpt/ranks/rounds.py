@@ -236,18 +236,19 @@ class Rounds:
         """As ``conclude_failed`` of ``name`` with ``error``; ``timeout``: see ``report_soon``."""
         return self._behind.start(self._concluding_failed(name, error), timeout)
 
-    def outcome(self, name: str, timeout: float) -> bytes | CheckpointError:
+    def outcome(self, name: str, timeout: float, limit: float = 0.0) -> bytes | CheckpointError:
         """Wait for the outcome of a round.
 
         Args:
             name: Name of the round.
             timeout: Maximum seconds to wait before a ``SaveTimeoutError``.
+            limit: Seconds that the store may take to be reached and to answer; at least somewhat more than ``timeout``.
 
         Returns:
             The outcome that the first rank concluded for this rank, or the error that the round has failed with.
         """
         keys = self._keys(name)
-        limit = timeout + max(1.0, grace(timeout) / 2)  # leaves time for the store to report the timeout
+        limit = max(limit, timeout + max(1.0, grace(timeout) / 2))  # leaves time for the store to report the timeout
         found = self._call(lambda store: store.wait(f"{keys}/outcome", 1, timeout), limit)
         if found is None:
             raise SaveTimeoutError(f"rank 0 came to no conclusion within {timeout:.1f} s", rank=0)

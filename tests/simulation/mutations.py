@@ -157,8 +157,8 @@ COMMIT = {
         "pass\n            case TrainerGone",
     ),
     "a rank that is gone has its reports forgotten": (
-        "next((rank for rank in save.missing() if rank in self._gone), None)",
-        "next((rank for rank in range(save.begun.ranks) if rank in self._gone), None)",
+        "min((rank for rank in self._gone if rank not in save.reports), default=None)",
+        "min(self._gone, default=None)",
     ),
     "a save that has ended is kept": (
         "if save.state in _ENDED]",
@@ -197,6 +197,10 @@ COMMIT = {
 
 
 IMAGE = {
+    "the writer is idle before it has ended its part": (
+        "            case LetGo(save):\n",
+        "            case LetGo(save):\n                self.writer_is_idle = True\n",
+    ),
     "an image that is followed is not completed": (
         "actions += [HoldImage(save), CompleteImage(save)]",
         "actions.append(HoldImage(save))",
@@ -254,8 +258,8 @@ IMAGE = {
         "        while self._staged:",
     ),
     "the writer is never idle again": (
-        "                self.writer_is_idle = True\n",
-        "",
+        "                self._slots.writer_is_idle = True\n",
+        "                pass\n",
     ),
     "the newest image is written first": ("self._staged.pop(0)", "self._staged.pop()"),
     "a save that has ended is written": (

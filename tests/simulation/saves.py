@@ -70,6 +70,7 @@ class _Worker:
         self.closed_at = 0.0
         # The writer: what it writes, what it was told, and what was done with the slots.
         self.job: int | None = None
+        self.reads: int | None = None  # of it, while it reads the slot
         self.complete: set[int] = set()
         self.stopped: dict[int, CheckpointError] = {}
         self.copied_at = 0.0  # when the trainer has copied the newest save
@@ -231,7 +232,7 @@ class History:
             error = StorageError("no space")
         if error is not None:
             self._let_go(worker, save)
-            self._give(worker, self.machines.PartFailed(save, error))
+            self._end_write(worker, self.machines.PartFailed(save, error))
         elif save in worker.complete:
             self._at(self._delay(), self._finish_write, worker, save)
         else:
@@ -245,12 +246,17 @@ class History:
         if not fails:
             self.parts[save][worker.rank] = worker
         event = self.machines.PartFailed(save, StorageError("I/O")) if fails else None
-        self._give(worker, event or self.machines.PartWritten(save, b"%d" % worker.rank))
+        self._at(self._delay(), self._end_write, worker, event or self.machines.PartWritten(save, b"%d" % worker.rank))
+
+    def _end_write(self, worker: _Worker, event: Any) -> None:
+        if worker.is_alive and not self._waits(worker, self._end_write, worker, event):
+            worker.job = None
+            self._give(worker, event)
 
     def _let_go(self, worker: _Worker, save: int) -> None:
         if worker.job != save:
             raise Violation(f"rank {worker.rank} writes save {save} and {worker.job} at once")
-        worker.job = None
+        worker.reads = None
         self._give(worker, self.machines.LetGo(save))
 
     def _kill_worker(self, rank: int) -> None:
@@ -343,7 +349,7 @@ class History:
         """A worker without trainer leaves when it has written all images. If a write is stuck, the worker ends."""
         if not worker.is_alive or self._waits(worker, self._leave, worker, ends_at):
             return
-        if worker.machine.uses_slots():
+        if worker.machine.uses_slots() or worker.job is not None:
             if self.now > ends_at and not worker.machine.open_saves():
                 self._kill_worker(worker.rank)
             else:
@@ -393,7 +399,7 @@ class History:
             case m.Left(rank):
                 worker.left.add(rank)
             case m.Restarted():
-                worker.restarted_at = self.now
+                worker.restarted_at = None if self.trainers[0] else self.now
 
     def _tick(self, worker: _Worker) -> None:
         if not worker.is_alive or worker.has_left:
@@ -433,7 +439,7 @@ class History:
                     raise Violation(f"rank {rank} writes save {save}, which has ended")
                 if worker.job is not None or save not in worker.used:
                     raise Violation(f"rank {rank} writes save {save} and {worker.job} at once")
-                worker.job = save
+                worker.job = worker.reads = save
                 if save in worker.complete and worker.written and worker.written[-1] > save:
                     raise Violation(f"rank {rank} writes save {save} after {worker.written[-1]}")
                 worker.written.append(save)
@@ -500,7 +506,7 @@ class History:
     def _free_slot(self, worker: _Worker, save: int) -> None:
         if save not in worker.used:
             raise Violation(f"the slot of save {save} is freed twice")
-        if save in worker.copying or worker.job == save:
+        if save in worker.copying or worker.reads == save:
             raise Violation(f"the slot of save {save} is freed while it is used")
         worker.used.discard(save)
 

@@ -92,11 +92,11 @@ class FaultyRounds(rounds.Rounds):
         reporting.add_done_callback(lambda _: self.reported[name].set())
         return reporting
 
-    def outcome(self, name: str, timeout: float) -> bytes | errors.CheckpointError:
+    def outcome(self, name: str, timeout: float, limit: float = 0.0) -> bytes | errors.CheckpointError:
         if point == "finalize":
             self.reported[name].wait(60)  # the outcome is waited for from the moment the save begins
         reach("finalize", name)
-        return super().outcome(name, timeout)
+        return super().outcome(name, timeout, limit)
 
 
 class FaultyAttempt:

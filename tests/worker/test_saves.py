@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -283,3 +284,33 @@ def test_messages_of_strangers_fail_a_save(tmp_path: Path, told: Any) -> None:
         rounds.connection.call(lambda store: store.put("asyncckpt/token/save-1/reports", 1, b"forged"), 30, Patience(0))
         assert "comes from none of them" in worker.error(30)
         rounds.leave()
+
+
+def test_a_key_that_is_no_save_changes_nothing(tmp_path: Path, told: Any) -> None:
+    """The worker serves on."""
+    worker = told()
+    rendezvous = worker.host(2)
+    worker.saves.join(rendezvous, 30)
+    request = worker.begin(replace(request_for(tmp_path), world_size=2))
+    with closing(Rounds(replace(rendezvous, rank=1), 30)) as rounds:
+        for name in ("save-", "save-x", f"save-{'9' * 5000}", "save", "other-1"):
+            key = f"asyncckpt/token/{name}/failure"
+            rounds.connection.call(partial(StoreClient.put, key=key, field=0, value=b"anything"), 30, Patience(0))
+        worker.fail(request)
+        assert "as the test wants" in worker.error(30)
+        rounds.leave()
+
+
+def test_a_first_worker_that_is_started_again_is_waited_for(tmp_path: Path, told: Any) -> None:
+    """The save of this rank begins before the first rank has another worker."""
+    store = Store(b"secret")
+    store.close()
+    first = Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 2)
+    worker = told()
+    worker.saves.join(replace(first, rank=1), 30)
+    worker.stage(worker.begin(replace(request_for(tmp_path), rank=1, world_size=2)))
+    with pytest.raises(Empty):
+        worker.outcome(4)
+    with closing(Store(b"secret", store.port)), closing(Rounds(first, 30)) as rounds:
+        rounds.conclude("save-1", b"")
+        assert isinstance(worker.outcome(30), Committed)
