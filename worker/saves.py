@@ -111,7 +111,7 @@ class SavesOfTrainer:
         """
         self._storage_for, self._segment_store = storage_for, segment_store
         self._send, self._on_staged, self._on_end = send, on_staged, on_end
-        self._io_threads = io_threads
+        self._pool = Pool(io_threads, thread_name_prefix="asyncckpt-io")
         self.uploader: Uploader | None = None
         """First rank: copies committed checkpoints to another root, if there is one."""
         self._rendezvous: messages.Rendezvous | None = None
@@ -144,6 +144,7 @@ class SavesOfTrainer:
             self._started("storage", self._work),
             self._started("prune", self._prune),
         ]
+        self._pool.start(io_threads)  # before a save begins
 
     def _started(self, name: str, target: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=target, name=f"asyncckpt-{name}", daemon=True)
@@ -364,21 +365,19 @@ class SavesOfTrainer:
     # The thread that writes
 
     def _write_all(self) -> None:
-        pool = Pool(self._io_threads, thread_name_prefix="asyncckpt-io")
-        pool.start(self._io_threads)  # here, because no save has begun
         while (staged := self._to_write.get()) is not None:
             with staged.hosted.used():  # the trainer may release the segment as soon as the slot is free
-                self._write(staged, pool)
-        pool.shutdown()  # not after an error: a thread without memory may never end, and the worker has to
+                self._write(staged)
+        self._pool.shutdown()  # not after an error: a thread without memory may never end, and the worker has to
 
-    def _write(self, staged: StagedImage, pool: Pool) -> None:
+    def _write(self, staged: StagedImage) -> None:
         request, attempt = staged.request, None
         save = request.save_id
         os.umask(request.umask)
         try:
             try:
                 attempt = begin_attempt(self._storage_for(request.path), staged, self._durable)
-                checksums = attempt.write(pool)
+                checksums = attempt.write(self._pool)
                 staged.check_kept()
                 self._segment_store.image_written(request, checksums)
             finally:
