@@ -517,7 +517,7 @@ class Commits:
                 self._is_without_trainer = True
                 self._awake_since = self._ticked_at = now
             case Restarted():
-                self._is_restarted = self._is_without_trainer
+                self._is_restarted = True
             case Left(rank):
                 self._left.add(rank)
             case Finish():

@@ -399,7 +399,7 @@ class History:
             case m.Left(rank):
                 worker.left.add(rank)
             case m.Restarted():
-                worker.restarted_at = None if self.trainers[0] else self.now
+                worker.restarted_at = self.now
 
     def _tick(self, worker: _Worker) -> None:
         if not worker.is_alive or worker.has_left:
