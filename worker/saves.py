@@ -75,7 +75,6 @@ _TICK_S = 0.25
 # Number of events after which time passes even if there are more: a report that has arrived counts before a deadline.
 _MOST_EVENTS = 1000
 _KIND = "save"
-_UNWRITTEN = "a save has ended before it was written: please report this"
 _NOT_KNOWN = "the first rank could not ask storage whether this was saved"
 
 
@@ -445,15 +444,15 @@ class SavesOfTrainer:
     def _tell(self, save: int, error: CheckpointError | None, trouble: CheckpointError | None) -> None:
         request = self._untold.pop(save)  # first: after the message, somebody may ask which saves have not ended
         attempt = self._kept.pop(save, None)
-        if attempt is None or error is not None:
-            failure = located_in(request, error or CheckpointError(_UNWRITTEN))
+        if error is not None:
+            failure = located_in(request, error)
             logger.error("saving failed: %s", failure, extra={"is_told": True})
             self._on_end(request, messages.Failed(save, failure))
-            return
-        note(attempt.timings, "commit", attempt.written_at, request.called_at)
-        self._on_end(request, messages.Committed(save, attempt.timings, attempt.layout.data_bytes, trouble))
-        if request.rank == 0 and request.keep_last is not None and request.step is not None:
-            self._prunable.put(partial(prune, os.path.dirname(request.path), request.keep_last, self._is_recent))
+        elif attempt is not None:
+            note(attempt.timings, "commit", attempt.written_at, request.called_at)
+            self._on_end(request, messages.Committed(save, attempt.timings, attempt.layout.data_bytes, trouble))
+            if request.rank == 0 and request.keep_last is not None and request.step is not None:
+                self._prunable.put(partial(prune, os.path.dirname(request.path), request.keep_last, self._is_recent))
 
     def _is_recent(self, step: int) -> bool:
         """Return whether ``step`` was committed last, or is being committed, or waits for its upload."""

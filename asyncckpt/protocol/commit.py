@@ -288,7 +288,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Leave:
-    """All saves have ended, and the others have left: end the loop."""
+    """All saves have ended, and the others have left: end the loop. No event may follow."""
 
 
 _OF_SAVE = PartWritten, PartFailed, Reported, RankFailed, Outcome, FirstLost, Finalized, FollowedUp, Resolved
@@ -468,15 +468,14 @@ class Commits:
         self._awake_since = self._ticked_at = 0.0
         self._finish: Finish | None = None
         self._leaves_at: float | None = None
-        self._has_left = False
 
     def is_open(self, save: int) -> bool:
-        """Return whether a save may still be committed. Any thread may call."""
+        """Return whether a save may still be committed."""
         its = self._saves.get(save)
         return its is not None and its.state not in _ENDED
 
     def open_saves(self) -> tuple[int, ...]:
-        """Return the saves that have not ended. Any thread may call."""
+        """Return the saves that have not ended."""
         return tuple(self._saves)
 
     def handle(self, event: CommitEvent, now: float) -> list[CommitAction]:
@@ -497,11 +496,10 @@ class Commits:
         oldest = next(iter(self._saves.values()), None)
         if isinstance(oldest, _First) and oldest.state is CommitState.READY:
             actions += oldest.finalize()
-        if self._finish is not None and oldest is None and not self._has_left:
+        if self._finish is not None and oldest is None:
             self._leaves_at = self._leaves_at or now + self._finish.patience
             others = self._finish.ranks - 1 if self._finish.rank == 0 else 0
-            self._has_left = len(self._left) >= others or now >= self._leaves_at
-            if self._has_left:
+            if len(self._left) >= others or now >= self._leaves_at:
                 actions.append(Leave())
         return actions
 

@@ -169,16 +169,16 @@ COMMIT = {
         "                return []\n",
     ),
     "the worker leaves with saves that have not ended": (
-        "if self._finish is not None and oldest is None and not self._has_left:",
-        "if self._finish is not None and not self._has_left:",
+        "if self._finish is not None and oldest is None:",
+        "if self._finish is not None:",
     ),
     "the worker waits for the others for ever": (
-        "self._has_left = len(self._left) >= others or now >= self._leaves_at",
-        "self._has_left = len(self._left) >= others",
+        "if len(self._left) >= others or now >= self._leaves_at:",
+        "if len(self._left) >= others:",
     ),
     "the worker waits for the others not at all": (
-        "self._has_left = len(self._left) >= others or now >= self._leaves_at",
-        "self._has_left = True",
+        "if len(self._left) >= others or now >= self._leaves_at:",
+        "if True:",
     ),
     "silent ranks are lost although nothing was started again": (
         "and save.state is CommitState.OPEN and self._is_restarted:",

@@ -17,7 +17,7 @@ import pytest
 from support.attempts import checkpoint_image, request_for
 from support.checkpoints import PAGE
 
-from asyncckpt.errors import RankFailedError, StorageError
+from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError
 from asyncckpt.extension import Rendezvous, Rounds, Store, storage_for
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link.messages import Committed, Failed, Host, Staged
@@ -239,7 +239,7 @@ def test_a_save_ends_where_no_thread_can_be_started(tmp_path: Path, told: Any, m
     time.sleep(0.5)  # it has reported
     worker.saves.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
     assert "can't start new thread" in worker.error(20)
-    worker.begin(replace(request, save_id=2))
+    worker.begin(replace(request, save_id=2, attempt="another"))
     assert "cannot be reached" in worker.error(20)
 
 
@@ -314,3 +314,47 @@ def test_a_first_worker_that_is_started_again_is_waited_for(tmp_path: Path, told
     with closing(Store(b"secret", store.port)), closing(Rounds(first, 30)) as rounds:
         rounds.conclude("save-1", b"")
         assert isinstance(worker.outcome(30), Committed)
+
+
+def test_a_commit_that_storage_did_is_done_whatever_it_answers(
+    tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rename was done, and the answer was lost."""
+    finalize: Any = PartialFolder.finalize
+
+    def lost(*arguments: Any) -> None:
+        finalize(*arguments)
+        raise StorageError("as the test wants")
+
+    monkeypatch.setattr(PartialFolder, "finalize", lost)
+    worker = told()
+    worker.stage(worker.begin(request_for(tmp_path)))
+    assert isinstance(worker.outcome(), Committed)
+    assert (tmp_path / "root" / "final" / ".metadata").exists()
+
+
+def test_the_other_ranks_ask_storage_if_the_first_cannot(
+    tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit was done. Its answer was lost, and the storage of the first rank fails after that."""
+    finalize: Any = PartialFolder.finalize
+    resolve = saves_module.resolve
+
+    def lost(*arguments: Any) -> None:
+        finalize(*arguments)
+        raise StorageError("as the test wants")
+
+    def fails(request: WriteRequest, *arguments: Any) -> bool:
+        if request.rank == 0:
+            raise SaveTimeoutError("nobody can say (as the test wants)")
+        return resolve(request, *arguments)
+
+    monkeypatch.setattr(PartialFolder, "finalize", lost)
+    monkeypatch.setattr(saves_module, "resolve", fails)
+    workers = [told(), told()]
+    rendezvous = workers[0].host(2)
+    for rank, worker in enumerate(workers):
+        worker.saves.join(replace(rendezvous, rank=rank), 30)
+        worker.stage(worker.begin(replace(request_for(tmp_path), rank=rank, world_size=2)))
+    assert "nobody can say" in workers[0].error()
+    assert isinstance(workers[1].outcome(), Committed)
