@@ -43,7 +43,7 @@ def longest(timeout: float) -> float:
 
 
 class TrackedSave(Protocol):
-    """A save that the worker was told of; its own calls come on whatever thread learns of it."""
+    """A save that the worker was told of. The thread that learns of an event calls it."""
 
     request: WriteRequest
     begun_at: float  # when the worker was told, by time.monotonic
@@ -57,8 +57,11 @@ class TrackedSave(Protocol):
     done: Flag  # its handle knows
 
     def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:
-        """The worker lets go of the slot. ``inode``: of a single file, by which it is known when it has its name.
-        ``timings``: all so far; ``write_s`` where it was written.
+        """The worker lets go of the slot.
+
+        Args:
+            inode: The inode of a single file, which identifies it under its final name.
+            timings: All timings so far; with ``write_s`` if it was written.
         """
 
     def on_replicated(self, failure: CheckpointError | None) -> None:
@@ -69,7 +72,7 @@ class TrackedSave(Protocol):
 
 
 class OpenSaves:
-    """Those that the worker was told of, by their numbers, until they have ended and their slots are free."""
+    """The saves that the worker was told of, by number, until they have ended and their slots are free."""
 
     def __init__(self) -> None:
         # Taken by itself: an exception of a signal handler can keep a condition, but not a lock, from being left.
@@ -85,7 +88,7 @@ class OpenSaves:
         return bool(self._open)
 
     def add(self, save: TrackedSave) -> None:
-        """The worker is told of it."""
+        """Add a save. The worker is about to be told of it."""
         save.begun_at = time.monotonic()
         with self.lock:
             self._open[save.request.save_id] = save
@@ -93,7 +96,7 @@ class OpenSaves:
                 self._copied[save.request.save_id] = save
 
     def discard(self, save: TrackedSave) -> None:
-        """The worker was not told of it."""
+        """Remove a save that the worker was not told of."""
         with self.lock:
             self._open.pop(save.request.save_id, None)
             self._copied.pop(save.request.save_id, None)
@@ -104,7 +107,7 @@ class OpenSaves:
             return any(self.is_overdue(save) for save in self._open.values() if not save.has_ended)
 
     def is_overdue(self, save: TrackedSave) -> bool:
-        """Whether a worker that says nothing, of it or of others, has stopped: its own limit ends a save earlier."""
+        """Return whether a silent worker has stopped: the worker's own limit ends a save earlier."""
         return time.monotonic() >= max(save.begun_at, self._progress_at) + longest(save.request.timeout)
 
     def on_copied(self, save: TrackedSave) -> None:
@@ -131,7 +134,7 @@ class OpenSaves:
                 self._changed(save)
 
     def on_replicated(self, save_id: int, failure: CheckpointError | None) -> None:
-        """Other hosts have copies of it, or, for ``failure``, will not. It may have ended by then."""
+        """Other hosts have copies of a save; with ``failure`` they have none. The save may have ended by then."""
         with self.lock:
             save = self._copied.pop(save_id, None)
             self.changed.notify_all()  # a slot may be free that was being read
@@ -144,7 +147,7 @@ class OpenSaves:
             self.changed.notify_all()
 
     def close(self) -> list[TrackedSave]:
-        """The worker is gone: all slots are free. Returns those that were open."""
+        """The worker is gone: all slots are free. Return the saves that were open."""
         with self.lock:
             saves, self._open = list(self._open.values()), {}
             copied, self._copied = list(self._copied.values()), {}
@@ -175,7 +178,7 @@ class _Open:
 
 
 class Questions:
-    """Those to one worker. Any thread may ask; one takes the answers."""
+    """The questions to one worker. Any thread may ask; one takes the answers."""
 
     def __init__(
         self,
@@ -198,10 +201,10 @@ class Questions:
         """Ask, and wait for the answer.
 
         Args:
-            question: One of those that a ``Question`` may have.
+            question: The content of a ``Question``.
             expect: The class of its answer.
             timeout: Seconds to wait.
-            doing: What takes that long, for the error.
+            doing: The action that takes so long, for the error.
             fd: A descriptor that follows the question.
 
         Returns:
@@ -209,7 +212,7 @@ class Questions:
 
         Raises:
             SaveTimeoutError: It has not come in time.
-            CheckpointError: What the worker refused with, or has ended with.
+            CheckpointError: The worker has refused, or has ended.
         """
         number = next(self._numbers)
         mine = self._open[number] = _Open()
@@ -296,14 +299,14 @@ class WorkerClient:
     # Questions. Each raises ``WorkerDiedError``, ``SaveTimeoutError`` after ``timeout`` seconds, and what it says.
 
     def ask(self, question: object, expect: type[Answer], timeout: float, doing: str, fd: int | None = None) -> Answer:
-        """What the worker answers to a question of ``messages.py``, which is of the class ``expect``.
+        """Ask the worker a question of ``messages.py``. Return its answer, an object of the class ``expect``.
 
-        ``doing``: what takes too long, for the error. ``fd``: goes with the question.
+        ``doing``: the action, for an error. ``fd``: goes with the question.
         """
         return self._questions.ask(question, expect, timeout, doing, fd)[0]
 
     def allocate(self, nbytes: int, timeout: float, end: int | None = None) -> tuple[int, Segment]:
-        """A new segment: its number, and its memory, to be closed; taken up to byte ``end`` (None: all of it).
+        """Make a segment, and take its memory up to byte ``end`` (default: all). Return its number and memory.
 
         Raises ``OutOfMemoryError``.
         """
@@ -326,7 +329,7 @@ class WorkerClient:
         return self.ask(claim, Claimed, timeout, "taking the lock of the folder")
 
     def adopt(self, segment: Segment, held: tuple[HeldImage, ...], timeout: float) -> int:
-        """Have the worker take over a segment whose worker is gone. Returns its number in this one.
+        """Have the worker take over a segment of a dead worker. Return its number in this one.
 
         Args:
             segment: The memory; it stays mapped here too.
@@ -340,7 +343,7 @@ class WorkerClient:
 
         Args:
             save: Its slot is free then, or will be in a moment.
-            reason: What it ends with.
+            reason: The error that it ends with.
             timeout: Seconds.
         """
         cancel = messages.Cancel(save_id := save.request.save_id, reason)
@@ -350,7 +353,7 @@ class WorkerClient:
         return answer.in_time
 
     def begin(self, save: TrackedSave) -> None:
-        """Announce a save whose slot is being staged. What the slot is told to hold may be read from now on.
+        """Announce a save that is being staged. The worker may read the bytes that have arrived from now on.
 
         After any other exception than ours nobody knows whether the worker was told: ``cancel`` it.
         """
@@ -368,8 +371,9 @@ class WorkerClient:
         self.tell(messages.Staged(save_id, timings, replicas))
 
     def take(self, request: messages.Take, taken: Callable[[CheckpointError | None], object]) -> None:
-        """Have the worker take more memory of a segment. ``taken`` is told, by the thread that listens, when it has; or
-        why it has not. Who waits with ``wait_for`` then looks again.
+        """Have the worker take more memory of a segment.
+
+        The listener calls ``taken`` when it has, or with the reason why not. Then the waiters of ``wait_for`` look again.
         """
         self._taken[request.segment] = taken
         self.tell(request)
@@ -382,8 +386,8 @@ class WorkerClient:
         Args:
             condition: Looked at whenever a save gets on; the saves cannot change meanwhile.
             timeout: Seconds.
-            doing: What is being waited for, for the error.
-            check: Called now and then; what it raises ends the wait.
+            doing: The action that is waited for, for the error.
+            check: Called now and then. An error of it ends the wait.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -404,7 +408,7 @@ class WorkerClient:
         self._listener.join(timeout)
 
     def close(self, timeout: float) -> None:
-        """End the worker once all that was handed over is written. Safe to call twice: that waits for nothing.
+        """End the worker once all staged saves are written. Safe to call twice: the second call waits for nothing.
 
         Raises ``SaveTimeoutError`` after ``timeout`` seconds; then the worker goes on, and leaves when it is done.
         """
@@ -416,8 +420,10 @@ class WorkerClient:
             self._listener.join(timeout)
 
     def detach(self, timeout: float | None = None) -> None:
-        """Leave as one that dies does: the worker writes what was handed over, and lingers. This waits for no save, as
-        other ranks may never come to it; ``timeout``: seconds for the listener to end all that waits.
+        """Leave as a dead trainer does: the worker writes the staged saves, and lingers.
+
+        This waits for no save, because other ranks may never come to it. ``timeout``: seconds for the listener to end all
+        waits.
         """
         if self._may_end():
             self._closing = self._detaching = True
@@ -574,7 +580,7 @@ class WorkerClient:
 
 
 def _loss(save: TrackedSave, death: WorkerDiedError, worker: int, left: bool, overdue: bool) -> CheckpointError:
-    """What to say of a ``save`` that is open when there is no ``worker`` any more."""
+    """Return the error of a ``save`` that is open when the ``worker`` is gone."""
     request = save.request
     error: CheckpointError = death
     if left:

@@ -1,7 +1,7 @@
 """The messages between a trainer and its worker. Data only, no logic.
 
-One socket pair joins trainer and worker. What is marked with a * travels as a ``Question``, and what follows it as the
-``Answer`` of the same number. In the order of a worker's life:
+One socket pair joins trainer and worker. A message with a * travels as a ``Question``, and the next one as the
+``Answer`` of the same number. The messages in the order of a worker's life:
 
     worker   Ready                        it runs
     trainer  Listen *                     take your endpoint: the worker before you has left
@@ -14,27 +14,27 @@ One socket pair joins trainer and worker. What is marked with a * travels as a `
     worker   Allocated + descriptor       here it is, touched      (or Refused)
     trainer  Adopt + descriptor *         take over a segment whose worker is gone
     worker   Adopted                      under this number
-    trainer  Describe *                   the layout of a segment, after all that is constant was written into it
+    trainer  Describe *                   the layout of a segment, after its constant parts are written
     worker   Described                    other processes are told so from now on
     trainer  Serve *                      let other hosts read your images
     worker   Served                       at this port, or why not
-    trainer  Follow *                     have here what is published on another host
+    trainer  Follow *                     publish the weights of another host here
     worker   Followed                     or why not
     trainer  KeepCopies *                 keep copies of what ranks of other hosts stage
     worker   CopiesKept                   there is memory for it   (or Refused)
     trainer  Begin                        a save is being staged: what, in which slot, to which path
-    trainer  Staged                       all of it is in the slot (its state says so too, if the trainer dies here)
+    trainer  Staged                       the state is in the slot (the slot says so too, if the trainer dies here)
              or Cancel *                  it is not, or is no longer needed
     worker   Cancelled                    whether that was in time
     worker   Written                      the slot is free again
     worker   Replicated                   copies are on other hosts, of all ranks; or why not
     worker   Committed or Failed          the end of that save, the same on all ranks
-    trainer  AskUploads *                 first rank: what of all that is yet to be copied to another root?
+    trainer  AskUploads *                 first rank: which checkpoints are yet to be copied to another root?
     worker   UploadsUnderWay              this, and why it is not there yet
     worker   Uploaded                     an attempt to copy one has ended, at any time
     worker   Logged                       what it has to say, for the trainer's log, at any time
     trainer  Release                      forget a segment (none of its saves is under way)
-    trainer  Close                        finish what is staged and leave; at an end of file without it, linger first
+    trainer  Close                        finish the staged saves and leave; at an end of file without it, linger first
 
 What others say at its endpoint stands in ``endpoint_messages.py``.
 """
@@ -66,8 +66,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class RootHolder:
-    """Who has the lock. ``scope``: where its process ids are valid. ``leaving``: its trainer has gone, and it finishes
-    what that had staged.
+    """The worker that has the lock. ``scope``: where its process ids are valid. ``leaving``: its trainer has gone, and
+    the worker finishes the staged saves.
     """
 
     host: str
@@ -127,7 +127,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Allocate:
-    """A segment of ``nbytes``, of which the memory up to byte ``end`` is taken."""
+    """Make a segment of ``nbytes``, and take its memory up to byte ``end``."""
 
     nbytes: int
     end: int
@@ -148,7 +148,7 @@ class Describe:
 
 @dataclass(frozen=True)
 class KeepCopies:
-    """``plan``: of which structure; ``plans``: all that there are. ``transport``, ``rate``: as of ``Config``."""
+    """``plan``: the number of the plan; ``plans``: all numbers. ``transport``, ``rate``: see ``Config``."""
 
     plan: int
     ranks: tuple[CopiedRank, ...]
@@ -213,7 +213,7 @@ class Release:
 
 
 class Close:
-    """Finish what is staged, and leave."""
+    """Finish the staged saves, and leave."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Taken:
-    """What was to be taken of a segment is; or, for ``error``, it is not."""
+    """The memory of a segment is taken; with ``error``, it is not."""
 
     segment: int
     error: CheckpointError | None
@@ -282,7 +282,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Written:
-    """``inode``: that of a single file, by which it is recognised at its final name. ``timings``: all so far."""
+    """``inode``: the inode of a single file, which identifies it at its final name. ``timings``: all so far."""
 
     save_id: int
     inode: int | None = None

@@ -46,7 +46,7 @@ def shards_in(values: Sequence[object]) -> list[int]:
 
 
 class Forms:
-    """Those of some strided tensors; and which of them say that they are parts of a larger one.
+    """The forms of some strided tensors, and the tensors among them that are parts of a larger one.
 
     They are compared in one pass that makes nothing: 0.1 us a tensor, or 0.35 where nothing was compiled, or torch is
     older than 2.10.
@@ -98,14 +98,14 @@ def plain_addresses(
 ) -> array[int] | None:
     """Return where the bytes of plain tensors begin: 0.05 us each.
 
-    To ask a tensor whether its values are the negatives of its bytes takes 0.1 us, and more if other threads want
-    Python's lock, because torch lets go of it for that. So the compiled code looks at torch's bits for that.
+    The question to a tensor whether its values are the negatives of its bytes takes 0.1 us. It takes more if other
+    threads want Python's lock, because torch lets go of the lock. So the compiled code looks at torch's bits instead.
 
     Args:
         tensors: They are strided, on any device.
-        forms: What dtype and shape each is to have; those that have the same share one tuple. None: any.
-        on_host: Whether they have to be there.
-        may_be_conjugate: One may be complex.
+        forms: The dtype and shape that each must have; equal ones share one tuple. The default is any form.
+        on_host: Whether they must be on the host.
+        may_be_conjugate: Whether one may be complex.
 
     Returns:
         The addresses; None if a tensor has another form, is not on the host, has no elements in a row, or has other
@@ -133,7 +133,7 @@ def plain_addresses(
 
 
 def are_plain(tensors: Sequence[torch.Tensor], *, may_be_conjugate: bool) -> bool:
-    """Whether the values of contiguous ``tensors`` are their bytes, of which one may be complex."""
+    """Return whether the values of contiguous ``tensors`` are their bytes. One of them may be complex."""
     if any(map(torch.Tensor.is_neg, tensors)):
         return False
     return not (may_be_conjugate and any(map(torch.Tensor.is_conj, tensors)))
@@ -153,7 +153,7 @@ class _Exchange(NamedTuple):
 
 
 class _Header(ctypes.Structure):
-    """``DLPackExchangeAPI`` up to what is needed of it."""
+    """The first fields of ``DLPackExchangeAPI``."""
 
     _fields_ = [
         ("major", ctypes.c_uint32),
@@ -166,7 +166,7 @@ class _Header(ctypes.Structure):
 
 @functools.cache
 def _exchange() -> _Exchange | None:
-    """None: torch has none, or nothing was compiled."""
+    """Return the compiled functions. Return None if torch has no such interface, or nothing was compiled."""
     library = compiled(__file__, "_forms", ctypes.PyDLL)
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if library is None or capsule is None:

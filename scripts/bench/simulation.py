@@ -1,7 +1,7 @@
-"""What saves cost the first rank of a job of thousands, simulated: later ones, and beside them the first.
+"""The cost of saves for the first rank of a simulated job of thousands: of later saves, and of the first.
 
-The first rank's real code runs on what that many ranks would send it, through a real store: their requests come from a
-few connections in turn, so what is left out is only the network. DCP's coordinator does its own work on the same plans,
+The first rank's code gets the messages of that many ranks through a real store. A few connections send them in turn, so
+only the network is left out. DCP's coordinator does its own work on the same plans,
 with and without its plan cache.
 """
 
@@ -107,7 +107,7 @@ def _cpu() -> float:
 
 
 def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]:
-    """What a save costs the first rank's worker, through a real store."""
+    """Return the cost of a save for the first rank's worker, through a real store."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     folder = tempfile.mkdtemp(dir=where)
@@ -154,7 +154,7 @@ class _Cached(DefaultSavePlanner):
 
 
 def simulate_dcp(world_size: int, items: int, cached: bool, where: str) -> tuple[float, float]:
-    """What a later save costs DCP's coordinator: seconds, and bytes received from and sent to each rank."""
+    """Return the cost of a later save for DCP's coordinator: seconds, and bytes from and to each rank."""
     planner = _Cached(enable_plan_caching=True) if cached else DefaultSavePlanner()
     plans = [save_plan(rank, world_size, items) for rank in range(world_size)]
     for cache in ("_cached_all_plans", "_cached_global_plan", "_cached_metadata"):

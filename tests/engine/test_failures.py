@@ -1,4 +1,4 @@
-"""What a training notices of saves that fail, and how it goes on."""
+"""Saves that fail: the errors in the training, and the saves after them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_or_a_warning_is_enough(root: Path, faulty_worker: Faulty, caplog: pytes
 
 @pytest.mark.parametrize("saves_before", [0, 1])
 def test_names_that_collide_are_an_error_of_ours(root: Path, saves_before: int) -> None:
-    """Also after a save of another structure, with whose names these are compared."""
+    """The same after a save of another structure, because its names are compared with these."""
     twice = {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)}
     failures: tuple[Literal["raise", "warn"], ...] = ("raise", "warn")
     for failure in failures:
@@ -265,7 +265,7 @@ def test_a_write_that_never_returns_keeps_no_process(
 def test_a_file_system_that_vanishes(
     root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all that is on it, in the middle of a save; and then it is back, empty."""
+    """It vanishes in the middle of a save, with all files. Then it is back, empty."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     faulty_worker("finalize:hold")
     with Checkpointer(root) as checkpointer:
@@ -379,7 +379,7 @@ def test_a_state_that_changes_while_it_is_planned_leaves_no_memory(root: Path, m
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_thread_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
-    """Whichever it is: what needs it fails, and says what limits threads; or does without."""
+    """Any of the threads: the call fails and names the limit of threads, or does without the thread."""
     start: Any = threading._start_new_thread  # type: ignore[attr-defined]
     refused, begun, tries = 0, 0, 0
 

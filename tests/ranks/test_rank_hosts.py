@@ -1,4 +1,4 @@
-"""Jobs that are started again on other hosts, in another order, with more ranks or fewer: they find what is held."""
+"""Jobs that are started again on other hosts, in another order, with more ranks or fewer: they find the images."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_is_on_no_host_any_more_comes_from_storage(hosts: Path) -> None:
 
 
 def _die_unwritten(folder: str, places: list[int]) -> None:
-    """Have two steps replicated, of which nothing is written, and die."""
+    """Have two steps replicated, write nothing, and die."""
     os.environ["ASYNCCKPT_TEST_GATE"] = f"{folder}/gate"
     faulty("create:hold")
     enter_host(folder, places[dist.get_rank()])
@@ -134,7 +134,7 @@ def _stop_and_load(folder: str, places: list[int], worker: int) -> tuple[int, st
 
 
 def test_a_worker_that_is_stopped_in_the_middle_of_a_load(hosts: Path) -> None:
-    """All that it holds is held elsewhere, too. One rank is on its host, and one on a third."""
+    """Another worker holds the same images. One rank is on its host, and one on a third."""
     job = Job(2, _die_unwritten, str(hosts), [0, 1], folder=hosts)
     workers = [job.hear(rank) for rank in range(2)]
     job.wait()
@@ -184,7 +184,7 @@ def _is_saving(pid: int, path: str) -> bool:
 
 
 def _go_on_while_they_write(folder: str, places: list[int], workers: list[int], within: bool) -> bool:
-    """The dead trainers' workers go on before the next save, or ``within`` it. Returns what is abandoned then."""
+    """The dead trainers' workers go on before the next save, or ``within`` it. Return whether theirs is abandoned."""
     enter_host(folder, places[dist.get_rank()])
     path, save = step_folder(f"{folder}/root", 2), Engine.save
 
@@ -245,7 +245,7 @@ def _look(root: str) -> None:
 
 
 def test_a_rank_that_lives_is_waited_for_whoever_looks(tmp_path: Path) -> None:
-    """Who asks what a dead trainer's worker holds may be of the job that was started again, or a mere evaluation."""
+    """A process that asks a dead trainer's worker for images may be the restarted job, or only an evaluation."""
     root, gate = str(tmp_path / "root"), tmp_path / "gate"
     job = Job(2, gated, _save_and_lose_the_first, str(gate), root, folder=tmp_path)
     wait_for(lambda: Path(f"{gate}.reached").exists() and not job.processes[0].is_alive())

@@ -1,4 +1,4 @@
-"""Local storage: the contract that every kind keeps, and what is particular to folders and renames."""
+"""Local storage: the contract of every kind, and tests of folders and renames."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_read_that_is_told_to_come_again_is_no_damage(tmp_path: Path, monkeypa
 
 
 class CachingClient:
-    """Lists a folder as it was when it was listed first, for 30 seconds, as clients of network file systems do."""
+    """A listing of a folder stays the same for 30 seconds, as with clients of network file systems."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.listed: dict[int, tuple[float, list[str]]] = {}
@@ -291,7 +291,7 @@ def test_a_rename_that_fails_has_failed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_was_just_committed_is_not_removed(tmp_path: Path) -> None:
-    """Whatever its number: training may have gone back while an older removal was slow."""
+    """The number does not matter: training may have gone back while an older removal was slow."""
     for step in (1, 2, 3):
         (folder := tmp_path / f"step-{step:08d}").mkdir()
         manifest = Manifest(f"attempt {step}", step, 0.0, 1, False, 0, {}, {})
@@ -422,7 +422,7 @@ def test_a_file_is_not_there_if_its_folder_cannot_be_flushed(
 
 
 def test_what_was_changed_at_once_is_not_linked(tmp_path: Path) -> None:
-    """In the same tick of the kernel's clock, so that its time is that at which it was written."""
+    """It is distrusted in the tick of the kernel's clock in which it was written, so its time is the same."""
     opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "a-1", 0)
     put(opened, "__0_0.distcp", b"data")
     path = f"{opened.path}/__0_0.distcp"
@@ -438,7 +438,7 @@ def test_what_was_changed_at_once_is_not_linked(tmp_path: Path) -> None:
 
 
 def _commit(root: Path, step: int, created: float, *, keep: bool = False) -> None:
-    """As a save of that step, which sets aside what was there."""
+    """Save a checkpoint of that step, and set aside an older one."""
     attempt = f"{os.urandom(6).hex()}-{step}"
     opened = LocalStorage().begin_checkpoint(step_folder(str(root), step), attempt, 0)
     put(opened, "asyncckpt.json", Manifest(attempt, step, created, 1, keep, 0, {}, {}).encode())
