@@ -166,7 +166,7 @@ class SavesOfTrainer:
         self._rendezvous = rendezvous
         if rendezvous.rank > 0 and self._rounds is None:
             self._rounds = Rounds(rendezvous, timeout, self._patience)
-            self._workers.append(self._started("hear", self._hear))
+            self._workers.append(self._started("hear", partial(self._hear, self._rounds)))
 
     def hurry(self) -> None:
         """Note that the trainer is gone. Nobody starts the store again for its saves."""
@@ -242,7 +242,7 @@ class SavesOfTrainer:
             thread.join()
         if self._rounds is not None:
             # If this fails, the first rank's worker waits a little longer, and nothing is lost.
-            with _logged("leaving", logging.INFO), self._probe(_TELL_LEFT_S) as rounds:
+            with _logged("leaving", logging.INFO), _probe(self._rounds, _TELL_LEFT_S) as rounds:
                 rounds.leave()
         if self._store is not None:
             self._store.close()
@@ -295,17 +295,21 @@ class SavesOfTrainer:
             case [name, "failure"] if (save := _save_of(name)) is not None:
                 return commit.RankFailed(save, self._error_in(key, value))
             case [name, "reports"] if (save := _save_of(name)) is not None and field != ENDS:
-                try:
-                    report = opened(self._secret, f"{key.removesuffix('reports')}value/{field}", value)
-                except RankFailedError as error:
-                    return commit.RankFailed(save, error)
+                report = self._opened(f"{key.removesuffix('reports')}value/{field}", value)
+                if isinstance(report, CheckpointError):
+                    return commit.RankFailed(save, report)
                 return commit.Reported(save, field, report)
         return None
 
     def _error_in(self, key: str, value: bytes) -> CheckpointError:
+        text = self._opened(key, value)
+        return text if isinstance(text, CheckpointError) else decode(text)
+
+    def _opened(self, key: str, value: bytes) -> bytes | CheckpointError:
+        """Return the value of a sealed field, or an error if no rank of this job has set it."""
         try:
-            return decode(opened(self._secret, key, value))
-        except RankFailedError as error:  # no rank of this job has set it
+            return opened(self._secret, key, value)
+        except RankFailedError as error:
             return error
 
     def _carry_out(self, action: machines.SaveAction) -> None:
@@ -473,22 +477,20 @@ class SavesOfTrainer:
 
     # The thread that waits for the first rank
 
-    def _hear(self) -> None:
+    def _hear(self, rounds: Rounds) -> None:
         while (request := self._to_hear.get()) is not None:
-            if self._rounds is not None and self._rendezvous is not None:
-                event = self._heard_of(request, self._rounds, commit.silence(self._rendezvous.world_size) / 5)
-                if event is not None:
-                    self._events.put(event)
+            if (event := self._heard_of(request, rounds)) is not None:
+                self._events.put(event)
 
-    def _heard_of(self, request: WriteRequest, rounds: Rounds, often_s: float) -> commit.CommitEvent | None:
+    def _heard_of(self, request: WriteRequest, rounds: Rounds) -> commit.CommitEvent | None:
         """Wait for the outcome of a save; None: it has ended here. Let the first rank hear from this rank often."""
-        name, store = round_name(_KIND, request.save_id), b""
+        name, store, often_s = round_name(_KIND, request.save_id), b"", commit.silence(request.world_size) / 5
         while request.save_id in self._open:
             try:
                 store = store or rounds.store_id(_HEAR_S)
                 outcome = rounds.outcome(name, often_s, _HEAR_S)
             except WorkerDiedError as error:
-                if request.save_id in self._open and not (store and self._is_there(store)):
+                if request.save_id in self._open and not (store and _is_there(rounds, store)):
                     return commit.FirstLost(request.save_id, error)
             except SaveTimeoutError:
                 continue
@@ -500,24 +502,24 @@ class SavesOfTrainer:
                 return commit.Outcome(request.save_id, outcome if isinstance(outcome, CheckpointError) else None)
         return None
 
-    def _is_there(self, store: bytes) -> bool:
-        """Return whether the same store still answers."""
-        try:
-            with self._probe(_PROBE_S) as rounds:
-                return rounds.store_id(_PROBE_S) == store
-        except CheckpointError:
-            return False
 
-    @contextlib.contextmanager
-    def _probe(self, timeout: float) -> Iterator[Rounds]:
-        """Yield rounds that do not wait for a store that is gone."""
-        if self._rendezvous is None:
-            raise WorkerDiedError("there is no store", rank=0)
-        rounds = Rounds(self._rendezvous, timeout, Patience(0.0))
-        try:
-            yield rounds
-        finally:
-            rounds.close(0.0)
+@contextlib.contextmanager
+def _probe(rounds: Rounds, timeout: float) -> Iterator[Rounds]:
+    """Yield other rounds of the same job that do not wait for a store that is gone."""
+    others = Rounds(rounds.rendezvous, timeout, Patience(0.0))
+    try:
+        yield others
+    finally:
+        others.close(0.0)
+
+
+def _is_there(rounds: Rounds, store: bytes) -> bool:
+    """Return whether the same store still answers."""
+    try:
+        with _probe(rounds, _PROBE_S) as others:
+            return others.store_id(_PROBE_S) == store
+    except CheckpointError:
+        return False
 
 
 def _save_of(name: str) -> int | None:

@@ -373,7 +373,7 @@ class WorkerClient:
     def take(self, request: messages.Take, taken: Callable[[CheckpointError | None], object]) -> None:
         """Have the worker take more memory of a segment.
 
-        The listener calls ``taken`` when it has, or with the reason why not. Then the waiters of ``wait_for`` look again.
+        The listener calls ``taken`` when it has, or with the reason why not. Waiters of ``wait_for`` look again then.
         """
         self._taken[request.segment] = taken
         self.tell(request)
@@ -422,8 +422,8 @@ class WorkerClient:
     def detach(self, timeout: float | None = None) -> None:
         """Leave as a dead trainer does: the worker writes the staged saves, and lingers.
 
-        This waits for no save, because other ranks may never come to it. ``timeout``: seconds for the listener to end all
-        waits.
+        This waits for no save, because other ranks may never come to it. ``timeout``: seconds for the listener to end
+        all waits.
         """
         if self._may_end():
             self._closing = self._detaching = True
