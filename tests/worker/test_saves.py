@@ -26,6 +26,7 @@ from asyncckpt.protocol import commit
 from asyncckpt.ranks.store_connection import Patience, StoreClient
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import State
+from asyncckpt.storage import resolve
 from asyncckpt.storage.local import LocalStorage
 from asyncckpt.storage.partial import PartialFolder
 from asyncckpt.worker import saves as saves_module
@@ -338,7 +339,6 @@ def test_the_other_ranks_ask_storage_if_the_first_cannot(
 ) -> None:
     """The commit was done. Its answer was lost, and the storage of the first rank fails after that."""
     finalize: Any = PartialFolder.finalize
-    resolve = saves_module.resolve
 
     def lost(*arguments: Any) -> None:
         finalize(*arguments)
