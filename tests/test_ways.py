@@ -27,7 +27,7 @@ class Limit(NamedTuple):
 
 
 SAVE_IN_TRAINER = Limit(37, 250)
-SAVE_IN_WORKER = Limit(27, 450)
+SAVE_IN_WORKER = Limit(27, 440)
 LOAD = Limit(43, 750)
 
 

@@ -76,6 +76,9 @@ def _main(path: str) -> None:
 
     threading.Thread(target=answer, daemon=True).start()
     from asyncckpt.worker import __main__ as worker
+    from asyncckpt.worker import staged_image
+
+    staged_image._POLL_S = 60.0  # how often it looks for a slow copy depends on the load of the machine
 
     with counts.installed():
         sys.exit(worker.main(sys.argv[2:]))
