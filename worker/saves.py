@@ -195,15 +195,9 @@ class SavesOfTrainer:
             staged.timings.update(message.timings)
         self._events.put(machines.ImageStaged(message.save_id))
 
-    def cancel(self, asked: int, save_id: int, reason: CheckpointError) -> None:
-        """Cancel a save for the trainer. The answer says whether it was cancelled in time.
-
-        Args:
-            asked: The number of the trainer's question.
-            save_id: The save.
-            reason: The error that the save fails with.
-        """
-        self._events.put(machines.ImageCancelled(save_id, asked, reason))
+    def cancel(self, save_id: int, reason: CheckpointError) -> None:
+        """Cancel a save for the trainer, for ``reason``. The answer says whether it was cancelled in time."""
+        self._events.put(machines.ImageCancelled(save_id, reason))
 
     def forget(self, segment: int) -> None:
         """Forget a segment that is released."""
@@ -325,8 +319,8 @@ class SavesOfTrainer:
                 self._on_staged(self._images[save].request)
             case machines.FreeSlot(save, tell):
                 self._free(self._images.pop(save), tell=tell)
-            case machines.AnswerCancel(save, asked, in_time, slot_free):
-                self._send(messages.Answer(asked, messages.Cancelled(save, in_time, slot_free)))
+            case machines.AnswerCancel(save, in_time, slot_free):
+                self._send(messages.Cancelled(save, in_time, slot_free))
             case commit.SendReport(save, report) if self._rounds is not None:
                 # In the background: a slow worker of the first rank must not delay the next write.
                 self._rounds.report_soon(round_name(_KIND, save), report, self._untold[save].timeout)

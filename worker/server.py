@@ -168,6 +168,8 @@ class Server:
                 self._saves.begin(request)
             case messages.Staged():
                 self._saves.staged(message)
+            case messages.Cancel(save_id, reason):
+                self._saves.cancel(save_id, reason)
             case messages.Take():
                 # On another thread, because taking memory takes a second for each two GiB or so.
                 try:
@@ -185,9 +187,6 @@ class Server:
         match asked.question:
             case messages.Allocate():
                 self._allocate(asked.number, asked.question)
-                return
-            case messages.Cancel(save_id, reason):
-                self._saves.cancel(asked.number, save_id, reason)
                 return
             case messages.Listen():
                 answer = self._listen()

@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ready_events
-from asyncckpt.engine.plan_selection import Captured, PlanSelection, check_file_set_place, save_input
+from asyncckpt.engine.plan_selection import PREPARES, Captured, PlanSelection, check_file_set_place, save_input
 from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.saves import Copier, SaveOperation, Saves, check_writable
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, interrupts_as_they_are, is_interrupt
@@ -249,7 +248,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         def capture(save: SaveOperation) -> Captured:
             check = partial(self._saves.check_place, save, retention.existing)
-            call = Call.of_save(step, save.path)
+            call = PREPARES if save.group.alone else Call.of_save(step, save.path)  # one rank is not compared
             given = save.group, save.number, state_dict, planner, separate
             return self._plans.for_all(save_input(*given, path=save.path, call=call, check=check))
 
@@ -368,6 +367,8 @@ class Engine(AbstractContextManager["Engine"]):
         if self._closed or (self.worker is not None and self.worker.is_forked):
             return
         self._copier.close()
+        if self.worker is not None:
+            self.worker.settle(self.config.timeout)  # so that it is told of what was copied
         failure = self._supervisor.leave(linger=linger)
         self._close_buffers()
         if self._group is not None:
@@ -406,20 +407,17 @@ class Engine(AbstractContextManager["Engine"]):
             try:
                 with interrupts_as_they_are():
                     captured = capture(save)
-                    planned = time.perf_counter()
-                    slot = self._saves.take_slot(save, captured.buffer)
-                    if slot is not None:
-                        save.timings |= {"plan_s": planned - save.begun, "slot_s": time.perf_counter() - planned}
-                        self._memory = None  # what was held is being overwritten
-                        self._saves.add(save)
-                        save.stage(captured, slot, retention, self._copier)
+                    self._memory = None  # what was held is being overwritten
+                    self._saves.add(save)
+                    save.stage(captured, retention, self._copier)
             except BaseException as error:
-                group.report_failure(save.number, error, begun=save.is_begun)
-                # But an interrupt that came too late says nothing of how the save ends.
-                save.is_reported = not is_interrupt(error) or save.is_called_off or not save.is_begun
-                if not save.is_begun:
-                    self._saves.failures += 1  # else it is counted when it ends
+                if not save.is_posted:
+                    self._saves.failures += 1
                     save.end(CheckpointError("it was interrupted") if is_interrupt(error) else error)
+                    save.release()
+                    group.report_failure(save.number, error, begun=False)
+                # But an interrupt that came too late says nothing of how the save ends.
+                save.is_reported = not is_interrupt(error) or save.done.is_set()
                 if not _is_only_logged(error, self.config):
                     raise
             finally:
@@ -427,11 +425,11 @@ class Engine(AbstractContextManager["Engine"]):
             self._saves.raise_failure(after=save)
             return Save(save)
 
-    def _on_outcome(self, failure: CheckpointError | None) -> None:
+    def _on_outcome(self, failure: CheckpointError | None, was_begun: bool) -> None:
         if failure is None:
             self._supervisor.record_commit()
         else:
-            self._saves.on_failure(failure)
+            self._saves.on_failure(failure, is_raised=not was_begun)
 
     def _hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
         wait_for_copies(self.config.timeout)  # of an engine before this in the same process, into the same memory
@@ -447,6 +445,8 @@ class Engine(AbstractContextManager["Engine"]):
     def _close_buffers(self) -> None:
         """Let go of the memory, which has lost its worker."""
         self._copier.wait()  # it writes into the memory that goes now
+        if self.worker is not None:
+            self.worker.settle(self.config.timeout)
         self._buffers.close()
 
 

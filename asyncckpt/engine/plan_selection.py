@@ -38,7 +38,7 @@ from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_
 from asyncckpt.planning.frozen import frozen_parameters
 from asyncckpt.planning.metadata import flat_names
 from asyncckpt.planning.plan import CheckpointPlan, StateDict
-from asyncckpt.planning.replicas import NOTHING, Sample
+from asyncckpt.planning.replicas import Sample
 from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
 from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
 from asyncckpt.ranks.group import Group, RankPlace, copied_ranks, own_domain
@@ -288,7 +288,7 @@ class Captured(NamedTuple):
     """A captured state: the memory for it, and its tensors in the order of the plan. The plan has its objects.
 
     ``pickle_bytes``, ``small_files``: as of ``WriteRequest``. ``is_new``: the plan was made for this save. ``sample``:
-    values for the ranks to compare.
+    values for the ranks to compare; None: there is only one rank.
     """
 
     buffer: StagingBuffer
@@ -296,7 +296,7 @@ class Captured(NamedTuple):
     pickle_bytes: tuple[int, ...] = ()
     small_files: tuple[tuple[str, bytes], ...] = ()
     is_new: bool = False
-    sample: Sample = NOTHING
+    sample: Sample | None = None
 
 
 class _Offer(NamedTuple):
@@ -375,7 +375,7 @@ class PlanSelection:
             found = self._placed_by_all(wanted, client, plan)
         if self.stored is not None and self.stored.names <= found.buffer.plan.names:
             self.stored = None  # it was taken, or never will be
-        sample = wanted.sample(found.buffer.plan)
+        sample = None if wanted.group.alone else wanted.sample(found.buffer.plan)
         return found._replace(pickle_bytes=wanted.pickle_bytes, small_files=wanted.small_files, sample=sample)
 
     def plan_as(self, read: Callable[[], StoredPlan | None]) -> None:

@@ -1,8 +1,8 @@
 """Carry out the saves of an engine, from each call until the save has ended on all ranks.
 
-The thread that calls ``save`` copies, and a few threads help it. With overlap, a thread of the engine copies in its
-place. If no slot is free, ``Config.when_busy`` decides (backpressure). A failure is raised by a later call, unless the
-caller was told of it before.
+The thread that calls ``save`` captures the state, posts that it wants a slot, and waits. The thread that listens to the
+worker decides all else (``asyncckpt/protocol/trainer.py``), and a stager copies. A later call raises a failure, unless
+the caller knows it already.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,11 +44,11 @@ from asyncckpt.format.manifest import note, own_version
 from asyncckpt.format.segment_layout import CheckpointLayout
 from asyncckpt.format.write_request import Existing, WriteRequest
 from asyncckpt.interval import Advice
-from asyncckpt.link.client import TrackedSave, WorkerClient, longest
-from asyncckpt.link.messages import Committed
+from asyncckpt.link import messages
+from asyncckpt.link.client import WorkerClient, longest
 from asyncckpt.planning.plan import CheckpointPlan
-from asyncckpt.planning.replicas import Sample
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
+from asyncckpt.protocol.trainer import Copied, CopyFailed, Decision, GivenUp, Wanted
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save, SaveState
 from asyncckpt.shm.slots import State
@@ -111,57 +111,64 @@ class EventsOfSave:
 
 
 class Copier:
-    """The threads of an engine that copy tensors into slots: the caller's own and ``threads``; with ``overlaps`` one of
-    ours in the place of the caller's, which does not wait.
+    """The threads of an engine that copy tensors into slots: a stager, and ``threads`` that help it.
+
+    ``overlaps``: the caller does not wait for the copy.
     """
 
     def __init__(self, *, overlaps: bool) -> None:
         self.threads = copy_threads()
         self.overlaps = overlaps
-        self._behind = CopyThreads(1, "asyncckpt-stager") if overlaps else None
+        self._stager = CopyThreads(1, "asyncckpt-stager")
 
-    def run(self, copy: Callable[[], CheckpointError | None]) -> CheckpointError | None:
-        """Call ``copy``, or have a thread call it. Return its failure, if it is known by now."""
-        if self._behind is None:
-            return copy()
-        self._behind.run(copy)
-        return None
+    def run(self, copy: Callable[[], object]) -> None:
+        """Have a thread call ``copy``."""
+        self._stager.run(copy)
 
     def wait(self) -> None:
         """Return when nothing is being copied."""
-        if self._behind is not None:
-            self._behind.wait()
+        self._stager.wait()
 
     def close(self) -> None:
         """Wait for all copies, and end the threads."""
-        if self._behind is not None:
-            self._behind.close()
+        self._stager.close()
         self.threads.close()
 
 
+_INTERRUPTED = "it was interrupted"
+# How often a rank that waits for a slot looks whether the first rank's worker answers.
+_CHECK_FIRST_S = 0.5
+
+
+class _ToCopy(NamedTuple):
+    """The work of the stager. ``tensors``: the tensors of ``captured``, or with overlap others with their memory."""
+
+    captured: Captured
+    tensors: Sequence[torch.Tensor]
+    ready: ReadyEvents
+    copier: Copier
+
+
 class SaveOperation(SaveState):
-    """A save on this rank. Its life:
+    """A save on this rank, and what its thread has to do for it (``SaveWork``). The machine is ``protocol/trainer.py``.
 
-        planned      the plan that fits the state is found or made, and the tensors are captured
-        staging      a slot is its own, the worker was told of it (``is_begun``), and the tensors are being copied
-        staged       all is copied (``is_whole``): the caller may change its tensors, and the slot is the worker's
-        written      the worker lets go of the slot (``is_written``)
-        committed    on all ranks alike; or failed, or withdrawn, which may happen at any time before (``has_ended``)
-
-    Its slot is free when the worker has let go of it, nobody copies into it (``copied``), and it has ended, or is only
-    waiting for an end that is known (``is_withdrawn``).
+    The caller captures the state, posts that it wants a slot, and waits for ``returned``.
     """
 
     request: WriteRequest
     buffer: StagingBuffer
-    begun_at: float
-    is_begun = is_whole = is_written = is_withdrawn = is_durable = is_replicated = has_ended = False
-    is_given_up = False
-    """The engine is aborted, and tells other ranks nothing."""
-    is_called_off = False
-    """Staging has failed."""
+    is_posted = False
+    """The thread of the saves knows of this, or is about to."""
+    is_begun = False
+    """The worker was told."""
+    is_whole = False
+    """The image in the slot is complete."""
+    is_durable = is_replicated = False
+    _slot: int | None = None
+    _request_for: Callable[..., WriteRequest]
     _inode: int | None = None
-    _early: tuple[Committed | CheckpointError, bool] | None = None
+    _to_copy: _ToCopy | None = None
+    _is_stopped = False
 
     def __init__(
         self,
@@ -170,7 +177,7 @@ class SaveOperation(SaveState):
         group: Group,
         number: int,
         config: Config,
-        on_outcome: Callable[[CheckpointError | None], object],
+        on_outcome: Callable[[CheckpointError | None, bool], object],
         tell: Callable[[Event], object],
     ) -> None:
         """Plan nothing yet.
@@ -179,65 +186,249 @@ class SaveOperation(SaveState):
             path: Where the checkpoint, or the file, is to stand, absolute.
             step: The training step it is of, if it is of one.
             group: The ranks that save together.
-            number: Of this save, the same on all ranks.
+            number: The number of the save, the same on all ranks.
             config: ``timeout`` and ``commit_timeout`` are taken from it.
-            on_outcome: Told, of a save that the worker was told of, what it failed with (None: it is committed),
-                before the handle is.
-            tell: Given what becomes of it. Waits for nothing, and raises nothing.
+            on_outcome: Called at the end, before the handle knows, with the failure (None: the save is committed), and
+                whether the worker knew of the save.
+            tell: Called with each event. Waits for nothing, and raises nothing.
         """
         super().__init__(path, step)
         self.group, self.number = group, number
-        self.copied = Flag()
+        self.returned, self.slot_free = Flag(), Flag()
+        self._digests: dict[str, int] = {}
         self._config = config
         self._on_outcome = on_outcome
         self._events = EventsOfSave(tell, path=self.path, step=step, rank=group.rank)
-        self._beginning = threading.Lock()
-        self._may_copy = threading.Lock()
 
-    def stage(self, captured: Captured, slot: int, retention: Retention, copier: Copier) -> None:
-        """Copy the state into a slot, which is its own from now on, and hand that over to the worker.
+    def stage(self, captured: Captured, retention: Retention, copier: Copier) -> None:
+        """Have the captured state copied into a slot, and handed over to the worker. Returns when that is done.
 
         Args:
-            captured: What is to be staged. Its tensors must stay as they are until ``staged`` is set.
-            slot: Of its staging buffer, nobody's until now.
-            retention: What is to become of other checkpoints.
-            copier: Who copies. With overlap this returns before that is done.
+            captured: The state. Its tensors must stay as they are until ``staged`` is set.
+            retention: The rules for other checkpoints.
+            copier: Who copies. With overlap this returns when the copy begins.
 
         Raises:
-            CheckpointError: What the save fails with, unless the copy overlaps.
+            CheckpointError: The failure of the save, if it is known by then.
         """
+        self._planned_at = time.perf_counter()
         self.buffer = captured.buffer
-        self._events.planned(is_new=captured.is_new, nbytes=self.buffer.plan.layout.nbytes)
-        self.request = self._write_request(slot, captured, retention)
         tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
         sample = captured.sample
-        ready = ready_events([*tensors, *sample.on_devices] if sample.on_devices else tensors)
-        plan = self.buffer.plan
-        devices = plan.fingerprint.devices if isinstance(plan, CheckpointPlan) else None
-        # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
-        self.buffer.slots.take(slot, self.number)
-        self.buffer.write_objects(slot)
+        ready = ready_events(tensors if sample is None else [*tensors, *sample.on_devices])
+        self._to_copy = _ToCopy(captured, tensors, ready, copier)
+        self._request_for = self._write_request(captured, retention)
+        client, group = self.buffer.client, self.group
+        decision: Decision | None = None
+        if self._config.when_busy != "wait" and group.rank > 0:
+            decision = group.follow_first("slot", self.number, Decision)
         try:
-            self.buffer.begin(slot, self)
-            self._begin()
-            if copier.overlaps:
-                note_copy(self.copied)
-            failure = copier.run(partial(self._copy, tensors, ready, devices, copier.threads, sample))
-        except BaseException as error:  # an interrupt: nobody else would ever call it off
-            if not self.copied.is_set() and (not copier.overlaps or self._may_copy.acquire(blocking=False)):
-                self._call_off(error)
-            else:  # the stager copies: the caller gets no handle, and could not wait for that before it goes on
-                self.copied.wait(self._config.timeout)
+            self.is_posted = True
+            client.saves.begin(self._wanted(decision), self)
+            while not client.wait_while_it_lives(self.returned, _CHECK_FIRST_S):
+                if self._slot is None:
+                    group.check_first()
+        except BaseException as error:
+            self._is_stopped = True  # another exception may come before the next line has done its work
+            failure = CheckpointError(_INTERRUPTED) if is_interrupt(error) else located(error)
+            client.saves.interrupt(self, failure)
+            try:
+                client.wait_while_it_lives(self.staged, self._config.timeout)
+            except CheckpointError:  # the thread of the saves had ended, and never knew of this one
+                self.abandon(failure)
             raise
-        if failure is not None:
-            raise failure
+        if isinstance(self.failure, SaveDroppedError) and group.rank > 0:
+            self.buffer.fit_memory()  # the first rank has asked for more, too
+        is_staged = self.is_whole or (copier.overlaps and self.is_begun)
+        if self.failure is not None and not is_staged and not isinstance(self.failure, SaveDroppedError):
+            raise self.failure
 
-    def _write_request(self, slot: int, captured: Captured, retention: Retention) -> WriteRequest:
+    def _wanted(self, decision: Decision | None) -> Wanted:
+        config = self._config
+        limit_s = longest(config.commit_timeout)
+        return Wanted(
+            save=self.number,
+            buffer=self.buffer.number,
+            slots=len(self.buffer.saves),
+            rule=config.when_busy,
+            decision=decision,
+            alone=self.group.alone,
+            decide_s=config.timeout,
+            # Saves that are in time are waited for, as long as each may take.
+            slot_s=max(config.timeout, limit_s),
+            limit_s=limit_s,
+            is_copied=self._is_to_be_copied(),
+            step=self.step,
+        )
+
+    def _is_to_be_copied(self) -> bool:
+        return self._config.replicas > 0 and isinstance(self.buffer.layout, CheckpointLayout)
+
+    # What follows is called on the thread of the saves.
+
+    def claim_slot(self) -> bool:
+        self._slot = self.buffer.claim_slot_for(self)
+        if self._slot is None:
+            return False
+        self.request = self._request_for(slot=self._slot)
+        now = time.perf_counter()
+        self.timings |= {"plan_s": self._planned_at - self.begun, "slot_s": now - self._planned_at}
+        return True
+
+    def start_copy(self) -> None:
+        what = self._to_copy
+        if what is not None:
+            self._begin(what)
+            note_copy(self.staged)
+            what.copier.run(partial(self._copy, what))
+
+    def stop_copy(self) -> None:
+        self._is_stopped = True
+
+    def hand_over(self) -> messages.Staged:
+        self.buffer.slots.set(self.request.slot, State.STAGED)
+        self.buffer.offer(self.request.slot)
+        self.is_whole = True
+        stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # it may have returned already
+        self._events.tell("staged", self.timings, self.timings["copy_s"])  # before the worker can say more
+        self.release()
+        digests, self._digests = self._digests, {}
+        return messages.Staged(self.number, {**self.timings, "stall_s": stall_s}, digests)
+
+    def release(self) -> None:
+        self._to_copy = None
+        self._request_for = WriteRequest
+        if self.is_begun and self.request.small_files:
+            self.request = replace(self.request, small_files=())  # a handle may be kept for long
+        self.release_tensors()
+        self.returned.set()
+
+    def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:
+        self._inode = self._inode if inode is None else inode
+        for name, seconds in timings.items():
+            self.timings.setdefault(name, seconds)
+        if "write_s" in timings and not self.done.is_set():  # another rank may have failed it meanwhile
+            self._events.tell("written", self.timings, timings["write_s"])
+
+    def on_slot_free(self) -> None:
+        self.slot_free.set()
+
+    def on_replicated(self, failure: CheckpointError | None) -> None:
+        self.replication_failure = failure
+        if failure is None:
+            self.is_replicated = True
+            self.timings["replicated_s"] = time.perf_counter() - self.begun
+            self._events.tell("replicated", self.timings, self.timings["replicated_s"])
+        self.replicated.set()
+
+    def on_end(self, failure: CheckpointError | None, committed: messages.Committed | None) -> None:
+        self.is_durable = committed is not None or failure is None
+        if self.is_begun and not isinstance(self.buffer.plan, TorchFilePlan):
+            self.buffer.plan.note_end(is_committed=self.is_durable)
+        if failure is not None and failure.path is None:
+            failure = located(failure, path=self.path, rank=self.group.rank, step=self.step)
+        try:
+            with _logged("taking note of the end of a save"):
+                self._on_outcome(failure, self.is_begun)
+        finally:
+            self.end(failure, None if committed is None else committed.timings)
+
+    def end(self, error: BaseException | None, timings: Mapping[str, float] | None = None) -> None:
+        self._on_outcome = _forget  # a handle that is kept shall not keep the engine
+        has_ended = self.done.is_set()
+        super().end(error, timings)
+        if not has_ended:
+            self._events.end(error, self.timings, time.perf_counter() - self.begun)
+
+    def abandon(self, error: CheckpointError) -> None:
+        if not self.done.is_set():
+            self.end(error)
+            self.release()
+            self.report(error, begun=False)
+
+    # What follows is called on other threads.
+
+    def on_return(self) -> None:
+        """Note that the call of ``save`` is over. Events are told from now on."""
+        self.timings["stall_s"] = time.perf_counter() - self.begun
+        self._events.on_return(self.timings)
+
+    def find_out(self, failure: CheckpointError) -> CheckpointError | None:
+        """Find out how the save has ended on all ranks, as this rank's worker is dead."""
+        failure = located(failure, path=self.path, rank=self.group.rank, step=self.step)
+        tell = partial(self.group.report_failure, self.number, failure, begun=True)
+        if self.group.rank > 0:
+            tell()
+        try:
+            if self.group.is_committed(self.request, self._inode):
+                remove_rest(follow_up(self.request))  # the worker may have died just before
+                return None  # its part was done, and it could not say so any more
+        except (SaveTimeoutError, StorageError) as error:
+            return error
+        if self.group.rank == 0 and isinstance(failure, WorkerDiedError):
+            tell()
+        return failure
+
+    def tell_decision(self, decision: Decision) -> None:
+        with _logged("telling the other ranks what becomes of a save"):
+            self.group.tell_decision("slot", self.number, decision)
+
+    def report(self, error: CheckpointError, *, begun: bool) -> None:
+        self.group.report_failure(self.number, error, begun=begun)
+
+    def _copy(self, what: _ToCopy) -> None:
+        """Copy. Nobody else uses the slot until the end of that is posted."""
+        saves = self.buffer.client.saves
+        try:
+            self._copy_tensors(what)
+        except BaseException as error:
+            saves.post(CopyFailed(self.number, self._failure_of_copy(error), told=True))
+        else:
+            saves.post(Copied(self.number))
+
+    def _begin(self, what: _ToCopy) -> None:
+        """Tell the worker of the save."""
+        buffer, slot = self.buffer, self.request.slot
+        self._events.planned(is_new=what.captured.is_new, nbytes=buffer.plan.layout.nbytes)
+        # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
+        buffer.slots.take(slot, self.number)
+        buffer.write_objects(slot)
+        # To the worker whose memory this is: should it have died since, this says so, and nothing has begun.
+        buffer.client.tell(messages.Begin(self.request))
+        self.is_begun = True
+        self.is_copied = self.request.is_copied
+        if what.copier.overlaps:
+            self.returned.set()
+
+    def _copy_tensors(self, what: _ToCopy) -> None:
+        begun = time.perf_counter()
+        buffer, slot, threads = self.buffer, self.request.slot, what.copier.threads
+        plan = buffer.plan
+        devices = plan.fingerprint.devices if isinstance(plan, CheckpointPlan) else None
+        buffer.copy(slot, what.tensors, what.ready, threads, self.copies_queued, devices, self._check_stopped)
+        note(self.timings, "copy", begun, self.called_at)
+        if what.captured.sample is not None:
+            self._digests = what.captured.sample.digests(what.ready)
+
+    def _check_stopped(self) -> None:
+        if self._is_stopped:
+            raise CheckpointError(_INTERRUPTED)
+
+    def _failure_of_copy(self, error: BaseException) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            return error
+        text = f"staging failed: {type(error).__name__}: {error}"
+        failure = CheckpointError(text, path=self.path, rank=self.group.rank, step=self.step)
+        failure.__cause__ = error
+        return failure
+
+    def _write_request(self, captured: Captured, retention: Retention) -> Callable[..., WriteRequest]:
+        """Return what the worker is to be told, but for the ``slot``."""
         group = self.group
-        return WriteRequest(
+        return partial(
+            WriteRequest,
             save_id=self.number,
             segment=self.buffer.number,
-            slot=slot,
             path=os.fspath(self.path),
             attempt=group.attempt(self.number),
             step=self.step,
@@ -260,144 +451,8 @@ class SaveOperation(SaveState):
             called_at=self.called_at,
             most_links=self._config.rewrite_unchanged_every if self._config.link_unchanged else 0,
             refuses_differing=self._config.differing_replicas == "raise",
-            is_copied=self._config.replicas > 0 and isinstance(self.buffer.layout, CheckpointLayout),
+            is_copied=self._is_to_be_copied(),
         )
-
-    def _begin(self) -> None:
-        # Of the worker whose memory this is: should it have died since, this says so, and nothing has begun.
-        self.buffer.client.begin(self)
-        self.is_copied = self.request.is_copied
-        self.request = replace(self.request, small_files=())  # a handle may be kept for long
-        with self._beginning:
-            self.is_begun, early = True, self._early
-        if early is not None:
-            self._finish(*early)
-
-    def _copy(
-        self,
-        tensors: Sequence[torch.Tensor],
-        ready: ReadyEvents,
-        devices: object | None,
-        threads: CopyThreads,
-        sample: Sample,
-    ) -> CheckpointError | None:
-        """Copy, and hand the slot over to the worker. Return the failure of the save, if there is one."""
-        begun = time.perf_counter()
-        buffer, slot = self.buffer, self.request.slot
-        if not self._may_copy.acquire(blocking=False):
-            return None  # the call was interrupted, and has called it off
-        try:
-            buffer.copy(slot, tensors, ready, threads, self.copies_queued, devices)
-            note(self.timings, "copy", begun, self.called_at)
-            buffer.slots.set(slot, State.STAGED)
-            buffer.offer(slot)
-            buffer.client.saves.on_copied(self)
-            self.is_whole = True
-            stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # it may have returned already
-            self._events.tell("staged", self.timings, self.timings["copy_s"])  # before the worker can say more
-            buffer.client.staged(self.number, {**self.timings, "stall_s": stall_s}, sample.digests(ready))
-            self.release_tensors()
-        except BaseException as error:
-            failure = self._call_off(error)
-            if is_interrupt(error):
-                raise
-            return failure
-        return None
-
-    def _call_off(self, error: BaseException) -> CheckpointError:
-        """End a save whose staging has failed with ``error``. Return the failure of the save."""
-        failure = error if isinstance(error, CheckpointError) else None
-        if failure is None:
-            text = f"staging failed: {type(error).__name__}: {error}"
-            failure = CheckpointError(text, path=self.path, rank=self.group.rank, step=self.step)
-            if not is_interrupt(error):  # that is raised, and would keep all that its traceback has seen
-                failure.__cause__ = error
-        client = self.buffer.client
-        client.saves.on_copied(self)
-        self.release_tensors()
-        self.is_called_off = True
-        # An interrupt matters more to the caller than what goes wrong here.
-        with contextlib.suppress(*((CheckpointError,) if is_interrupt(error) else ())):
-            if client.alive and not client.cancel(self, failure, self._config.timeout):
-                self.is_called_off = not self.is_whole
-                if not self.is_whole:  # the worker was never told of it, and nobody else will end it
-                    client.saves.discard(self)
-                    self.is_written = self.has_ended = True
-        return failure
-
-    def on_return(self) -> None:
-        """Note that the call of ``save`` is over. Events are told from now on."""
-        self.timings["stall_s"] = time.perf_counter() - self.begun
-        self._events.on_return(self.timings)
-
-    def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:
-        """Note that the worker lets go of the slot. ``inode``: of a single file, known by it under its final name."""
-        self.is_written = True
-        self._inode = self._inode if inode is None else inode
-        for name, seconds in timings.items():
-            self.timings.setdefault(name, seconds)
-        if "write_s" in timings and not self.has_ended:  # another rank may have failed it meanwhile
-            self._events.tell("written", self.timings, timings["write_s"])
-
-    def on_replicated(self, failure: CheckpointError | None) -> None:
-        """Note that other hosts have copies of the image, or, with ``failure``, that they will not have any."""
-        self.replication_failure = failure
-        if failure is None:
-            self.is_replicated = True
-            self.timings["replicated_s"] = time.perf_counter() - self.begun
-            self._events.tell("replicated", self.timings, self.timings["replicated_s"])
-        self.replicated.set()
-
-    def on_end(self, outcome: Committed | CheckpointError, *, heard: bool = True) -> None:
-        """End the save. The engine is told first, then the handle, because somebody may wait for the handle.
-
-        ``heard``: the worker has said so; else the worker is gone.
-        """
-        self.is_durable = isinstance(outcome, Committed)
-        if not isinstance(self.buffer.plan, TorchFilePlan):
-            self.buffer.plan.note_end(is_committed=self.is_durable)
-        self.has_ended = True
-        with self._beginning:
-            if not self.is_begun:  # the worker died while it was told of the save
-                self._early = self._early or (outcome, heard)
-                return
-        self._finish(outcome, heard)
-
-    def end(self, error: BaseException | None, timings: Mapping[str, float] | None = None) -> None:
-        self._on_outcome = _forget  # a handle that is kept shall not keep the engine
-        has_ended = self.done.is_set()
-        if not self.is_begun or self.copied.is_set():  # else whoever copies does that when it stops
-            self.release_tensors()
-        super().end(error, timings)
-        if not has_ended:
-            self._events.end(error, self.timings, time.perf_counter() - self.begun)
-
-    def _finish(self, outcome: Committed | CheckpointError, heard: bool) -> None:
-        failure = outcome if isinstance(outcome, CheckpointError) else outcome.trouble
-        try:
-            # What is raised here is for the log: whoever calls has other saves to end.
-            if failure is not None and not heard and not self.is_given_up:
-                with _logged("finding out how a save has ended"):
-                    failure = self._resolve(failure)
-            with _logged("taking note of the end of a save"):
-                self._on_outcome(failure)
-        finally:
-            self.end(failure, outcome.timings if isinstance(outcome, Committed) else None)
-
-    def _resolve(self, failure: CheckpointError) -> CheckpointError | None:
-        """Find out how the save has ended on all ranks, as this rank's worker is dead."""
-        tell = partial(self.group.report_failure, self.number, failure, begun=True)
-        if self.group.rank > 0:
-            tell()
-        try:
-            if self.group.is_committed(self.request, self._inode):
-                remove_rest(follow_up(self.request))  # the worker may have died just before
-                return None  # its part was done, and it could not say so any more
-        except (SaveTimeoutError, StorageError) as error:
-            return error
-        if self.group.rank == 0 and isinstance(failure, WorkerDiedError):
-            tell()
-        return failure
 
 
 @contextlib.contextmanager
@@ -422,7 +477,7 @@ def _umask() -> int:
 
 
 class Saves:
-    """The saves of one engine. Any thread may call, but only one at a time takes a slot."""
+    """The saves of one engine. Any thread may call."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -441,9 +496,11 @@ class Saves:
         """Add a save, which is under way until it has ended."""
         self._saves = [each for each in self._saves if not each.done.is_set() or _is_untold(each)] + [save]
 
-    def on_failure(self, failure: BaseException) -> None:
-        """Count and log the ``failure`` of a save."""
-        if isinstance(failure, ClosedError):
+    def on_failure(self, failure: BaseException, *, is_raised: bool = False) -> None:
+        """Count the ``failure`` of a save, and log it unless the call of ``save`` raises it."""
+        if is_raised:
+            self.failures += not isinstance(failure, SaveDroppedError)
+        elif isinstance(failure, ClosedError):
             logger.warning("%s", str(failure))
         elif not isinstance(failure, SaveDroppedError):
             logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
@@ -464,34 +521,13 @@ class Saves:
         if not is_address(path) and not storage_for(path).may_put(path, existing):
             raise exists_error(path, existing, save.step)
 
-    def take_slot(self, save: SaveOperation, buffer: StagingBuffer) -> int | None:
-        """Find a slot of ``buffer`` to stage ``save`` in. None where the save was dropped instead: then it has ended.
-
-        Raises ``SaveTimeoutError`` where none becomes free in time, ``WorkerDiedError`` where nobody would free one.
-        """
-        if self._config.when_busy != "wait" and self._is_dropped(save, buffer):
-            return None
-        buffer.fit_memory()
-        slot: int | None = None
-
-        def claimed() -> bool:
-            nonlocal slot
-            # Where the worker is gone all saves have ended; but one that was left is writing what is in their slots.
-            if slot is None and buffer.client.alive:
-                slot = buffer.claim_slot()
-            return slot is not None
-
-        # Saves that are in time are waited for, as long as each may take.
-        limit = max(self._config.timeout, longest(self._config.commit_timeout))
-        buffer.client.wait_for(claimed, limit, "waiting for a free slot", save.group.check_first)
-        return slot
-
     def give_up(self, worker: WorkerClient | None) -> None:
         """Kill the worker and remove its unfinished attempts, at once. Tell the other ranks nothing."""
         given_up = self._under_way()
         for save in given_up:
-            save.is_given_up = save.is_reported = True
+            save.is_reported = True
         if worker is not None:
+            worker.saves.post(GivenUp())
             worker.kill()
         for save in given_up:
             # Only the first rank, whose worker would have finalized the save, may remove what is of all ranks.
@@ -526,60 +562,6 @@ class Saves:
     def _under_way(self) -> list[SaveOperation]:
         return [save for save in self._saves if not save.done.is_set()]
 
-    def _is_dropped(self, save: SaveOperation, buffer: StagingBuffer) -> bool:
-        """Make room as ``when_busy`` says. The first rank decides for all. Returns whether ``save`` was skipped."""
-        group = save.group
-        skips, replaced = group.follow_first("slot", save.number, lambda: self._decide(save, buffer))
-        if skips:
-            buffer.fit_memory()
-            dropped = "skipped: all slots were being written"
-            save.is_reported = True
-            save.end(SaveDroppedError(dropped, path=save.path, rank=group.rank, step=save.step))
-        elif replaced is not None and group.rank > 0:
-            self._drop(replaced, save, buffer)
-        return skips
-
-    def _decide(self, save: SaveOperation, buffer: StagingBuffer) -> tuple[bool, int | None]:
-        """First rank: decide whether to skip ``save``, and which save it replaces."""
-        skip = self._config.when_busy == "skip"
-        # Until a save has ended, some rank may not have a free slot yet.
-        under_way = [other for other in buffer.saves if other is not None and not other.has_ended]
-        if len(under_way) < len(buffer.saves):
-            # Unless all but those under way are being read: then another is free soon.
-            return skip and buffer.claim_slot() is None, None
-        if skip:
-            return True, None
-        for other in sorted(under_way, key=lambda other: -other.request.save_id):
-            if other.is_written or not other.copied.is_set():
-                continue  # it is about to be committed, or is being copied
-            if buffer.client.cancel(other, _replaced(other, save), self._config.timeout):
-                return False, other.request.save_id
-        if len(under_way) > 1 and not save.group.alone:
-            # Written here, but not yet everywhere. The oldest is spared, or slow ranks would never finish any.
-            newest = max(under_way, key=lambda other: other.request.save_id)
-            newest.is_withdrawn = True
-            save.group.report_failure(newest.request.save_id, _replaced(newest, save), begun=True)
-            return False, newest.request.save_id
-        return False, None
-
-    def _drop(self, replaced: int, save: SaveOperation, buffer: StagingBuffer) -> None:
-        """Drop the save of a number, as the first rank has done. Here it may be under way, in vain."""
-        timeout = self._config.timeout
-        for other in filter(None, buffer.saves):
-            if other.request.save_id != replaced:
-                continue
-            other.is_withdrawn = True
-            if other.is_written:
-                continue
-            if not other.copied.wait(timeout):
-                raise SaveTimeoutError(
-                    f"the copy of what is to be replaced has taken {timeout:g} s so far",
-                    path=other.request.path,
-                    rank=other.request.rank,
-                    step=other.request.step,
-                )
-            buffer.client.cancel(other, _replaced(other, save), timeout)
-
 
 def synchronize_staging(saves: Iterable[Save], timeout: float) -> None:
     """Have whatever is queued from here on wait until the tensors of ``saves`` are copied, as before an optimizer step.
@@ -610,15 +592,6 @@ def check_writable(path: str, step: int | None = None) -> None:
 def _is_untold(save: SaveOperation) -> bool:
     """Return True if the save has failed, and nobody was told."""
     return not save.is_reported and save.failure is not None and not isinstance(save.failure, SaveDroppedError)
-
-
-def _replaced(other: TrackedSave, save: SaveOperation) -> SaveDroppedError:
-    return SaveDroppedError(
-        f"replaced by the newer save of step {save.step} before it was written",
-        path=other.request.path,
-        rank=other.request.rank,
-        step=other.request.step,
-    )
 
 
 _MOST = 100

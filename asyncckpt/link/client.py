@@ -6,12 +6,15 @@ import contextlib
 import itertools
 import logging
 import os
+import select
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
-from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from asyncckpt.errors import (
     CheckpointError,
@@ -20,13 +23,14 @@ from asyncckpt.errors import (
     SaveTimeoutError,
     WorkerDiedError,
     is_interrupt,
-    located,
 )
-from asyncckpt.format.write_request import HeldImage, WriteRequest
+from asyncckpt.format.write_request import HeldImage
 from asyncckpt.link import messages
 from asyncckpt.link.messages import Claim, Claimed
 from asyncckpt.link.process import WorkerOptions, WorkerProcess, how_it_ended
+from asyncckpt.link.trainer_saves import RunningSaves
 from asyncckpt.protocol.commit import grace
+from asyncckpt.protocol.trainer import TimePassed, WorkerGone
 from asyncckpt.shm.segment import Segment
 from asyncckpt.storage.uploads import Uploaded
 from asyncckpt.threads import Flag, no_thread
@@ -40,129 +44,6 @@ _LAST_LOOK_S = 5.0
 def longest(timeout: float) -> float:
     """Seconds after which a save has ended that has to be committed after ``timeout``: its worker says so by then."""
     return timeout + 2 * grace(timeout) + _LAST_LOOK_S
-
-
-class TrackedSave(Protocol):
-    """A save that the worker was told of. The thread that learns of an event calls it."""
-
-    request: WriteRequest
-    begun_at: float  # when the worker was told, by time.monotonic
-    copied: Flag  # nobody copies into its slot (any more)
-    is_whole: bool  # its image is complete
-    is_written: bool  # the worker has no more to do with its slot
-    is_withdrawn: bool  # it will fail, on all ranks, for a newer one
-    is_durable: bool  # it is committed
-    is_replicated: bool  # other hosts have copies of it
-    has_ended: bool  # the worker's part has ended, well or badly
-    done: Flag  # its handle knows
-
-    def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:
-        """The worker lets go of the slot.
-
-        Args:
-            inode: The inode of a single file, which identifies it under its final name.
-            timings: All timings so far; with ``write_s`` if it was written.
-        """
-
-    def on_replicated(self, failure: CheckpointError | None) -> None:
-        """Other hosts have copies of its image; for ``failure`` they do not, and will not."""
-
-    def on_end(self, outcome: messages.Committed | CheckpointError, *, heard: bool = True) -> None:
-        """Its end. Not ``heard``: the worker is dead, and has not said how the save ended."""
-
-
-class OpenSaves:
-    """The saves that the worker was told of, by number, until they have ended and their slots are free."""
-
-    def __init__(self) -> None:
-        # Taken by itself: an exception of a signal handler can keep a condition, but not a lock, from being left.
-        self.lock = threading.RLock()
-        """Guards them."""
-        self.changed = threading.Condition(self.lock)
-        """Notified whenever a save gets on."""
-        self._open: dict[int, TrackedSave] = {}
-        self._copied: dict[int, TrackedSave] = {}  # those that are to be, until it is known whether they are
-        self._progress_at = 0.0  # when some save last got on, by time.monotonic
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
-
-    def add(self, save: TrackedSave) -> None:
-        """Add a save. The worker is about to be told of it."""
-        save.begun_at = time.monotonic()
-        with self.lock:
-            self._open[save.request.save_id] = save
-            if save.request.is_copied:
-                self._copied[save.request.save_id] = save
-
-    def discard(self, save: TrackedSave) -> None:
-        """Remove a save that the worker was not told of."""
-        with self.lock:
-            self._open.pop(save.request.save_id, None)
-            self._copied.pop(save.request.save_id, None)
-
-    def any_overdue(self) -> bool:
-        """Whether the worker has not said in time how a save ended. It may be stopped, and go on at any moment."""
-        with self.lock:
-            return any(self.is_overdue(save) for save in self._open.values() if not save.has_ended)
-
-    def is_overdue(self, save: TrackedSave) -> bool:
-        """Return whether a silent worker has stopped: the worker's own limit ends a save earlier."""
-        return time.monotonic() >= max(save.begun_at, self._progress_at) + longest(save.request.timeout)
-
-    def on_copied(self, save: TrackedSave) -> None:
-        """Nobody copies into its slot any more."""
-        with self.lock:
-            save.copied.set()
-            self.changed.notify_all()
-
-    def on_written(
-        self, save_id: int, inode: int | None = None, timings: Mapping[str, float] = MappingProxyType({})
-    ) -> None:
-        """The worker lets go of its slot."""
-        with self.lock:
-            if (save := self._open.get(save_id)) is not None:  # else the worker died meanwhile
-                save.on_written(inode, timings)
-                self._changed(save)
-
-    def on_end(self, save_id: int, outcome: messages.Committed | CheckpointError) -> None:
-        """It has ended. Where another rank has failed it, its slot may still be being written."""
-        with self.lock:
-            save = self._open.get(save_id)
-            if save is not None and not save.has_ended:  # else it was cancelled, or the worker died and took it along
-                save.on_end(outcome)
-                self._changed(save)
-
-    def on_replicated(self, save_id: int, failure: CheckpointError | None) -> None:
-        """Other hosts have copies of a save; with ``failure`` they have none. The save may have ended by then."""
-        with self.lock:
-            save = self._copied.pop(save_id, None)
-            self.changed.notify_all()  # a slot may be free that was being read
-        if save is not None:
-            save.on_replicated(failure)
-
-    def look_again(self) -> None:
-        """Something that is waited for may be there."""
-        with self.lock:
-            self.changed.notify_all()
-
-    def close(self) -> list[TrackedSave]:
-        """The worker is gone: all slots are free. Return the saves that were open."""
-        with self.lock:
-            saves, self._open = list(self._open.values()), {}
-            copied, self._copied = list(self._copied.values()), {}
-            for save in saves:
-                save.on_written(None, {})
-            self.changed.notify_all()
-        for save in copied:
-            save.on_replicated(WorkerDiedError("the worker ended before other hosts had copies"))
-        return saves
-
-    def _changed(self, save: TrackedSave) -> None:
-        self._progress_at = time.monotonic()
-        if save.has_ended and save.is_written:
-            del self._open[save.request.save_id]
-        self.changed.notify_all()
 
 
 T = TypeVar("T")
@@ -248,8 +129,12 @@ class Questions:
 
 
 _CHECK_S = 0.5  # how often a wait looks whether it makes sense
+_NOTICE_S = 10.0  # how long it may take to notice the end of a worker
 _END_S = 5.0  # how long one that is killed may take to end
 _LISTEN_S = 1.0  # how long the listener listens before it looks which saves are overdue
+_SEND_S = 300  # how long a worker may take no message: it may be taking much memory
+_TELL_S = 1.0  # how long it may take to tell the other ranks of a failure
+_SLOT_S = 0.25  # as long as a save waits for a slot, which somebody may be reading
 Answer = TypeVar("Answer")
 _Told: TypeAlias = Callable[[Any], object]
 
@@ -273,15 +158,21 @@ class WorkerClient:
         self._connection, self._endpoint = self._process.connection, options.endpoint
         self.pid = self._process.pid
         """The worker's process id."""
-        self.saves, self._sending = OpenSaves(), threading.Lock()
+        self.saves = RunningSaves(self.tell, self._kill_stopped)
+        """The saves that it was told of, or will be."""
+        self._sending = threading.Lock()
         self._questions = Questions(self.tell, self._give_back)
         self._taken: dict[int, Callable[[CheckpointError | None], object]] = {}
         self._death: WorkerDiedError | None = None
-        self._closing = self._detaching = self._is_told = False
+        self._closing = self._detaching = self._is_told = self._is_killed = False
+        self._why_killed = ""
+        self._ended = Flag()  # it is known that the worker has ended, and the saves know it
         self.has_endpoint = False
         """Whether others can find the worker."""
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
         try:
+            # The listener sends, too, and is the one to notice a worker that has stopped.
+            self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
             self._process.wait_ready(options.start_timeout)
             begun(self)
             self._listener.start()
@@ -338,74 +229,37 @@ class WorkerClient:
         fd = segment.fileno()
         return self.ask(messages.Adopt(held), messages.Adopted, timeout, "handing over shared memory", fd).segment
 
-    def cancel(self, save: TrackedSave, reason: CheckpointError, timeout: float) -> bool:
-        """Take back a save that is not being written yet. False, and nothing changes, where it is too late for that.
-
-        Args:
-            save: Its slot is free then, or will be in a moment.
-            reason: The error that it ends with.
-            timeout: Seconds.
-        """
-        cancel = messages.Cancel(save_id := save.request.save_id, reason)
-        answer = self.ask(cancel, messages.Cancelled, timeout, "taking a save back")
-        if answer.in_time:
-            self.saves.on_end(save_id, reason)
-        return answer.in_time
-
-    def begin(self, save: TrackedSave) -> None:
-        """Announce a save that is being staged. The worker may read the bytes that have arrived from now on.
-
-        After any other exception than ours nobody knows whether the worker was told: ``cancel`` it.
-        """
-        with self.saves.lock:
-            self.check_usable()
-            self.saves.add(save)
-        try:
-            self.tell(messages.Begin(save.request))
-        except CheckpointError:
-            self.saves.discard(save)
-            raise
-
-    def staged(self, save_id: int, timings: dict[str, float], replicas: dict[str, int]) -> None:
-        """Hand the slot over; its state must say STAGED. From now on only the worker touches it."""
-        self.tell(messages.Staged(save_id, timings, replicas))
-
     def take(self, request: messages.Take, taken: Callable[[CheckpointError | None], object]) -> None:
         """Have the worker take more memory of a segment.
 
-        The listener calls ``taken`` when it has, or with the reason why not. Waiters of ``wait_for`` look again then.
+        A thread calls ``taken`` when it has, or with the reason why not. Saves that wait look for a slot then.
         """
         self._taken[request.segment] = taken
         self.tell(request)
 
-    def wait_for(
-        self, condition: Callable[[], bool], timeout: float, doing: str, check: Callable[[], object] = lambda: None
-    ) -> None:
-        """Wait until ``condition`` holds. Raises ``SaveTimeoutError``, or ``WorkerDiedError``: it never will.
+    def wait_while_it_lives(self, flag: Flag, timeout: float) -> bool:
+        """Wait until a save has set ``flag``. Return whether it is set after ``timeout`` seconds.
 
-        Args:
-            condition: Looked at whenever a save gets on; the saves cannot change meanwhile.
-            timeout: Seconds.
-            doing: The action that is waited for, for the error.
-            check: Called now and then. An error of it ends the wait.
+        Raises the ``WorkerDiedError`` of the worker if nobody will set it any more.
         """
         deadline = time.monotonic() + timeout
-        while True:
-            left = deadline - time.monotonic()
-            with self.saves.lock:
-                self.saves.changed.wait_for(lambda: condition() or self._death is not None, min(left, _CHECK_S))
-                if condition():
-                    return
-                if self._death is not None:
-                    raise self._death
-            if left <= _CHECK_S:
-                break
-            check()
-        raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s; the storage may be stalled")
+        while not flag.wait(max(0.0, min(deadline - time.monotonic(), _CHECK_S))):
+            if not self._listener.is_alive() and not flag.is_set():
+                raise self._death or ClosedError("the worker was left")
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    def settle(self, timeout: float) -> None:
+        """Wait until all that other threads have posted is handled, at most ``timeout`` seconds."""
+        if self._listener.is_alive():
+            with contextlib.suppress(CheckpointError):
+                self.wait_while_it_lives(self.saves.mark(), timeout)
+        self.saves.wait_for_jobs(_TELL_S)
 
     def wait_for_end(self, timeout: float) -> None:
         """Wait until it is known that the worker has ended, or ``timeout`` seconds have passed."""
-        self._listener.join(timeout)
+        self._ended.wait(timeout)
 
     def close(self, timeout: float) -> None:
         """End the worker once all staged saves are written. Safe to call twice: the second call waits for nothing.
@@ -417,7 +271,7 @@ class WorkerClient:
             if self._process.wait(timeout) is None:
                 how = f"is still writing after {timeout:g} s; it goes on, and ends by itself"
                 raise SaveTimeoutError(f"the worker {self.pid} {how}")
-            self._listener.join(timeout)
+            self._ended.wait(timeout)
 
     def detach(self, timeout: float | None = None) -> None:
         """Leave as a dead trainer does: the worker writes the staged saves, and lingers.
@@ -430,7 +284,7 @@ class WorkerClient:
             self._process.detach()
             self._process.hang_up()
             if self._listener.ident is not None:  # else its start was interrupted
-                self._listener.join(timeout)
+                self._ended.wait(timeout)
 
     def abandon(self) -> None:
         """Let the worker finish by itself what it was given, without waiting."""
@@ -448,9 +302,9 @@ class WorkerClient:
         """End the worker at once, and wait until all it had to do has failed."""
         if self._may_end():
             self._process.kill()
-            self._listener.join(_END_S)
+            self._ended.wait(_END_S)
             self._process.hang_up()  # its socket stays open while it is in a call of storage that cannot be broken off
-            self._listener.join()
+            self._ended.wait()
 
     def check_usable(self) -> None:
         """Raise what keeps the worker from being asked: ``ClosedError``, or the ``WorkerDiedError`` it ended with."""
@@ -462,7 +316,7 @@ class WorkerClient:
 
     def check_owner(self) -> None:
         """Raise ``ClosedError`` in a fork of the process that this was made in."""
-        if self.is_forked:
+        if self._owner != os.getpid():
             raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
 
     @property
@@ -487,11 +341,11 @@ class WorkerClient:
             if not isinstance(error, OSError) or is_interrupt(error):
                 raise
             if not isinstance(error, ConnectionError):  # the worker is there, and would wait for this message
-                self.kill()
-                why = f"the worker {self.pid} cannot be told anything, and was killed: {error}"
-                raise WorkerDiedError(f"{why}; the next save starts a new worker") from error
+                self._why_killed = f"cannot be told anything, and was killed: {error}"
+                self._process.kill()
             # The listener is about to find out why; it knows more than "broken pipe".
-            self._listener.join(timeout=10)
+            if threading.current_thread() is not self._listener:
+                self._ended.wait(_NOTICE_S)
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
 
     def _give_back(self, answer: object, segment: Segment | None) -> None:
@@ -512,44 +366,51 @@ class WorkerClient:
             self._on_exit()
 
     def _take_messages(self) -> None:
-        killed = False
+        """Handle messages, and what other threads post, until the worker is gone."""
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLIN)
+        poll.register(self.saves, select.POLLIN)
+        looked_at = time.monotonic()
+        posted = self.saves.fileno()
         while True:
-            try:
-                if not self._connection.poll(_LISTEN_S):
-                    if killed:
+            pause_s = _SLOT_S if self.saves.is_waiting else _LISTEN_S
+            ready = {fd for fd, _ in poll.poll(1000 * pause_s)}
+            self.saves.take_posted()
+            if not ready - {posted}:
+                # Not before all messages are read: this process may have stood still, and not the worker.
+                if time.monotonic() - looked_at >= pause_s:
+                    looked_at = time.monotonic()
+                    if self._is_killed:
                         break  # not even that has ended it yet: it is in a call to storage, and will make no other
-                    if self.saves.any_overdue():
-                        self._process.kill()
-                        killed = True
-                    continue
+                    self.saves.handle(TimePassed())
+                continue
+            try:
                 message: messages.FromWorker = messages.receive(self._connection)
             except (EOFError, ConnectionError):  # any other failure is of this end, and the worker lives
                 break
-            segment = None
-            if isinstance(message, messages.Answer) and isinstance(message.answer, messages.Allocated):
-                message, segment = self._allocated(message.number, message.answer)
-            match message:
-                case messages.Written(save_id, inode, timings):
-                    self.saves.on_written(save_id, inode, timings)
-                case messages.Taken(number, failure):
-                    if (taken := self._taken.pop(number, None)) is not None:
-                        taken(failure)
-                    self.saves.look_again()
-                case messages.Replicated(save_id, failure):
-                    self.saves.on_replicated(save_id, failure)
-                case messages.Committed(save_id):
-                    self.saves.on_end(save_id, message)
-                case messages.Failed(save_id, error):
-                    self.saves.on_end(save_id, error)
-                case Uploaded():
-                    self._on_uploaded(message)
-                case messages.Logged(level, text):
-                    with contextlib.suppress(Exception):  # of the user's own handlers
-                        logger.log(level, "the worker %d: %s", self.pid, text)
-                case messages.Answer(answer=answer):
-                    if isinstance(answer, messages.Cancelled) and answer.in_time and answer.slot_free:
-                        self.saves.on_written(answer.save_id)  # whoever has asked may not wait any more
-                    self._questions.on_answer(message, segment)
+            self._on_message(message)
+
+    def _kill_stopped(self) -> None:
+        self._process.kill()
+        self._is_killed = True
+
+    def _on_message(self, message: messages.FromWorker) -> None:
+        segment = None
+        if isinstance(message, messages.Answer) and isinstance(message.answer, messages.Allocated):
+            message, segment = self._allocated(message.number, message.answer)
+        match message:
+            case messages.Taken(number, failure):
+                if (taken := self._taken.pop(number, None)) is not None:
+                    self.saves.run(partial(taken, failure), then=TimePassed())
+            case Uploaded():
+                self._on_uploaded(message)
+            case messages.Logged(level, text):
+                with contextlib.suppress(Exception):  # of the user's own handlers
+                    logger.log(level, "the worker %d: %s", self.pid, text)
+            case messages.Answer():
+                self._questions.on_answer(message, segment)
+            case _:
+                self.saves.on_message(message)
 
     def _allocated(self, number: int, answer: messages.Allocated) -> tuple[messages.Answer, Segment | None]:
         """Map a new segment. If this process has no room for it, the worker takes it back, and the question fails."""
@@ -564,33 +425,18 @@ class WorkerClient:
         code = self._process.wait(0 if self._detaching else _END_S)
         if code is None:
             self._process.detach()
-            if self.saves and not self._detaching:
+            if not self.saves.is_idle() and not self._detaching:
                 self._process.kill()  # what it was to do has failed
         words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
-        death = WorkerDiedError(f"the worker {self.pid} {how_it_ended(code)}{words}")
-        with self.saves.lock:
-            self._death = death
-            saves = self.saves.close()
-        self._questions.close(death)
-        for save in saves:
-            if not save.done.is_set():  # also of one whose end came, and could not be noted for want of memory
-                loss = _loss(save, death, self.pid, self._detaching, self.saves.is_overdue(save))
-                save.on_end(loss, heard=self._detaching)  # a worker left behind still writes
-        self._process.close()
-
-
-def _loss(save: TrackedSave, death: WorkerDiedError, worker: int, left: bool, overdue: bool) -> CheckpointError:
-    """Return the error of a ``save`` that is open when the ``worker`` is gone."""
-    request = save.request
-    error: CheckpointError = death
-    if left:
-        error = ClosedError(
-            "it is not known how this ended: its checkpointer was left before, and the worker"
-            f" {worker} goes on with it, alone; a new checkpointer loads it if all ranks had staged it"
-        )
-    elif overdue:
-        error = SaveTimeoutError(
-            f"the worker {worker} did not say within {request.timeout:g} s how it went, and was killed; it may have"
-            " been stopped, or the storage be stalled"
-        )
-    return located(error, path=request.path, rank=request.rank, step=request.step)
+        death = WorkerDiedError(f"the worker {self.pid} {self._why_killed or how_it_ended(code)}{words}")
+        self._death = death
+        try:
+            self.saves.take_posted()
+            self.saves.handle(WorkerGone(death, self._detaching, self.pid))
+            self._questions.close(death)
+            self._process.close()
+        finally:
+            self._ended.set()
+        while not self.saves.is_idle():  # somebody still copies, or finds out how a save has ended
+            self.saves.wait_posted(_LISTEN_S)
+            self.saves.take_posted()

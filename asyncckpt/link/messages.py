@@ -24,7 +24,7 @@ One socket pair joins trainer and worker. A message with a * travels as a ``Ques
     worker   CopiesKept                   there is memory for it   (or Refused)
     trainer  Begin                        a save is being staged: what, in which slot, to which path
     trainer  Staged                       the state is in the slot (the slot says so too, if the trainer dies here)
-             or Cancel *                  it is not, or is no longer needed
+             or Cancel                    it is not, or is no longer needed
     worker   Cancelled                    whether that was in time
     worker   Written                      the slot is free again
     worker   Replicated                   copies are on other hosts, of all ranks; or why not
@@ -221,7 +221,7 @@ class Question:
     """No other has its ``number``."""
 
     number: int
-    question: Listen | Claim | Host | Allocate | Adopt | Describe | Cancel | AskUploads | Serve | Follow | KeepCopies
+    question: Listen | Claim | Host | Allocate | Adopt | Describe | AskUploads | Serve | Follow | KeepCopies
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,6 @@ class Answer:
         | Allocated
         | Adopted
         | Described
-        | Cancelled
         | UploadsUnderWay
         | Served
         | Followed
@@ -340,8 +339,8 @@ class Answer:
     )
 
 
-FromTrainer = Question | Join | Begin | Staged | Take | GiveBack | Release | Close
-FromWorker = Ready | Answer | Taken | Written | Replicated | Committed | Failed | Uploaded | Logged
+FromTrainer = Question | Join | Begin | Staged | Cancel | Take | GiveBack | Release | Close
+FromWorker = Ready | Answer | Taken | Written | Cancelled | Replicated | Committed | Failed | Uploaded | Logged
 
 
 def send(connection: Connection, message: object) -> None:

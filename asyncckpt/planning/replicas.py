@@ -129,9 +129,6 @@ def _on_host(tensor: torch.Tensor, ready: ReadyEvents) -> torch.Tensor:
         return tensor.cpu()
 
 
-NOTHING = Sample(())
-
-
 def _hash(name: str) -> int:
     return zlib.crc32(name.encode(errors="surrogatepass"))
 

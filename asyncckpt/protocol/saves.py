@@ -68,10 +68,9 @@ class ImageStaged:
 
 @dataclass(frozen=True)
 class ImageCancelled:
-    """The trainer has stopped copying, or does not need the save any more. ``asked``: the number of its question."""
+    """The trainer has stopped copying, or does not need the save any more."""
 
     save: int
-    asked: int
     reason: CheckpointError
 
 
@@ -128,10 +127,9 @@ class FreeSlot:
 
 @dataclass(frozen=True)
 class AnswerCancel:
-    """Answer the trainer's question. ``in_time``: whether the save is cancelled."""
+    """Answer the trainer. ``in_time``: whether the save is cancelled."""
 
     save: int
-    asked: int
     in_time: bool
     slot_free: bool
 
@@ -205,20 +203,20 @@ class _Slots:
                 self._free(save, actions)
 
     def _cancel(self, event: ImageCancelled, actions: list[ImageAction]) -> None:
-        save, asked = event.save, event.asked
+        save = event.save
         match self.states.get(save):
             case ImageState.ARRIVING | ImageState.UNWRITTEN | ImageState.STAGED as state:
                 if state is ImageState.STAGED:
                     self._staged.remove(save)
                 self._free(save, actions, tell=False)
-                actions.append(AnswerCancel(save, asked, in_time=True, slot_free=True))
+                actions.append(AnswerCancel(save, in_time=True, slot_free=True))
                 actions.append(PartFailed(save, event.reason))
             case ImageState.FOLLOWED:
                 self.states[save] = ImageState.STOPPING
                 actions.append(StopWriting(save, event.reason))
-                actions.append(AnswerCancel(save, asked, in_time=True, slot_free=False))
+                actions.append(AnswerCancel(save, in_time=True, slot_free=False))
             case _:
-                actions.append(AnswerCancel(save, asked, in_time=False, slot_free=True))
+                actions.append(AnswerCancel(save, in_time=False, slot_free=True))
 
     def _lose(self, save: int, actions: list[ImageAction]) -> None:
         """Give up an image that was still arriving when the trainer ended."""

@@ -265,6 +265,18 @@ class Group:
         self._rounds.patience.renew()
         return self._follow_first(self._rounds, kind, number, decide)
 
+    def tell_decision(self, kind: str, number: int, decision: object) -> None:
+        """First rank: tell the others what they wait for in ``follow_first``. Another thread may use the store."""
+        if (rounds := self._rounds) is None:
+            return
+        timeout = self._config.timeout
+        try:
+            rounds.conclude_soon(round_name(kind, number), pack(decision), timeout).result(timeout)
+        except (CheckpointError, TimeoutError) as error:
+            self.report_failure(number, error, begun=False)
+            raise
+        rounds.clear(kind, number)
+
     def check_first(self) -> None:
         """Raise ``SaveTimeoutError`` if the first rank's worker, which ends all saves, is alive but does not answer."""
         if self._rounds is not None and self.rank > 0:

@@ -171,7 +171,8 @@ class StoreConnection:
         self._rendezvous = rendezvous
         self._calling = threading.Lock()
         self._client: StoreClient | None = None
-        self._lock = threading.Lock()  # acquired directly, not by the condition: see OpenSaves
+        # Acquired directly, not by the condition: an exception of a signal handler could keep that from being left.
+        self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._tasks: deque[tuple[Callable[[StoreClient], Any], float, Future[Any]]] = deque()
         self._is_busy = self._is_closing = self._closed = False

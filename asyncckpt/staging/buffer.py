@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
 from asyncckpt.devices.kinds import ReadyEvents, first_device
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.errors import CheckpointError, OutOfMemoryError
+from asyncckpt.errors import CheckpointError, OutOfMemoryError, SaveTimeoutError
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
 from asyncckpt.format.write_request import COPY_SLOTS, HeldImage
-from asyncckpt.link.client import TrackedSave, WorkerClient
+from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.messages import Describe, Described, GiveBack, Release, Take
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.layout import DataLayout
@@ -33,6 +33,7 @@ from asyncckpt.shm.slots import HEADER_BYTES, PublishedSlots, PublishedVersion, 
 from asyncckpt.staging.device_copy import Fence, pinned_cuts
 from asyncckpt.staging.host_copy import CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
+from asyncckpt.threads import Flag
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ _LONG = 16
 
 
 class SlotMemory:
-    """The memory of one segment's slots. One thread at a time may call; answers of the worker come on another."""
+    """The memory of one segment's slots. One thread at a time may call; a thread brings the answer of the worker."""
 
     def __init__(self, client: WorkerClient, number: int, segment: Segment, begins: Sequence[int], taken: int) -> None:
         """Take no memory yet.
@@ -143,7 +144,7 @@ class SlotMemory:
         self._client.tell(GiveBack(self._number, self.end, (self.taken,)))
 
     def _on_taken(self, slot: int, refused: CheckpointError | None) -> None:
-        """Called by the thread that listens to the worker."""
+        """Called by a thread of its own: to map the memory takes a while."""
         if refused is None:
             # The kernel's tables of this process, which the copy would wait for; of a segment that may just be closed.
             with contextlib.suppress(OutOfMemoryError, ValueError):
@@ -156,6 +157,18 @@ class SlotMemory:
 
 
 Plan: TypeAlias = CheckpointPlan | FileSetPlan | TorchFilePlan
+
+
+class SlotUser(Protocol):
+    """A save that has a slot, or had it last."""
+
+    number: int
+    slot_free: Flag
+    """Set when nobody uses the slot for it any more."""
+    is_whole: bool
+    """Its image is complete."""
+    is_durable: bool
+    is_replicated: bool
 
 
 class StagingBuffer:
@@ -193,7 +206,8 @@ class StagingBuffer:
         """
         self.plan = plan
         self.client = client
-        self.saves: list[TrackedSave | None] = [None] * slots
+        self.saves: list[SlotUser | None] = [None] * slots
+        self._fitted_for = 0
         self._pinned: PinnedMemory | None = None
         plan.objects.forget_slots()
         regions, fixed, first = _laid_out(plan)
@@ -274,6 +288,16 @@ class StagingBuffer:
                 self._pinned.cut_back(self._offsets[last])
             self._memory.give_back_last()
 
+    def claim_slot_for(self, save: SlotUser) -> int | None:
+        """Take a free slot for ``save``, and return it; None if there is none. The thread of the saves calls this."""
+        if self._fitted_for != save.number:
+            self.fit_memory()
+            self._fitted_for = save.number
+        slot = self.claim_slot()
+        if slot is not None:
+            self._begin(slot, save)
+        return slot
+
     def claim_slot(self) -> int | None:
         """Return a free slot, the least recently used; None if there is none. From now on nobody can read it.
 
@@ -281,7 +305,7 @@ class StagingBuffer:
         part of it along. Never reuse the published slot while memory for another slot is coming.
         """
         safe = [save for save in self.saves if save is not None and (save.is_durable or save.is_replicated)]
-        last = max(safe, key=lambda save: save.request.save_id, default=None)
+        last = max(safe, key=lambda save: save.number, default=None)
         kept = last if last is not None and not last.is_durable and len(self.saves) > 1 else None
         published = self._published.publications().values() if self._memory.is_coming else ()
         # The first, as long as the others are too much.
@@ -302,10 +326,9 @@ class StagingBuffer:
         self._memory.keep_two()
         return self._published.publish_unless_last(slot, published)
 
-    def begin(self, slot: int, save: TrackedSave) -> None:
-        """Take ``slot`` for ``save``."""
-        others = (other for number, other in enumerate(self.saves) if number != slot and other is not None)
-        self._memory.note(overlaps=not all(map(is_over, others)))
+    def _begin(self, slot: int, save: SlotUser) -> None:
+        others = (other for other in range(len(self.saves)) if other != slot)
+        self._memory.note(overlaps=not all(map(self._is_free, others)))
         self.saves[slot] = save
         self._kept.discard(slot)
         self._by_age = [*(other for other in self._by_age if other != slot), slot]
@@ -314,9 +337,14 @@ class StagingBuffer:
         """Let others read the image in ``slot``, which is whole."""
         self._published.offer_image(slot)
 
-    def idle(self) -> bool:
-        """Return True if all slots are written and nobody copies into them, so that the memory can be given back."""
-        return all(save is None or (save.is_written and save.copied.is_set()) for save in self.saves)
+    def wait_idle(self, timeout: float, doing: str) -> None:
+        """Wait until nobody uses a slot, so that the memory can be given back.
+
+        Raises ``SaveTimeoutError`` after ``timeout`` seconds, with the action that took so long; ``WorkerDiedError``.
+        """
+        for save in self.saves:
+            if save is not None and not self.client.wait_while_it_lives(save.slot_free, timeout):
+                raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s; the storage may be stalled")
 
     def copy(
         self,
@@ -326,6 +354,7 @@ class StagingBuffer:
         threads: CopyThreads,
         queued: Callable[[Sequence[Fence]], None] = lambda _: None,
         devices: object | None = None,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         """Copy the tensors of a state, and return when that is done. The first from a device has the memory pinned.
 
@@ -335,14 +364,20 @@ class StagingBuffer:
             ready: Events that the copies from each device wait for.
             threads: Threads that help.
             queued, devices: As of ``SlotStager.copy``.
+            check: Called by any thread, many times. An error that it raises ends the copy.
         """
+
+        def arrived(nbytes: int) -> None:
+            check()
+            self.slots.set_arrived(slot, nbytes)
+
         if self._pinned is None and (device := first_device(tensors, ready)) is not None:
             cuts = _cuts(self.plan.layout, self._offsets)
             self._pinned = PinnedMemory(self.segment, cuts, device, self._memory.ends[0])
         if self._pinned is not None:
             for end in self._memory.ends:  # no range crosses one: the memory of a slot may go back
                 self._pinned.extend(end)
-        self._stagers[slot].copy(tensors, ready, threads, partial(self.slots.set_arrived, slot), queued, devices)
+        self._stagers[slot].copy(tensors, ready, threads, arrived, queued, devices)
 
     def write_objects(self, slot: int) -> None:
         """Write the objects that the plan last captured into ``slot``."""
@@ -370,13 +405,7 @@ class StagingBuffer:
 
     def _is_free(self, slot: int) -> bool:
         save = self.saves[slot]
-        return save is None or is_over(save)
-
-
-def is_over(save: TrackedSave) -> bool:
-    """Return True if the slot of a save is free."""
-    # Written is not enough: where commits are slow, saves that are not committed would pile up in the worker.
-    return save.is_written and save.copied.is_set() and (save.has_ended or save.is_withdrawn)
+        return save is None or self.client.saves.is_free(save.number)
 
 
 def copy_bytes(plan: CheckpointPlan) -> int:

@@ -164,6 +164,6 @@ class BufferPool:
     def _give_back(self, known: CachedPlan, client: WorkerClient, doing: str) -> None:
         """Give back the memory of a plan, after all saves in it have ended."""
         if known.buffer is not None:
-            client.wait_for(known.buffer.idle, self._config.timeout, doing)
+            known.buffer.wait_idle(self._config.timeout, doing)
             known.buffer.close()
             known.buffer = None

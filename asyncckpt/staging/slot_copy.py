@@ -1,4 +1,4 @@
-"""The copy that the training waits for: from its tensors into a slot, on the calling thread and a few others."""
+"""The copy that the training waits for: from its tensors into a slot, on a thread of the engine and a few others."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from support.states import same
 
 from asyncckpt import Checkpointer, Save
 from asyncckpt.config import Config
-from asyncckpt.engine.saves import Saves
+from asyncckpt.engine.saves import SaveOperation
 from asyncckpt.errors import ClosedError, MismatchError, WorkerDiedError
 from asyncckpt.integrations.nvrx import AbortAsyncckpt
 from asyncckpt.link.process import detached_workers
@@ -89,8 +89,7 @@ def _check_threads(trainings: Trainings) -> None:
     trainings.before = trainings.checkpointer
     engine = trainings.checkpointer._engine
     assert engine.worker is not None
-    mine = {engine.worker._listener, *engine._copier.threads._threads}
-    mine |= set(engine._copier._behind._threads) if engine._copier._behind is not None else set()
+    mine = {engine.worker._listener, *engine._copier.threads._threads, *engine._copier._stager._threads}
     deadline = time.monotonic() + 30
     while _threads() != mine and time.monotonic() < deadline:
         gc.collect()
@@ -216,7 +215,8 @@ def test_one_that_could_only_load_leaves_nothing(root: Path) -> None:
         AbortAsyncckpt()(None)
     with Checkpointer(root) as last:
         assert last.load(_state(0)) == 1
-        assert _threads() == set(last._engine._copier.threads._threads)
+        copier = last._engine._copier
+        assert _threads() == {*copier.threads._threads, *copier._stager._threads}
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["copied", "overlapping"])
@@ -257,14 +257,14 @@ def test_who_waits_for_a_slot_as_all_is_given_up_takes_none(
     """All saves have ended then, for this process; but the worker that is left writes what is in their slots."""
     first = Checkpointer(root, Config(slots=1))
     first.save(1, _state(1))
-    take_slot: Any = Saves.take_slot
+    stage: Any = SaveOperation.stage
 
-    def take_when_given_up(*arguments: Any) -> Any:
+    def stage_when_given_up(*arguments: Any) -> Any:
         AbortAsyncckpt()(None)
-        return take_slot(*arguments)
+        return stage(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Saves, "take_slot", take_when_given_up)
+        patch.setattr(SaveOperation, "stage", stage_when_given_up)
         with pytest.raises(WorkerDiedError):
             first.save(2, _state(2))
     gate.touch()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,10 +77,15 @@ def test_nothing_is_copied_any_more_when_an_interrupt_is_raised(
 ) -> None:
     """By Ctrl-C, just when the copies are queued, or while they are waited for. The next save takes the same slot."""
 
-    def interrupted(real: Callable[..., Any], *args: Any) -> None:
+    def interrupted(real: Callable[..., Any], *args: Any) -> Any:
+        if at == "wait":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.2)
+        found = real(*args)
         if at == "queue":
-            real(*args)
-        raise KeyboardInterrupt
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.2)
+        return found
 
     state = _state(device_type)
     device = state["model"]["large"].device

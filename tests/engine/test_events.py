@@ -21,9 +21,9 @@ from support.workers import wait_for
 import asyncckpt
 from asyncckpt import Checkpointer, Config
 from asyncckpt import events as events_module
+from asyncckpt.engine.saves import SaveOperation
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, WorkerDiedError
 from asyncckpt.events import Event, Listener
-from asyncckpt.link.client import WorkerClient
 from asyncckpt.weights import WeightPublisher
 
 QUICK = Config(linger=0, timeout=60)
@@ -117,15 +117,15 @@ def test_a_state_that_is_refused_by_its_owner_is_told(tmp_path: Path, heard: Hea
 def test_a_worker_that_is_quick_does_not_change_the_order(
     tmp_path: Path, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staged = WorkerClient.staged
+    on_return = SaveOperation.on_return
 
-    def slow(self: WorkerClient, save_id: int, timings: dict[str, float], replicas: dict[str, int]) -> None:
-        staged(self, save_id, timings, replicas)
-        wait_for(lambda: any(event.phase == "committed" for event in heard.events) or not overlap)
+    def slow(self: SaveOperation) -> None:
+        self.future.result(60)
+        on_return(self)
 
     for overlap in (False, True):
         heard.events.clear()
-        monkeypatch.setattr(WorkerClient, "staged", slow)
+        monkeypatch.setattr(SaveOperation, "on_return", slow)
         with Checkpointer(tmp_path / str(overlap), Config(linger=0, overlap=overlap), on_event=heard) as checkpointer:
             checkpointer.save(1, STATE)
         assert heard.phases(1) == SAVE

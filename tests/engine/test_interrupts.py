@@ -22,6 +22,7 @@ from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
 from asyncckpt.link import messages
+from asyncckpt.link.client import WorkerClient
 from asyncckpt.staging.slot_copy import SlotStager, wait_for_copies
 
 HERE = str(Path(__file__).parents[2])
@@ -120,7 +121,7 @@ class Training:
             "worker's segments": len(mapped_segments(worker.pid)),
             "files": _descriptors(os.getpid()),
             "worker's files": _descriptors(worker.pid),
-            "open saves": len(worker.saves._open),
+            "open saves": len(worker.saves._work),
             "questions": len(worker._questions._open),
         }
 
@@ -176,9 +177,9 @@ def test_at_every_call_of_a_save(root: Path, overlap: bool, grows: int, every: i
         assert checkpointer._engine.worker is not None
 
 
-@pytest.mark.parametrize("kind", [messages.Allocate, messages.Describe, messages.Begin, messages.Staged])
+@pytest.mark.parametrize("kind", [messages.Allocate, messages.Describe])
 def test_when_the_worker_has_just_been_told(root: Path, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
-    """It answers a question that nobody waits for any more, and has begun a save that nobody will stage."""
+    """It answers a question that nobody waits for any more."""
     with Checkpointer(root) as checkpointer:
         training = Training(checkpointer)
         training.check()
@@ -204,39 +205,46 @@ def test_a_save_in_answer_to_ctrl_c_is_made(root: Path, monkeypatch: pytest.Monk
     state = {"w": torch.ones(1000)}
     copy: Any = SlotStager.copy
 
-    def interrupted(*args: Any) -> None:
+    def slow(*args: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        time.sleep(0.3)
         copy(*args)
+
+    def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), Checkpointer(root) as checkpointer:
         checkpointer.save(1, state)
+        before = signal.signal(signal.SIGALRM, interrupted)
         try:
             with monkeypatch.context() as patched:
-                patched.setattr(SlotStager, "copy", interrupted)
+                patched.setattr(SlotStager, "copy", slow)
                 checkpointer.save(2, state)
         except KeyboardInterrupt:
             checkpointer.save(3, state)
             raise
+        finally:
+            signal.signal(signal.SIGALRM, before)
     assert complete_steps(str(root)) == [1, 3]
 
 
 @pytest.mark.parametrize("failure", ["raise", "warn"])
 def test_a_save_within_a_save_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch, failure: Any) -> None:
     """As by the handler of a signal that comes during a save."""
-    copy: Any = SlotStager.copy
+    wait: Any = WorkerClient.wait_while_it_lives
     told: list[BaseException | None] = []
 
-    def within(*args: Any) -> None:
-        copy(*args)
+    def within(*args: Any) -> Any:
         for call in (lambda: checkpointer.save(9, {"w": torch.zeros(1000)}).result(), checkpointer.wait, engine.close):
             with pytest.raises(CheckpointError, match="out of another call") as caught:
                 call()
             told.append(caught.value)
+        return wait(*args)
 
     with Checkpointer(root, Config(failure=failure)) as checkpointer:
         engine = checkpointer._engine
         with monkeypatch.context() as patched:
-            patched.setattr(SlotStager, "copy", within)
+            patched.setattr(WorkerClient, "wait_while_it_lives", within)
             checkpointer.save(1, {"w": torch.ones(1000)}).result(60)
         assert len(told) == 3
         checkpointer.save(2, {"w": torch.ones(1000)}).result(60)

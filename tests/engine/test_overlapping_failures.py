@@ -63,7 +63,7 @@ class Training:
             stepping.join(0.3)
             may_go_on.set()
             stepping.join(60)
-        wait_for(lambda: save._state.copied.is_set())  # type: ignore[attr-defined]
+        wait_for(save.staged)
 
 
 def _loaded(root: Path, *, memory: bool) -> list[float]:
@@ -79,7 +79,7 @@ def test_storage_that_fails_at_once(root: Path, monkeypatch: pytest.MonkeyPatch,
     training, first = Training(), Checkpointer(root, Config(overlap=True))
     with training.saved_half(first, monkeypatch) as save, pytest.raises(StorageError):
         save.result(60)
-    wait_for(lambda: save._state.is_written)  # type: ignore[attr-defined]
+    wait_for(lambda: save._state.slot_free.is_set())  # type: ignore[attr-defined]
     AbortAsyncckpt()(None)  # as if it had died
     assert _loaded(root, memory=True) == [1, 1]
 
@@ -107,6 +107,26 @@ def test_given_up_before_the_worker_sees_it(root: Path, monkeypatch: pytest.Monk
     os.kill(worker, signal.SIGCONT)
     for memory in (True, False):
         assert _loaded(root, memory=memory) == [1, 1]
+
+
+def test_a_save_of_another_state_does_not_wait_for_a_copy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, may_go_on = host_copy._ByteCopy.copy, threading.Event()
+
+    def waits(unit: Any, tensors: Any) -> None:
+        assert may_go_on.wait(60)
+        copy(unit, tensors)
+
+    with Checkpointer(root, Config(overlap=True)) as checkpointer:
+        states = {"a": torch.ones(1000)}, {"b": torch.ones(2000)}
+        for step, state in enumerate(states):
+            checkpointer.save(step, state).result(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(host_copy._ByteCopy, "copy", waits)
+            saves = [checkpointer.save(2 + step, state) for step, state in enumerate(states)]
+            assert not any(save.staged() for save in saves)
+            may_go_on.set()
+            for save in saves:
+                save.result(60)
 
 
 def test_a_load_waits_for_copies(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from support.workers import Faulty
 
 from asyncckpt import Checkpointer
 from asyncckpt.config import Config
+from asyncckpt.engine.saves import SaveOperation
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, endpoint_name
@@ -284,7 +285,7 @@ def _take_over(root: str, when: str) -> None:
         "before the memory is adopted": (WorkerClient, "adopt"),
         "before the worker is told to leave": (Takeover, "retire"),
         "before the other has its endpoint": (WorkerClient, "listen"),
-        "before it has staged": (WorkerClient, "begin"),
+        "before it has staged": (SaveOperation, "claim_slot"),
     }[when]
     setattr(owner, name, die)
     checkpointer = Checkpointer(root)

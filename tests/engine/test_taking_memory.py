@@ -16,7 +16,6 @@ from support.ranks import alone, faulty
 from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.link import process as worker_process
-from asyncckpt.link.client import WorkerClient
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -76,28 +75,3 @@ def test_a_worker_whose_trainer_is_gone_gives_back_nothing(root: Path, tmp_path:
     with Checkpointer(root, Config(local_root=local)) as checkpointer:
         into = _state(0)
         assert checkpointer.load(into, memory=False) == 3 and torch.equal(into["w"], _state(3)["w"])
-
-
-def test_what_was_asked_for_twice_stays(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt comes when the worker was told, and before that is known: the next save asks again."""
-    gate = str(tmp_path / "gate")
-    monkeypatch.setattr(worker_process, "command", lambda: _hold(gate, 1))
-    take = WorkerClient.take
-
-    def interrupted(*args: object) -> None:
-        take(*args)  # type: ignore[arg-type]
-        raise KeyboardInterrupt
-
-    with Checkpointer(root) as checkpointer:
-        first = checkpointer.save(1, _state(1))  # is being written
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(WorkerClient, "take", interrupted)
-            checkpointer.save(2, _state(2))
-        second = checkpointer.save(3, _state(3))
-        Path(f"{gate}.take").touch()  # there is not as much again
-        _wait(f"{gate}.taken")
-        Path(f"{gate}.write").touch()
-        first.result(60)
-        second.result(60)
-        into = _state(0)
-        assert checkpointer.load(into) == 3 and torch.equal(into["w"], _state(3)["w"])

@@ -26,7 +26,7 @@ from support.workers import Faulty
 
 from asyncckpt import Checkpointer
 from asyncckpt.config import Config
-from asyncckpt.engine.saves import SaveOperation, Saves
+from asyncckpt.engine.saves import SaveOperation
 from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.extension import Engine, SocketConnection
 from asyncckpt.link import client as client_module
@@ -36,6 +36,7 @@ from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.endpoint import endpoint_name
 from asyncckpt.link.process import WorkerOptions, WorkerProcess
 from asyncckpt.link.takeover import is_running
+from asyncckpt.protocol.trainer import TrainerSaves
 
 MIB = 1 << 20
 
@@ -260,7 +261,6 @@ def test_a_save_whose_end_cannot_be_noted_ends_all_the_same(root: Path, monkeypa
 
     def refuse(self: SaveOperation, *outcome: Any, **heard: Any) -> None:
         for _ in refusals:
-            self.has_ended = True
             raise MemoryError
         noted(self, *outcome, **heard)
 
@@ -269,6 +269,26 @@ def test_a_save_whose_end_cannot_be_noted_ends_all_the_same(root: Path, monkeypa
         checkpointer.save(1, small_state()).result(60)
         checkpointer.save(2, small_state()).result(60)
         assert checkpointer.steps() == [1, 2]
+
+
+def test_a_trainer_that_stood_still_kills_no_worker(root: Path) -> None:
+    """The worker has said in time how the save ended, and the trainer reads that late."""
+    on_written = SaveOperation.on_written
+
+    def stand_still(self: SaveOperation, *written: Any) -> None:
+        on_written(self, *written)
+        patched.setattr(TrainerSaves, "_is_overdue", lambda *_: True)
+        time.sleep(2 * client_module._LISTEN_S)
+
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        worker = checkpointer._engine.worker
+        assert worker is not None
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(SaveOperation, "on_written", stand_still)
+            checkpointer.save(2, small_state()).result(60)
+        checkpointer.save(3, small_state()).result(60)
+        assert checkpointer._engine.worker is worker and checkpointer.steps() == [1, 2, 3]
 
 
 def test_a_worker_whose_last_words_cannot_be_read_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,15 +380,15 @@ def test_killed_between_plan_and_copy_it_is_an_error_and_no_more(root: Path, mon
         checkpointer.save(1, small_state()).result(60)
         worker = checkpointer._engine.worker
         assert worker is not None
-        take_slot: Any = Saves.take_slot
+        stage: Any = SaveOperation.stage
 
         def dying(*arguments: Any) -> Any:
             os.kill(worker.pid, signal.SIGKILL)
-            worker._listener.join(10)
-            return take_slot(*arguments)
+            worker.wait_for_end(10)
+            return stage(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Saves, "take_slot", dying)
+            patch.setattr(SaveOperation, "stage", dying)
             with pytest.raises(WorkerDiedError, match="SIGKILL"):
                 checkpointer.save(2, small_state())
         checkpointer.save(3, small_state()).result(60)
@@ -429,8 +449,9 @@ for step in (1, 2):
             os.kill(os.getpid(), signal.SIGKILL)
         home.SlotStager.copy = half
     if sys.argv[2] == f"untold {step}":
-        from asyncckpt.link.client import WorkerClient
-        WorkerClient.staged = lambda self, *_: os.kill(os.getpid(), signal.SIGKILL)
+        from asyncckpt.engine.saves import SaveOperation
+        hand_over = SaveOperation.hand_over
+        SaveOperation.hand_over = lambda self: (hand_over(self), os.kill(os.getpid(), signal.SIGKILL))
     checkpointer.save(step, state)
 if sys.argv[2] == "fork":
     if os.fork() == 0:

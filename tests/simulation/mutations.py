@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from unittest import mock
 
-from asyncckpt.protocol import commit, saves
+from asyncckpt.protocol import commit, saves, trainer
 from simulation.saves import Machines
 
 COMMIT = {
@@ -246,12 +246,12 @@ IMAGE = {
         "",
     ),
     "a cancelled save that is followed has a free slot": (
-        "actions.append(AnswerCancel(save, asked, in_time=True, slot_free=False))",
-        "actions.append(AnswerCancel(save, asked, in_time=True, slot_free=True))",
+        "actions.append(AnswerCancel(save, in_time=True, slot_free=False))",
+        "actions.append(AnswerCancel(save, in_time=True, slot_free=True))",
     ),
     "a save that is being written is cancelled": (
-        "actions.append(AnswerCancel(save, asked, in_time=False, slot_free=True))",
-        "actions.append(AnswerCancel(save, asked, in_time=True, slot_free=True))",
+        "actions.append(AnswerCancel(save, in_time=False, slot_free=True))",
+        "actions.append(AnswerCancel(save, in_time=True, slot_free=True))",
     ),
     "two images are written at once": (
         "        while self.writer_is_idle and self._staged:",
@@ -289,6 +289,101 @@ IMAGE = {
 }
 """The same for ``asyncckpt/protocol/saves.py``."""
 
+TRAINER = {
+    "a slot is taken from the save before": (
+        "return found is None or (found.stage is Stage.FREE and found.outcome is not EndState.OPEN)",
+        "return True",
+    ),
+    "saves that are written and not committed pile up": (
+        "return found is None or (found.stage is Stage.FREE and found.outcome is not EndState.OPEN)",
+        "return found is None or found.stage is Stage.FREE",
+    ),
+    "an interrupted caller does not wait for the copy": (
+        "actions.append(StopCopy(number))",
+        "actions += [StopCopy(number), ReleaseTensors(number)]",
+    ),
+    "an interrupt does not stop the copy": ("            actions.append(StopCopy(number))", "            pass"),
+    "an interrupted save waits for a slot": (
+        "        if save.stage is Stage.WAITING:\n            self._fail(number, error, actions)",
+        "        if save.stage is Stage.WAITING:\n            pass",
+    ),
+    "a save waits for a slot for ever": ("now - save.since >= limit_s", "now - save.since >= 1e9"),
+    "a worker that has stopped is waited for": ("actions.append(KillWorker())", "pass"),
+    "a worker that is slow is killed": (
+        "max(save.since, self._progress_at) + save.wanted.limit_s",
+        "save.since + 0.5",
+    ),
+    "what a dead worker has committed is taken for lost": (
+        "if is_staged and not event.left and not self._is_given_up:",
+        "if False:",
+    ),
+    "the slots of a dead worker stay in use": (
+        "            if save.stage in (Stage.STAGED, Stage.CANCELLING):\n                save.stage = Stage.FREE",
+        "            if save.stage in (Stage.STAGED, Stage.CANCELLING):\n                pass",
+    ),
+    "a save waits for a slot of a dead worker": (
+        "            if save.stage is Stage.WAITING:\n                self._fail(number, event.error, actions)",
+        "            if save.stage is Stage.WAITING:\n                pass",
+    ),
+    "the copies of a dead worker's images are waited for": (
+        "                self._on_replicated(number, event.error, actions)",
+        "                pass",
+    ),
+    "a slot that the writer still reads is free": (
+        "if event.in_time and event.slot_free:",
+        "if event.in_time:",
+    ),
+    "what was cancelled too late has failed": (
+        "if event.in_time and save is not None and save.reason is not None:",
+        "if save is not None and save.reason is not None:",
+    ),
+    "a withdrawn save is cancelled while it is copied": (
+        "if save.stage is Stage.STAGED and save.wanted.decision is not None:",
+        "if save.wanted.decision is not None:",
+    ),
+    "a save is replaced while it is copied": (
+        "if under_way[its].stage is Stage.STAGED and its not in save.asked:",
+        "if its not in save.asked:",
+    ),
+    "the newest save is too late to be replaced, and no other is": (
+        "                else:\n                    self._replace(number, actions)",
+        "                else:\n                    pass",
+    ),
+    "the worker does not hear that the copy failed": (
+        "            save.stage = Stage.CANCELLING\n            actions.append(AskCancel(number, error))",
+        "            save.stage = Stage.CANCELLING",
+    ),
+    "a save that no worker knows is cancelled": (
+        "if told and self._gone is None:",
+        "if self._gone is None:",
+    ),
+    "the caller of a failed save waits": (
+        "        actions.append(ReleaseTensors(number))\n        if told",
+        "        if told",
+    ),
+    "a save ends twice": (
+        "if save is not None and save.outcome in (EndState.OPEN, EndState.WITHDRAWN):\n            save.outcome",
+        "if save is not None:\n            save.outcome",
+    ),
+    "what was found out is forgotten": (
+        "                    self.saves[number].outcome = EndState.OPEN",
+        "                    pass",
+    ),
+    "an image that is copied is not handed over": (
+        "            actions.append(HandOver(number))",
+        "            pass",
+    ),
+    "a save overtakes another that waits for a slot": (
+        "oldest = next((save for save in self.saves.values() if save.stage is Stage.WAITING), None)",
+        "oldest = next((save for save in [*self.saves.values()][::-1] if save.stage is Stage.WAITING), None)",
+    ),
+    "a save skips although a slot is free": (
+        "if len(under_way) >= event.slots:",
+        "if len(under_way) >= 0:",
+    ),
+}
+"""The same for ``asyncckpt/protocol/trainer.py``."""
+
 
 def mutated(module: ModuleType, old: str, new: str) -> Machines:
     """Return the machines with the text ``new`` in the place of ``old`` in the source of one module."""
@@ -296,8 +391,8 @@ def mutated(module: ModuleType, old: str, new: str) -> Machines:
         raise ValueError(f"there is no {old!r} in {module.__name__} any more")
     copies: dict[str, ModuleType] = {}
     with mock.patch.dict(sys.modules):
-        for each in (commit, saves):  # in the order of their imports
+        for each in (commit, saves, trainer):  # in the order of their imports
             source = inspect.getsource(each).replace(*((old, new) if each is module else ("", "")), 1)
             copies[each.__name__] = sys.modules[each.__name__] = ModuleType(each.__name__)
             exec(compile(source, each.__name__, "exec"), copies[each.__name__].__dict__)
-    return Machines(*reversed(copies.values()))
+    return Machines(copies[saves.__name__], copies[commit.__name__], trainer=copies[trainer.__name__])

@@ -1,11 +1,11 @@
 """The saves of several ranks, under a seeded scheduler: one seed is one history, so every failure can be replayed.
 
-A history has 1 to 8 ranks, each with a trainer and a worker, and 1 to 4 saves that may overlap. The workers run the
-machines of ``asyncckpt/protocol``; trainers, writers, connections and storage are modelled here. Faults: trainers,
-workers and whole hosts die; processes stop and go on; trainers cancel saves; a connection is cut for a while, and then
-messages are late, come twice, or are lost; a rank takes the first one for lost although it lives; storage is late,
-fails, and fails after it did the work. After each event the checker looks at what must always hold, and at the end at
-whether all came to an end.
+A history has 1 to 8 ranks, each with a trainer and a worker, and 1 to 4 saves that may overlap. Both run the machines
+of ``asyncckpt/protocol``; copies (``trainers.py``), writers, connections and storage are modelled. Faults: trainers,
+workers and whole hosts die; processes stop and go on, or do not; copies fail or are stuck; callers are interrupted; a
+connection is cut for a while, and then messages are late, come twice, or are lost; a rank takes the first one for lost
+although it lives; storage is late, fails, and fails after it did the work. After each event the checker looks at what
+must always hold, and at the end at whether all came to an end.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import heapq
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError
-from asyncckpt.protocol import commit, saves
+from asyncckpt.protocol import commit, saves, trainer
+from simulation.trainers import LIMIT_S, SLOT_S, Answer, Trainer, died
 
 TIMEOUT_S, RESOLVE_S, LEAVE_S = 20.0, 8.0, 5.0
 GRACE_S = commit.grace(TIMEOUT_S)
 STALLED_S = 40.0
 """The longest time that storage takes."""
-BUDGET_S = 2 * (TIMEOUT_S + GRACE_S + RESOLVE_S) + 3 * STALLED_S
+BUDGET_S = 2 * (TIMEOUT_S + GRACE_S + RESOLVE_S) + 3 * STALLED_S + SLOT_S + LIMIT_S
 """The longest time from the beginning of a save to its end, with three saves before it."""
 
 
@@ -40,18 +42,20 @@ class _Unknown(SaveTimeoutError):
 
 
 class Machines:
-    """The classes of ``asyncckpt.protocol``, or mutated copies."""
+    """The classes of ``asyncckpt.protocol``, or mutated copies. ``trainer``: those of ``trainer.py``."""
 
-    def __init__(self, *modules: ModuleType) -> None:
+    def __init__(self, *modules: ModuleType, trainer: ModuleType | None = None) -> None:
         """Take the classes of ``modules``."""
         for module in modules:
             self.__dict__.update({name: thing for name, thing in vars(module).items() if isinstance(thing, type)})
+        if trainer is not None:
+            self.trainer = Machines(trainer)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
 
 
-class _Worker:
+class Worker:
     def __init__(self, history: History, rank: int) -> None:
         self.rank = rank
         self.machine = history.machines.WorkerSaves()
@@ -69,6 +73,7 @@ class _Worker:
         self.restarted_at: float | None = None
         self.closed_at = 0.0
         # The writer: what it writes, what it was told, and what was done with the slots.
+        self.sent_until = 0.0  # messages of its trainer arrive in their order
         self.job: int | None = None
         self.reads: int | None = None  # of it, while it reads the slot
         self.complete: set[int] = set()
@@ -79,6 +84,7 @@ class _Worker:
         self.copying: set[int] = set()  # saves whose slots the trainer copies into
         self.used: set[int] = set()  # saves whose slots are in use
         self.written: list[int] = []
+        self.said: set[int] = set()  # saves whose end it has told
 
 
 class History:
@@ -87,18 +93,27 @@ class History:
     def __init__(self, seed: int, machines: Machines | None = None, *, log: bool = False) -> None:
         """Plan the faults. ``machines``: the default is the product's. ``log``: print each event."""
         machines = machines or _MACHINES
-        self.machines, self._log = machines, log
+        self.machines, self.is_logged = machines, log
         self.random = random.Random(seed)
         self.now, self._order = 0.0, 0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.ranks = min(self.random.randint(1, 8), self.random.randint(1, 8))
         self.saves = self.random.randint(1, 4)
-        self.workers = [_Worker(self, rank) for rank in range(self.ranks)]
+        self.workers = [Worker(self, rank) for rank in range(self.ranks)]
         self.trainers = [True] * self.ranks
+        self.slots = self.random.randint(1, 2)
+        self.rule = self.random.choice(("wait", "wait", "skip", "latest"))
+        self.is_copied = self.random.random() < 0.3
+        self.clients = [Trainer(self, worker) for worker in self.workers]
+        self.clients_before: list[Trainer] = []
+        self.chosen: dict[int, Any] = {}  # by save: what the first rank decides if no slot is free
+        self.choosers: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
+        self.dropped: set[int] = set()
+        self.timeout = TIMEOUT_S
         self.cut_until = [0.0] * self.ranks  # until when a rank cannot reach the first
         self.sent_until = [0.0] * self.ranks  # messages of a rank to the first arrive in their order
         self.decisions: dict[int, str] = {}  # of storage, by save: "final" or "revoked"
-        self.parts: defaultdict[int, dict[int, _Worker]] = defaultdict(dict)  # by save: ranks with durable files
+        self.parts: defaultdict[int, dict[int, Worker]] = defaultdict(dict)  # by save: ranks with durable files
         self.begun: dict[tuple[int, int], float] = {}  # by rank and save: when it began
         self.told: dict[tuple[int, int], bool | None] = {}  # by rank and save; None: nobody can say
         self.cancelled: set[int] = set()
@@ -120,19 +135,22 @@ class History:
                 continue
             if open_saves := worker.machine.open_saves():
                 raise Violation(f"rank {rank} never ended saves {open_saves}")
-            if self.trainers[rank] and worker.used - worker.copying:
+            if self.trainers[rank] and not self.clients[rank].has_lost and worker.used - worker.copying:
                 raise Violation(f"the slots of saves {worker.used} of rank {rank} are never freed")
             if not self.trainers[rank] and not worker.has_left:
                 raise Violation(f"the worker of rank {rank} never left")
+        for client in (*self.clients, *self.clients_before):
+            if client.is_alive:
+                client.check_end()
         for rank, save in self.begun:
             if self.trainers[rank] and (rank, save) not in self.told:
                 raise Violation(f"rank {rank} was never told of save {save}")
-            if not self.has_faults and self.trainers[rank] and not self.told[rank, save]:
+            if not self.has_faults and self.trainers[rank] and not self.told[rank, save] and save not in self.dropped:
                 raise Violation(f"save {save} failed on rank {rank} without a reason")
         if not self.has_faults:  # perhaps the trainers have died
             for save in range(1, self.saves + 1):
                 is_staged = all(save in worker.marked for worker in self.workers)
-                if is_staged and self.decisions.get(save) != "final":
+                if is_staged and self.decisions.get(save) != "final" and save not in self.dropped:
                     raise Violation(f"save {save} was staged on all ranks, and is not persisted")
         for save, parts in self.parts.items():
             for rank, worker in parts.items():
@@ -147,81 +165,98 @@ class History:
         at = 0.0
         for save in range(1, self.saves + 1):
             for rank in range(self.ranks):
-                self._at(at + between(0, 1), self._begin, rank, save)
+                self.at(at + between(0, 1), self._begin, rank, save)
             at += between(1, 8)
         self.has_faults = trouble = chance() < 0.85
         self.is_over = not trouble
         for rank in range(self.ranks):
             if trouble and chance() < 0.15:
-                self._at(between(0, at + 12), self._kill_worker, rank)
+                self.at(between(0, at + 12), self.kill_worker, rank)
             if trouble and chance() < 0.15:
-                self._at(between(0, at + 12), self._stop, rank, between(1, 20))
+                self.at(between(0, at + 12), self._stop, rank, between(1, 20) if chance() < 0.9 else 300.0)
             if trouble and rank and chance() < 0.15:
-                self._at(between(0, at + 12), self._cut, rank, between(0.1, 20))
+                self.at(between(0, at + 12), self._cut, rank, between(0.1, 20))
         if chance() < (0.4 if trouble else 0.5):
-            self._at(between(0, at + 12), self._end_job, self.random.randrange(self.ranks), trouble and chance() < 0.5)
-        self._at(at + STALLED_S, self._end_of_faults)
+            self.at(between(0, at + 12), self.end_job, self.random.randrange(self.ranks), trouble and chance() < 0.5)
+        self.at(at + STALLED_S, self._end_of_faults)
 
     def _end_of_faults(self) -> None:
         self.is_over = True
 
-    def _at(self, delay: float, what: Callable[..., None], *arguments: Any) -> None:
+    def at(self, delay: float, what: Callable[..., None], *arguments: Any) -> None:
         self._then(self.now + delay, what, *arguments)
 
     def _then(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
         self._order += 1
         heapq.heappush(self._queue, (when, self._order, what, arguments))
 
-    def _waits(self, worker: _Worker, what: Callable[..., None], *arguments: Any) -> bool:
+    def _waits(self, worker: Worker, what: Callable[..., None], *arguments: Any) -> bool:
         """Return whether a worker is stopped. If so, it does this when it goes on, in the order of these calls."""
         if worker.stopped_until <= self.now:
             return False
         self._then(worker.stopped_until, what, *arguments)
         return True
 
-    def _little(self) -> float:
+    def little(self) -> float:
         return self.random.expovariate(10)
 
-    def _fails(self, probability: float) -> bool:
+    def fails(self, probability: float) -> bool:
         return not self.is_over and self.random.random() < probability
 
     def _begin(self, rank: int, save: int) -> None:
-        """The trainer of ``rank`` saves, with a new worker if the old one is gone."""
-        if not self.trainers[rank] or self._fails(0.02):
+        """The trainer of ``rank`` saves, with a new worker if it knows that the old one is gone."""
+        if not self.trainers[rank] or self.fails(0.02):
             return
-        worker = self.workers[rank]
-        if not worker.is_alive:
-            worker = self.workers[rank] = _Worker(self, rank)
-        if rank == 0:
+        if self.clients[rank].has_lost:
+            self.workers[rank] = Worker(self, rank)
+            self.clients_before.append(self.clients[rank])
+            self.clients[rank] = Trainer(self, self.workers[rank])
+        if rank == 0 and self.workers[0].is_alive:
             for number, error in self.untold.items():
-                self._conclude(worker, number, error)
+                self._conclude(self.workers[0], number, error)
             self.untold.clear()
         self.begun[rank, save] = self.now
-        worker.copying.add(save)
-        worker.used.add(save)
-        self._give(worker, self.machines.Begun(save, rank, self.ranks, TIMEOUT_S))
-        if not self._fails(0.03):  # otherwise the copy is stuck
-            worker.copied_at = max(worker.copied_at, self.now) + min(5.0, self.random.expovariate(0.5))
-            self._at(worker.copied_at - self.now, self._stage, worker, save)
-
-    def _stage(self, worker: _Worker, save: int) -> None:
-        """The trainer has copied its state, or cancels the save. It may die before it has said so."""
-        if not self.trainers[worker.rank] or not worker.is_alive:
-            return
-        worker.copying.discard(save)
-        if self._fails(0.1):
-            self._give(worker, self.machines.ImageCancelled(save, save, CheckpointError("cancelled")))
-            return
-        worker.marked.add(save)
-        if self._fails(0.01):
-            self._end_job(worker.rank, False)
+        if rank > 0 and self.rule != "wait" and save not in self.chosen:
+            self.choosers[save].append(partial(self._want, rank, save))
+            self.at(TIMEOUT_S, self._give_up_choice, rank, save)
         else:
-            self._give(worker, self.machines.ImageStaged(save))
-            if self._fails(0.05):
-                too_late = self.machines.ImageCancelled(save, save, CheckpointError("cancelled"))
-                self._at(self.random.expovariate(0.5), self._give, worker, too_late)
+            self._want(rank, save)
 
-    def _follow(self, worker: _Worker, save: int, fails_at: float) -> None:
+    def _want(self, rank: int, save: int) -> None:
+        if self.trainers[rank] and (rank, save) not in self.told:
+            self.clients[rank].want(save)
+
+    def _give_up_choice(self, rank: int, save: int) -> None:
+        """The first rank has not said in time what becomes of a save."""
+        if self.trainers[rank] and save not in self.chosen and (rank, save) not in self.told:
+            error = SaveTimeoutError("the first rank does not say", rank=0)
+            self.report(rank, save, error, begun=False)
+            self.tell(rank, save, error)
+
+    def choose(self, save: int, decision: Any) -> None:
+        """First rank: tell the others what becomes of a save for which no slot may be free."""
+        self.chosen[save] = decision
+        for want in self.choosers.pop(save, ()):
+            self.at(self.little(), want)
+
+    def report(self, rank: int, save: int, error: CheckpointError, *, begun: bool) -> None:
+        """A trainer tells the other ranks that a save failed."""
+        first = self.workers[0]
+        if rank > 0:
+            self._send_to_first(rank, self.machines.RankFailed(save, error))
+        elif not first.is_alive:
+            self.untold.setdefault(save, error)
+        elif begun:
+            self.at(self.little(), self.give, first, self.machines.RankFailed(save, error))
+        else:
+            self._conclude(first, save, error)
+
+    @staticmethod
+    def violation(text: str) -> Violation:
+        """Return the error for a broken promise."""
+        return Violation(text)
+
+    def _follow(self, worker: Worker, save: int, fails_at: float) -> None:
         """The writer writes what arrives, until the image is complete, it is told to stop, or it fails."""
         if not worker.is_alive or self._waits(worker, self._follow, worker, save, fails_at):
             return
@@ -234,70 +269,61 @@ class History:
             self._let_go(worker, save)
             self._end_write(worker, self.machines.PartFailed(save, error))
         elif save in worker.complete:
-            self._at(self._delay(), self._finish_write, worker, save)
+            self.at(self._delay(), self._finish_write, worker, save)
         else:
-            self._at(0.3, self._follow, worker, save, fails_at)
+            self.at(0.3, self._follow, worker, save, fails_at)
 
-    def _finish_write(self, worker: _Worker, save: int) -> None:
+    def _finish_write(self, worker: Worker, save: int) -> None:
         if not worker.is_alive or self._waits(worker, self._finish_write, worker, save):
             return
-        fails = self._fails(0.05)
+        fails = self.fails(0.05)
         self._let_go(worker, save)
         if not fails:
             self.parts[save][worker.rank] = worker
         event = self.machines.PartFailed(save, StorageError("I/O")) if fails else None
-        self._at(self._delay(), self._end_write, worker, event or self.machines.PartWritten(save, b"%d" % worker.rank))
+        self.at(self._delay(), self._end_write, worker, event or self.machines.PartWritten(save, b"%d" % worker.rank))
 
-    def _end_write(self, worker: _Worker, event: Any) -> None:
+    def _end_write(self, worker: Worker, event: Any) -> None:
         if worker.is_alive and not self._waits(worker, self._end_write, worker, event):
             worker.job = None
-            self._give(worker, event)
+            self.give(worker, event)
 
-    def _let_go(self, worker: _Worker, save: int) -> None:
+    def _let_go(self, worker: Worker, save: int) -> None:
         if worker.job != save:
             raise Violation(f"rank {worker.rank} writes save {save} and {worker.job} at once")
         worker.reads = None
-        self._give(worker, self.machines.LetGo(save))
+        self.give(worker, self.machines.LetGo(save))
 
-    def _kill_worker(self, rank: int) -> None:
+    def kill_worker(self, rank: int) -> None:
         worker = self.workers[rank]
         if not worker.is_alive or worker.has_left:
             return
         worker.is_alive = False
         if rank == 0:
             for other in self.workers[1:]:
-                self._at(self._little() + self.random.choice((0.1, 3, 20)), self._lose_first, other, worker)
-        if self.trainers[rank]:
-            for number in self._untold_of(rank):
-                self._at(self._little(), self._ask, rank, number)
+                self.at(self.little() + self.random.choice((0.1, 3, 20)), self._lose_first, other, worker)
+        self.clients[rank].lose(died(rank))
 
-    def _untold_of(self, rank: int) -> list[int]:
-        return [number for its, number in self.begun if its == rank and (rank, number) not in self.told]
-
-    def _ask(self, rank: int, save: int) -> None:
+    def ask(self, rank: int, save: int, error: CheckpointError, answer: Answer) -> None:
         """A trainer without a worker finds out how a save has ended: from the first rank, or from storage."""
-        if not self.trainers[rank]:
-            return
         if rank > 0:
-            error = WorkerDiedError("the worker has died", rank=rank)
             self._send_to_first(rank, self.machines.RankFailed(save, error))
-        self._at(self.random.uniform(0, RESOLVE_S), self._ask_first, rank, save)
+        self.at(self.random.uniform(0, RESOLVE_S), self._ask_first, rank, save, error, answer)
 
-    def _ask_first(self, rank: int, save: int) -> None:
+    def _ask_first(self, rank: int, save: int, error: CheckpointError, answer: Answer) -> None:
         first = self.workers[0]
         if rank > 0 and first.is_alive and save in first.outcomes and self.cut_until[rank] <= self.now:
-            self._tell(rank, save, first.outcomes[save])
+            answer(first.outcomes[save])
             return
 
-        def answer(is_committed: bool | None) -> None:
+        def resolved(is_committed: bool | None) -> None:
             if not self.trainers[rank]:
                 return
-            error = None if is_committed else WorkerDiedError("the worker has died", rank=rank)
             if is_committed is not None and rank == 0:
-                self.untold[save] = error
-            self._tell(rank, save, _Unknown("unknown") if is_committed is None else error)
+                self.untold[save] = None if is_committed else error
+            answer(_Unknown("unknown") if is_committed is None else None if is_committed else error)
 
-        self._resolve(save, answer)
+        self._resolve(save, resolved)
 
     def _stop(self, rank: int, seconds: float) -> None:
         worker = self.workers[rank]
@@ -306,76 +332,77 @@ class History:
     def _cut(self, rank: int, seconds: float) -> None:
         self.cut_until[rank] = self.now + seconds
         if seconds > 3:
-            self._at(self.random.uniform(0.1, seconds), self._lose_first, self.workers[rank], None)
+            self.at(self.random.uniform(0.1, seconds), self._lose_first, self.workers[rank], None)
 
-    def _lose_first(self, worker: _Worker, first: _Worker | None) -> None:
+    def _lose_first(self, worker: Worker, first: Worker | None) -> None:
         """A worker has noticed that the first rank's is gone. ``first``: that one; None: it may well live."""
         if first is None and self.cut_until[worker.rank] <= self.now:
             return
         error = WorkerDiedError("the worker of rank 0 is gone", rank=0)
         for save in worker.machine.open_saves():
             if self.random.random() < 0.8:  # otherwise it was not asked yet, and later there may be another one
-                self._give(worker, self.machines.FirstLost(save, error))
+                self.give(worker, self.machines.FirstLost(save, error))
 
-    def _end_job(self, rank: int, with_host: bool) -> None:
+    def end_job(self, rank: int, with_host: bool) -> None:
         """A trainer dies, perhaps with its host. The launcher ends the others, and may start the job again."""
         self._kill_trainer(rank, with_host)
         for other in range(self.ranks):
             if other != rank:
-                self._at(self.random.uniform(0, 3), self._kill_trainer, other, False)
+                self.at(self.random.uniform(0, 3), self._kill_trainer, other, False)
         if self.random.random() < 0.8:
-            self._at(self.random.uniform(1, 10), self._restart)
+            self.at(self.random.uniform(1, 10), self._restart)
 
     def _kill_trainer(self, rank: int, with_host: bool) -> None:
         if not self.trainers[rank]:
             return
-        worker, self.trainers[rank] = self.workers[rank], False
+        worker = self.workers[rank]
+        self.trainers[rank] = False
         if with_host:
-            self._kill_worker(rank)
+            self.kill_worker(rank)
         elif worker.is_alive:
-            self._give(worker, self.machines.TrainerGone())
-            self._at(self._little(), self._finish, worker)
+            self.give(worker, self.machines.TrainerGone())
+            self.at(self.little(), self._finish, worker)
 
-    def _finish(self, worker: _Worker) -> None:
+    def _finish(self, worker: Worker) -> None:
         """A worker without trainer gives up the saves that are not staged, and writes the others."""
         if not worker.is_alive or self._waits(worker, self._finish, worker):
             return
         worker.copying.clear()
-        self._give(worker, self.machines.TrainerLeft(frozenset(worker.marked)))
+        self.give(worker, self.machines.TrainerLeft(frozenset(worker.marked)))
         worker.closed_at = self.now
         self._leave(worker, self.now + _STUCK_S)
 
-    def _leave(self, worker: _Worker, ends_at: float) -> None:
+    def _leave(self, worker: Worker, ends_at: float) -> None:
         """A worker without trainer leaves when it has written all images. If a write is stuck, the worker ends."""
         if not worker.is_alive or self._waits(worker, self._leave, worker, ends_at):
             return
         if worker.machine.uses_slots() or worker.job is not None:
             if self.now > ends_at and not worker.machine.open_saves():
-                self._kill_worker(worker.rank)
+                self.kill_worker(worker.rank)
             else:
-                self._at(1.0, self._leave, worker, ends_at)
+                self.at(1.0, self._leave, worker, ends_at)
             return
         worker.closed_at = self.now
         gone = RankFailedError("its trainer has died", rank=worker.rank)
-        self._give(worker, self.machines.Finish(worker.rank, self.ranks, LEAVE_S, gone))
+        self.give(worker, self.machines.Finish(worker.rank, self.ranks, LEAVE_S, gone))
 
     def _restart(self) -> None:
-        self._give(self.workers[0], self.machines.Restarted())
-        if self._fails(0.3):
-            self._at(self.random.uniform(0, 3), self._stop, 0, self.random.uniform(3, 12))
+        self.give(self.workers[0], self.machines.Restarted())
+        if self.fails(0.3):
+            self.at(self.random.uniform(0, 3), self._stop, 0, self.random.uniform(3, 12))
 
     # What machines do
 
-    def _give(self, worker: _Worker, event: Any) -> None:
+    def give(self, worker: Worker, event: Any) -> None:
         """Give an event to the machine of a worker, and carry out what it returns."""
-        if not worker.is_alive or worker.has_left or self._waits(worker, self._give, worker, event):
+        if not worker.is_alive or worker.has_left or self._waits(worker, self.give, worker, event):
             return
-        if self._log:
+        if self.is_logged:
             print(f"{self.now:7.2f} rank {worker.rank}: {event}")
         self._note_arrival(worker, event)
         were_open = worker.machine.open_saves()
         for action in worker.machine.handle(event, self.now):
-            if self._log:
+            if self.is_logged:
                 print(f"{'':8}-> {action}")
             self._carry_out(worker, action)
         if worker.rank == 0:
@@ -383,9 +410,9 @@ class History:
         self._check_image(worker, event, were_open)
         if not worker.ticks:
             worker.ticks = True
-            self._at(self.random.uniform(0.1, 2), self._tick, worker)
+            self.at(self.random.uniform(0.1, 2), self._tick, worker)
 
-    def _note_arrival(self, worker: _Worker, event: Any) -> None:
+    def _note_arrival(self, worker: Worker, event: Any) -> None:
         m = self.machines
         match event:
             case m.Reported(save, rank):
@@ -401,15 +428,15 @@ class History:
             case m.Restarted():
                 worker.restarted_at = self.now
 
-    def _tick(self, worker: _Worker) -> None:
+    def _tick(self, worker: Worker) -> None:
         if not worker.is_alive or worker.has_left:
             return
         if worker.stopped_until <= self.now:
             if not worker.machine.open_saves() and self.trainers[worker.rank]:
                 worker.ticks = False
                 return
-            self._give(worker, self.machines.Tick(self._heard() if worker.rank == 0 else {}))
-        self._at(1.0, self._tick, worker)
+            self.give(worker, self.machines.Tick(self._heard() if worker.rank == 0 else {}))
+        self.at(1.0, self._tick, worker)
 
     def _heard(self) -> dict[int, float]:
         """Return when the first rank's worker has heard each other rank. If it was stopped, it has heard nobody."""
@@ -419,10 +446,10 @@ class History:
                 other.heard_at = self.now
         return heard
 
-    def _speaks(self, worker: _Worker) -> bool:
+    def _speaks(self, worker: Worker) -> bool:
         return worker.is_alive and worker.stopped_until <= self.now and self.cut_until[worker.rank] <= self.now
 
-    def _carry_out(self, worker: _Worker, action: Any) -> None:
+    def _carry_out(self, worker: Worker, action: Any) -> None:
         m, rank = self.machines, worker.rank
         match action:
             case m.SendReport(save, report):
@@ -443,8 +470,8 @@ class History:
                 if save in worker.complete and worker.written and worker.written[-1] > save:
                     raise Violation(f"rank {rank} writes save {save} after {worker.written[-1]}")
                 worker.written.append(save)
-                fails_at = self.now + self.random.uniform(0, 3) if self._fails(0.1) else _END_S
-                self._at(self._little(), self._follow, worker, save, fails_at)
+                fails_at = self.now + self.random.uniform(0, 3) if self.fails(0.1) else _END_S
+                self.at(self.little(), self._follow, worker, save, fails_at)
             case m.CompleteImage(save):
                 if save not in worker.marked:
                     raise Violation(f"the image of save {save} is taken for complete while it is copied")
@@ -456,9 +483,11 @@ class History:
             case m.HoldImage(save):
                 if save not in worker.marked:
                     raise Violation(f"the image of save {save} is held while it is copied")
-            case m.FreeSlot(save):
+            case m.FreeSlot(save, tell):
                 self._free_slot(worker, save)
-            case m.AnswerCancel(save, _, in_time, slot_free):
+                if tell:
+                    self._say(worker, m.trainer.SlotWritten(save))
+            case m.AnswerCancel(save, in_time, slot_free):
                 if in_time and slot_free != (save not in worker.used):
                     raise Violation(f"the slot of save {save} is free: {slot_free}, says the worker, and it is not so")
                 if in_time and not slot_free and save not in worker.stopped:
@@ -468,24 +497,25 @@ class History:
                 if in_time:
                     self.cancelled.add(save)
                     worker.cancelled.add(save)
+                self._say(worker, self.machines.trainer.CancelAnswered(save, in_time, slot_free))
             case m.ConcludeUnknown(save):
                 lost = m.FirstLost(save, _Unknown("the first rank does not know"))
                 for other in self.workers[1:]:
-                    self._at(self._little(), self._learn_nothing, worker, other, lost)
+                    self.at(self.little(), self._learn_nothing, worker, other, lost)
             case m.Finalize(save, reports):
                 if [*map(int, reports)] != [*range(self.ranks)]:
                     raise Violation(f"save {save} is finalized with the reports {reports}")
-                self._at(self._delay(), self._finalize, worker, save)
+                self.at(self._delay(), self._finalize, worker, save)
             case m.FollowUp(save):
                 if self.decisions.get(save) != "final":
                     raise Violation(f"the pointer names save {save}, which is not final")
-                trouble = StorageError("no pointer") if self._fails(0.1) else None
-                self._at(self._delay(), self._give, worker, m.FollowedUp(save, trouble))
+                trouble = StorageError("no pointer") if self.fails(0.1) else None
+                self.at(self._delay(), self.give, worker, m.FollowedUp(save, trouble))
             case m.Resolve(save):
                 if save in worker.resolves:
                     raise Violation(f"rank {rank} asks storage for the outcome of save {save} twice")
                 worker.resolves.add(save)
-                self._resolve(save, lambda answer: self._give(worker, m.Resolved(save, answer, _Unknown("unknown"))))
+                self._resolve(save, lambda answer: self.give(worker, m.Resolved(save, answer, _Unknown("unknown"))))
             case m.DiscardPart(save):
                 if rank in self.parts[save] and self.decisions.get(save) == "final":
                     raise Violation(f"rank {rank} discards its part of save {save}, which is final")
@@ -495,7 +525,12 @@ class History:
             case m.KeepPart():
                 pass
             case m.Tell(save, error, _):
-                self._tell(rank, save, error)
+                if save in worker.said:
+                    raise Violation(f"the worker of rank {rank} tells the end of save {save} twice")
+                worker.said.add(save)
+                self._say(worker, m.trainer.Ended(save, error))
+                if error is not None:  # the copies on other hosts are given up
+                    self._say(worker, m.trainer.CopiesMade(save, error))
             case m.Leave():
                 worker.has_left = True
                 if rank == 0:
@@ -503,7 +538,11 @@ class History:
                 else:
                     self._send_to_first(rank, m.Left(rank))
 
-    def _free_slot(self, worker: _Worker, save: int) -> None:
+    def _say(self, worker: Worker, event: Any) -> None:
+        """A worker tells its trainer something."""
+        self.clients[worker.rank].hear(event)
+
+    def _free_slot(self, worker: Worker, save: int) -> None:
         if save not in worker.used:
             raise Violation(f"the slot of save {save} is freed twice")
         if save in worker.copying or worker.reads == save:
@@ -512,10 +551,10 @@ class History:
 
     def _send_to_first(self, rank: int, event: Any) -> None:
         """Send to the first rank's worker, or to the one in its place. A message may be lost, or come twice."""
-        if rank > 0 and self._fails(0.02):
+        if rank > 0 and self.fails(0.02):
             return
-        for _ in range(1 + self._fails(0.05)):
-            self.sent_until[rank] = max(self.sent_until[rank], self.now + self._little())
+        for _ in range(1 + self.fails(0.05)):
+            self.sent_until[rank] = max(self.sent_until[rank], self.now + self.little())
             self._then(self.sent_until[rank], self._arrive_at_first, rank, event)
 
     def _arrive_at_first(self, rank: int, event: Any) -> None:
@@ -523,25 +562,25 @@ class History:
             self.sent_until[rank] = max(self.sent_until[rank], self.cut_until[rank])
             self._then(self.cut_until[rank], self._arrive_at_first, rank, event)
         else:
-            self._give(self.workers[0], event)
+            self.give(self.workers[0], event)
 
-    def _conclude(self, first: _Worker, save: int, error: CheckpointError | None) -> None:
+    def _conclude(self, first: Worker, save: int, error: CheckpointError | None) -> None:
         first.outcomes.setdefault(save, error)
         for other in self.workers[1:]:
-            self._at(self._little(), self._learn, first, other, save)
+            self.at(self.little(), self._learn, first, other, save)
 
-    def _learn(self, first: _Worker, other: _Worker, save: int) -> None:
+    def _learn(self, first: Worker, other: Worker, save: int) -> None:
         """Another rank reads an outcome from the first rank's worker."""
         if self.cut_until[other.rank] > self.now:
-            self._at(self.cut_until[other.rank] - self.now, self._learn, first, other, save)
+            self.at(self.cut_until[other.rank] - self.now, self._learn, first, other, save)
         elif first.is_alive and not first.has_left:
-            self._give(other, self.machines.Outcome(save, first.outcomes[save]))
+            self.give(other, self.machines.Outcome(save, first.outcomes[save]))
 
-    def _learn_nothing(self, first: _Worker, other: _Worker, lost: Any) -> None:
+    def _learn_nothing(self, first: Worker, other: Worker, lost: Any) -> None:
         if first.is_alive and not first.has_left and self.cut_until[other.rank] <= self.now:
-            self._give(other, lost)
+            self.give(other, lost)
 
-    def _tell(self, rank: int, save: int, error: CheckpointError | None) -> None:
+    def tell(self, rank: int, save: int, error: CheckpointError | None) -> None:
         if (rank, save) in self.told:
             raise Violation(f"rank {rank} was told twice of save {save}")
         self.told_at[rank, save] = self.now
@@ -552,24 +591,24 @@ class History:
     # Storage
 
     def _delay(self) -> float:
-        return self.random.uniform(0, STALLED_S) if self._fails(0.05) else self._little()
+        return self.random.uniform(0, STALLED_S) if self.fails(0.05) else self.little()
 
-    def _finalize(self, worker: _Worker, save: int) -> None:
+    def _finalize(self, worker: Worker, save: int) -> None:
         if not worker.is_alive or self._waits(worker, self._finalize, worker, save):
             return
         error: CheckpointError | None = None
-        if self._fails(0.05):
+        if self.fails(0.05):
             error = StorageError("refused")
-        elif self._fails(0.03):
+        elif self.fails(0.03):
             error = CheckpointError("the ranks have saved different things")
         elif self.decisions.get(save) == "revoked":
             error = StorageError("it was revoked")
         else:
             self._make_final(worker, save)
-            error = StorageError("it has worked, and nobody knows") if self._fails(0.05) else None
-        self._at(self._little(), self._give, worker, self.machines.Finalized(save, error))
+            error = StorageError("it has worked, and nobody knows") if self.fails(0.05) else None
+        self.at(self.little(), self.give, worker, self.machines.Finalized(save, error))
 
-    def _make_final(self, worker: _Worker, save: int) -> None:
+    def _make_final(self, worker: Worker, save: int) -> None:
         if save in self.decisions:
             raise Violation(f"save {save} is finalized twice")
         if {*self.parts[save]} != {*range(self.ranks)}:
@@ -583,14 +622,14 @@ class History:
     def _resolve(self, save: int, answer: Callable[[bool | None], None]) -> None:
         """Ask storage how a save has ended. It has an effect, an answer, both or neither."""
         delay = self._delay()
-        self._at(min(delay, RESOLVE_S), self._answer, save, answer, delay, self._fails(0.1), self._fails(0.1))
+        self.at(min(delay, RESOLVE_S), self._answer, save, answer, delay, self.fails(0.1), self.fails(0.1))
 
     def _answer(
         self, save: int, answer: Callable[[bool | None], None], delay: float, has_no_effect: bool, is_unanswered: bool
     ) -> None:
         is_late = delay > RESOLVE_S
         if is_late and not has_no_effect:
-            self._at(delay - RESOLVE_S, self.decisions.setdefault, save, "revoked")  # type: ignore[arg-type]
+            self.at(delay - RESOLVE_S, self.decisions.setdefault, save, "revoked")  # type: ignore[arg-type]
         elif not has_no_effect:
             self.decisions.setdefault(save, "revoked")
         answer(None if is_late or has_no_effect or is_unanswered else self.decisions[save] == "final")
@@ -605,7 +644,7 @@ class History:
                     f"rank {rank} was told {said} of save {save}, and storage says {self.decisions.get(save)}"
                 )
 
-    def _check_first(self, first: _Worker, event: Any) -> None:
+    def _check_first(self, first: Worker, event: Any) -> None:
         """Check that the first rank waits for nobody in vain."""
         awake_s = self.now - max(first.stopped_until, self.now if first.restarted_at is None else first.restarted_at)
         lost = [*first.gone]
@@ -619,7 +658,7 @@ class History:
                 if len(first.reports[save]) < self.ranks:
                     raise Violation(f"save {save} goes on, although a rank has failed it")
 
-    def _check_image(self, worker: _Worker, event: Any, were_open: tuple[int, ...]) -> None:
+    def _check_image(self, worker: Worker, event: Any, were_open: tuple[int, ...]) -> None:
         """Check that a save goes on, or ends, as its image does."""
         are_open = worker.machine.open_saves()
         match event:
@@ -632,7 +671,7 @@ class History:
                     if save in were_open and save not in worker.stopped and (save in are_open or save == worker.job):
                         raise Violation(f"save {save} of rank {worker.rank} waits for a dead trainer")
 
-    def _check_reason(self, first: _Worker, save: int, error: CheckpointError | None) -> None:
+    def _check_reason(self, first: Worker, save: int, error: CheckpointError | None) -> None:
         """Check that a save does not fail for a rank that has done its part, or is there."""
         rank = None if error is None else error.rank
         if rank in first.reports[save] and error is first.gone.get(rank):
@@ -643,7 +682,7 @@ class History:
             if first.restarted_at is None or (speaks_s > _OFTEN_S and other.machine.open_saves()):
                 raise Violation(f"save {save} fails by rank {rank}, which has spoken for {speaks_s:.1f} s")
 
-    def _check_left(self, first: _Worker) -> None:
+    def _check_left(self, first: Worker) -> None:
         """Check that the first rank's worker has waited for the others."""
         waited_s = self.now - max([first.closed_at, *(at for its, at in self.told_at.items() if its[0] == 0)])
         there = [each.rank for each in self.workers[1:] if each.is_alive and each.rank not in first.left]
@@ -654,5 +693,5 @@ class History:
 _STUCK_S = 30.0
 _OFTEN_S = 1.5  # a rank that waits speaks at least so often
 _LONG_S = commit.SILENCE_S + 3.0
-_MACHINES = Machines(saves, commit)
+_MACHINES = Machines(saves, commit, trainer=trainer)
 _LOST = "its trainer and its worker are gone"

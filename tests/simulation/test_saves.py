@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from asyncckpt.protocol import commit, saves
-from simulation.mutations import COMMIT, IMAGE, mutated
+from asyncckpt.protocol import commit, saves, trainer
+from simulation.mutations import COMMIT, IMAGE, TRAINER, mutated
 from simulation.saves import History, Violation
 
 HISTORIES = 8_000
@@ -22,9 +22,14 @@ def test_no_history_breaks_a_promise() -> None:
             pytest.fail(f"seed {seed}: {violation}; print it with: scripts/simulate --seed {seed}")
 
 
-@pytest.mark.parametrize(("module", "what"), [*((commit, what) for what in COMMIT), *((saves, what) for what in IMAGE)])
+MUTATIONS = {commit: COMMIT, saves: IMAGE, trainer: TRAINER}
+
+
+@pytest.mark.parametrize(
+    ("module", "what"), [(module, what) for module, all_of in MUTATIONS.items() for what in all_of]
+)
 def test_the_simulator_notices(module: ModuleType, what: str) -> None:
-    machines = mutated(module, *(COMMIT if module is commit else IMAGE)[what])
+    machines = mutated(module, *MUTATIONS[module][what])
     for seed in range(MUTATION_HISTORIES):
         try:
             History(seed, machines).run()

@@ -13,11 +13,10 @@ def test_the_last_step_that_other_hosts_have_stays_while_storage_fails() -> None
     buffer: Any = object.__new__(StagingBuffer)
     buffer._published = SimpleNamespace(claim=lambda slot: True)
     buffer._memory = SimpleNamespace(taken=2, is_too_much=False, is_coming=False)
-    common = {"is_written": True, "copied": SimpleNamespace(is_set=lambda: True), "has_ended": True}
+    buffer.client = SimpleNamespace(saves=SimpleNamespace(is_free=lambda save: True))
 
     def save(number: int, *, durable: bool, replicated: bool) -> Any:
-        request = SimpleNamespace(save_id=number)
-        return SimpleNamespace(request=request, is_durable=durable, is_replicated=replicated, **common)
+        return SimpleNamespace(number=number, is_durable=durable, is_replicated=replicated)
 
     for older, newer, expected in (
         (save(1, durable=False, replicated=True), save(2, durable=False, replicated=False), 1),

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from asyncckpt.errors import JobTakenError
-from asyncckpt.link import client as open_saves
 from asyncckpt.link import endpoint
 from asyncckpt.link import process as worker_process
 from asyncckpt.link.takeover import Takeover
+from asyncckpt.protocol.trainer import TrainerSaves
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
 """The script, for ``worker_process.command``."""
@@ -60,7 +60,7 @@ def overdue(gate: Path) -> Iterator[None]:
     """From when a faulty worker has come to its fault, whatever it does not say at once is too late."""
     wait_reached(gate)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(open_saves, "longest", lambda _: 0.0)
+        patch.setattr(TrainerSaves, "_is_overdue", lambda *_: True)
         yield
 
 

@@ -66,7 +66,7 @@ class Told:
         self.saves.staged(Staged(request.save_id, {}))
 
     def fail(self, request: WriteRequest, text: str = "as the test wants") -> None:
-        self.saves.cancel(1, request.save_id, StorageError(text))
+        self.saves.cancel(request.save_id, StorageError(text))
 
     def outcome(self, timeout: float = 60.0) -> Committed | Failed:
         found: Committed | Failed = self.ends.get(timeout=timeout)[0]

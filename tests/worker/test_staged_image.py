@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ReadyEvents
 from asyncckpt.engine.saves import SaveOperation
 from asyncckpt.errors import CheckpointError, SaveDroppedError, StorageError
+from asyncckpt.link.trainer_saves import RunningSaves
+from asyncckpt.protocol.trainer import Ended
 from asyncckpt.shm.slots import State
-from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.device_copy import Fence
 from asyncckpt.staging.host_copy import CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
@@ -116,7 +118,7 @@ def test_a_slot_is_not_free_while_it_is_staged_for_a_save_that_has_failed(
             assert isinstance(pending, SaveOperation)
             with pytest.raises(StorageError):
                 pending.future.result(30)
-            states.append((buffer.slots.state(0), pending.is_written))
+            states.append((buffer.slots.state(0), pending.slot_free.is_set()))
 
         with monkeypatch.context() as patch:
             patch.setattr(SlotStager, "copy", copy)
@@ -158,9 +160,10 @@ def test_a_slot_is_nobodys_while_a_failed_save_is_copied_into_it(root: Path, mon
         buffer = known.buffer
         assert buffer is not None and (pending := buffer.saves[0]) is not None
         elsewhere = SaveDroppedError("replaced")
-        buffer.client.saves.on_end(pending.request.save_id, elsewhere)
-        assert first.done() and not first.staged()
-        assert buffer.client.cancel(pending, elsewhere, 30) and buffer.claim_slot() is None
+        buffer.client.saves.post(Ended(pending.number, elsewhere))
+        with pytest.raises(SaveDroppedError):
+            first.result(30)
+        assert not first.staged() and buffer.claim_slot() is None
         timer = threading.Timer(0.2, go_on.set)
         timer.start()
         checkpointer.save(2, state_of(2)).result(60)
@@ -185,16 +188,16 @@ def test_what_was_written_of_a_slot_that_is_anothers_is_not_committed(root: Path
 
 
 def test_interrupted_before_the_copy_it_is_called_off(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = StagingBuffer.begin
+    begin = RunningSaves.begin
 
-    def interrupted(self: StagingBuffer, *arguments: object) -> None:
-        begin(self, *arguments)  # type: ignore[arg-type]
+    def interrupted(self: RunningSaves, *arguments: Any) -> None:
+        begin(self, *arguments)
         raise KeyboardInterrupt
 
     with Checkpointer(root, Config(slots=1)) as checkpointer:
         checkpointer.prepare(state_of(0))
         with monkeypatch.context() as patch:
-            patch.setattr(StagingBuffer, "begin", interrupted)
+            patch.setattr(RunningSaves, "begin", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 checkpointer.save(1, state_of(1))
         with contextlib.suppress(CheckpointError):  # of the first

@@ -53,11 +53,11 @@ def test_a_wait_in_another_thread_ends(root: Path, gate: Path, monkeypatch: pyte
     checkpointer.save(1, _state(1))
     took: list[float] = []
     waiting = threading.Event()
-    wait_for: Any = WorkerClient.wait_for
+    wait_for: Any = WorkerClient.wait_while_it_lives
 
-    def noted(*args: Any, **options: Any) -> None:
+    def noted(*args: Any, **options: Any) -> Any:
         waiting.set()
-        wait_for(*args, **options)
+        return wait_for(*args, **options)
 
     def abort() -> None:
         waiting.wait(60)
@@ -68,7 +68,7 @@ def test_a_wait_in_another_thread_ends(root: Path, gate: Path, monkeypatch: pyte
     thread = threading.Thread(target=abort)
     thread.start()
     with monkeypatch.context() as patch, pytest.raises((WorkerDiedError, ClosedError)):
-        patch.setattr(WorkerClient, "wait_for", noted)
+        patch.setattr(WorkerClient, "wait_while_it_lives", noted)
         checkpointer.save(2, _state(2))
     thread.join()
     assert took[0] < 5

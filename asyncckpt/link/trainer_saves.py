@@ -1,0 +1,295 @@
+"""The shell around the saves of a trainer: one thread has the machine, and carries out what that says.
+
+The machine is ``asyncckpt/protocol/trainer.py``. The thread is the one that listens to the worker. Other threads post
+events, and nothing else: an exception may come in any of them at any instant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeAlias
+
+from asyncckpt.errors import CheckpointError, ClosedError, WorkerDiedError, located
+from asyncckpt.link import messages
+from asyncckpt.protocol import trainer as machines
+from asyncckpt.protocol.trainer import TrainerAction, TrainerEvent, TrainerSaves, Wanted
+from asyncckpt.threads import Flag
+
+logger = logging.getLogger(__name__)
+
+
+class SaveWork(Protocol):
+    """The work for one save. The thread of the saves calls this, and must not wait for long."""
+
+    @property
+    def number(self) -> int:
+        """The number of the save."""
+
+    def claim_slot(self) -> bool:
+        """Take a slot if one is free. Return whether there was one."""
+
+    def start_copy(self) -> None:
+        """Tell the worker, and have a thread copy. It posts ``Copied`` or ``CopyFailed``."""
+
+    def stop_copy(self) -> None:
+        """Have the copy fail soon."""
+
+    def hand_over(self) -> messages.Staged:
+        """Mark the slot as staged, and do as ``release``. Return what the worker is to be told."""
+
+    def release(self) -> None:
+        """Note that the tensors are not read any more."""
+
+    def abandon(self, error: CheckpointError) -> None:
+        """End a save that was never wanted, unless it has ended. A thread of its own calls this."""
+
+    def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:
+        """Note that the worker lets go of the slot.
+
+        Args:
+            inode: The inode of a single file, which identifies it under its final name.
+            timings: All timings so far; with ``write_s`` if it was written.
+        """
+
+    def on_slot_free(self) -> None:
+        """Note that nobody uses the slot any more."""
+
+    def on_replicated(self, failure: CheckpointError | None) -> None:
+        """Note that other hosts have copies of the image; with ``failure``, that they will not have any."""
+
+    def on_end(self, failure: CheckpointError | None, committed: messages.Committed | None) -> None:
+        """Note how the save has ended. ``committed``: what the worker said, if it did."""
+
+    def find_out(self, failure: CheckpointError) -> CheckpointError | None:
+        """Find out how the save has ended without its worker. Return the failure. A thread of its own calls this."""
+
+    def tell_decision(self, decision: machines.Decision) -> None:
+        """First rank: tell the others what becomes of the save. A thread of its own calls this."""
+
+    def report(self, error: CheckpointError, *, begun: bool) -> None:
+        """Tell the other ranks that the save has failed. A thread of its own calls this."""
+
+
+_Posted: TypeAlias = "TrainerEvent | tuple[Wanted | machines.Interrupted, SaveWork] | Flag"
+
+
+class RunningSaves:
+    """The saves that one worker is to write."""
+
+    def __init__(self, tell: Callable[[messages.FromTrainer], None], kill: Callable[[], object]) -> None:
+        """Run nothing yet.
+
+        Args:
+            tell: Sends a message to the worker.
+            kill: Ends the worker, because it has stopped.
+        """
+        self._tell = tell
+        self._kill = kill
+        self._machine = TrainerSaves()
+        self._work: dict[int, SaveWork] = {}
+        self._committed: dict[int, messages.Committed] = {}
+        self.is_waiting = False
+        """Whether a save waits for a slot. For the thread that listens to the worker."""
+        self._posted: SimpleQueue[_Posted] = SimpleQueue()
+        self._jobs: set[threading.Thread] = set()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self._wake)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when something was posted."""
+        return self._wake
+
+    def begin(self, wanted: Wanted, work: SaveWork) -> None:
+        """Begin a save. Any thread may call."""
+        self._posted.put((wanted, work))
+        os.eventfd_write(self._wake, 1)
+
+    def interrupt(self, work: SaveWork, error: CheckpointError) -> None:
+        """End a save with ``error``, unless it is staged. An exception may have come before it was begun."""
+        self._posted.put((machines.Interrupted(work.number, error), work))
+        os.eventfd_write(self._wake, 1)
+
+    def post(self, event: TrainerEvent) -> None:
+        """Have the machine take an event. Any thread may call."""
+        self._posted.put(event)
+        os.eventfd_write(self._wake, 1)
+
+    def mark(self) -> Flag:
+        """Return a flag that is set when all events that were posted before are handled."""
+        handled = Flag()
+        self._posted.put(handled)
+        os.eventfd_write(self._wake, 1)
+        return handled
+
+    def is_free(self, save: int) -> bool:
+        """Return whether the slot of a save is free."""
+        return self._machine.is_free(save)
+
+    def is_idle(self) -> bool:
+        """Return whether no save is under way."""
+        return self._machine.is_idle() and self._posted.empty()
+
+    def wait_for_jobs(self, timeout: float) -> None:
+        """Wait until the other ranks have been told what they are to be told, at most ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        for job in list(self._jobs):
+            job.join(max(0.0, deadline - time.monotonic()))
+
+    # What follows is for the thread that listens to the worker.
+
+    def run(self, job: Callable[[], object], then: TrainerEvent | None = None) -> None:
+        """Run a job on a thread of its own, as it may wait for another rank or for storage; ``then``: an event."""
+
+        def work() -> None:
+            try:
+                job()
+            except Exception:
+                logger.exception("what follows a save could not be done: please report this")
+            finally:
+                self._jobs.discard(threading.current_thread())
+                if then is not None:
+                    self.post(then)
+
+        thread = threading.Thread(target=work, name="asyncckpt-outcome", daemon=True)
+        self._jobs.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started
+            self._jobs.discard(thread)
+            work()
+
+    def wait_posted(self, timeout: float) -> None:
+        """Wait until something is posted, at most ``timeout`` seconds."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.poll(1000 * timeout)
+
+    def take_posted(self) -> None:
+        """Handle the events that were posted."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while True:
+            try:
+                posted = self._posted.get_nowait()
+            except Empty:
+                return
+            if isinstance(posted, Flag):
+                posted.set()
+            elif isinstance(posted, tuple):
+                event, work = posted
+                if isinstance(event, Wanted):
+                    self._work[work.number] = work
+                elif work.number not in self._work:
+                    self.run(partial(work.abandon, event.error))
+                    continue
+                self.handle(event)
+            else:
+                self.handle(posted)
+
+    def on_message(self, message: object) -> bool:
+        """Handle a message of the worker. Return whether it was about a save."""
+        match message:
+            case messages.Written(save, inode, timings):
+                if (work := self._work.get(save)) is not None:
+                    work.on_written(inode, timings)
+                self.handle(machines.SlotWritten(save))
+            case messages.Cancelled(save, in_time, slot_free):
+                self.handle(machines.CancelAnswered(save, in_time, slot_free))
+            case messages.Replicated(save, failure):
+                self.handle(machines.CopiesMade(save, failure))
+            case messages.Committed(save):
+                self._committed[save] = message
+                self.handle(machines.Ended(save, message.trouble))
+                self._committed.pop(save, None)
+            case messages.Failed(save, error):
+                self.handle(machines.Ended(save, error))
+            case _:
+                return False
+        return True
+
+    def handle(self, event: TrainerEvent) -> None:
+        """Have the machine take an event, and carry out what it says."""
+        events: deque[TrainerEvent] = deque([event])
+        while events:
+            for action in self._machine.handle(events.popleft(), time.monotonic()):
+                try:
+                    self._carry_out(action, events)
+                except Exception as error:  # each save is to get what is its own
+                    self._on_error(action, error, events)
+        for save in self._work.keys() - self._machine.saves.keys():
+            del self._work[save]
+        self.is_waiting = any(save.stage is machines.Stage.WAITING for save in self._machine.saves.values())
+
+    def _on_error(
+        self, action: TrainerAction, error: Exception, events: deque[TrainerEvent], *, again: bool = False
+    ) -> None:
+        match action:
+            case machines.FindSlot() | machines.HandOver() | machines.AskCancel() if isinstance(
+                error, (WorkerDiedError, ClosedError)
+            ):
+                pass  # the end of the worker comes, and tells more
+            case machines.FindSlot(save):
+                events.append(machines.Interrupted(save, located(error, otherwise=CheckpointError)))
+            case machines.StartCopy(save):
+                events.append(machines.CopyFailed(save, located(error, otherwise=CheckpointError), told=False))
+            case _ if not again:  # for want of memory, say; each of these can be done twice
+                try:
+                    self._carry_out(action, events)
+                except Exception as second:
+                    self._on_error(action, second, events, again=True)
+            case _:
+                logger.error("what follows a save could not be done: please report this", exc_info=error)
+                if isinstance(action, machines.HandOver):
+                    self._work[action.save].release()
+
+    def _carry_out(self, action: TrainerAction, events: deque[TrainerEvent]) -> None:
+        if isinstance(action, machines.KillWorker):
+            self._kill()
+            return
+        save = action.save
+        work = self._work[save]
+        match action:
+            case machines.FindSlot():
+                events.append(machines.SlotTaken(save) if work.claim_slot() else machines.NoSlot(save))
+            case machines.Decided(_, decision):
+                self.run(partial(work.tell_decision, decision))
+            case machines.StartCopy():
+                work.start_copy()
+            case machines.StopCopy():
+                work.stop_copy()
+            case machines.HandOver():
+                self._tell(work.hand_over())
+            case machines.ReleaseTensors():
+                work.release()
+            case machines.AskCancel(_, reason):
+                self._tell(messages.Cancel(save, reason))
+            case machines.NoteFreeSlot():
+                work.on_slot_free()
+            case machines.End(_, failure):
+                work.on_end(failure, self._committed.get(save))
+            case machines.TellReplicated(_, failure):
+                work.on_replicated(failure)
+            case machines.ReportFailure(_, error, begun):
+                self.run(partial(work.report, error, begun=begun))
+            case machines.FindOut(_, error):
+                self.run(lambda: self.post(machines.FoundOut(save, _found_out(work, error))))
+
+
+def _found_out(work: SaveWork, error: CheckpointError) -> CheckpointError | None:
+    try:
+        return work.find_out(error)
+    except Exception:
+        logger.exception("finding out how a save has ended failed")
+        return error
