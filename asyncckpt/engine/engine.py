@@ -369,6 +369,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._copier.close()
         if self.worker is not None:
             self.worker.settle(self.config.timeout)  # so that it is told of what was copied
+            self.worker.wait_told()
         failure = self._supervisor.leave(linger=linger)
         self._close_buffers()
         if self._group is not None:

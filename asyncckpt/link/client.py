@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -176,6 +177,7 @@ class WorkerClient:
             self._process.wait_ready(options.start_timeout)
             begun(self)
             self._listener.start()
+            _clients.add(self)
         except BaseException as error:
             self._process.end()
             if isinstance(error, RuntimeError):
@@ -255,6 +257,9 @@ class WorkerClient:
         if self._listener.is_alive():
             with contextlib.suppress(CheckpointError):
                 self.wait_while_it_lives(self.saves.mark(), timeout)
+
+    def wait_told(self) -> None:
+        """Wait a moment until the other ranks have been told of failures."""
         self.saves.wait_for_jobs(_TELL_S)
 
     def wait_for_end(self, timeout: float) -> None:
@@ -344,8 +349,10 @@ class WorkerClient:
                 self._why_killed = f"cannot be told anything, and was killed: {error}"
                 self._process.kill()
             # The listener is about to find out why; it knows more than "broken pipe".
-            if threading.current_thread() is not self._listener:
-                self._ended.wait(_NOTICE_S)
+            if threading.current_thread() is self._listener:
+                self._death = self._how_it_died(self._process.wait(_END_S))
+                raise self._death from error
+            self._ended.wait(_NOTICE_S)
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
 
     def _give_back(self, answer: object, segment: Segment | None) -> None:
@@ -420,6 +427,10 @@ class WorkerClient:
             self._give_back(answer, None)
             return messages.Answer(number, messages.Refused(error)), None
 
+    def _how_it_died(self, code: int | None) -> WorkerDiedError:
+        words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
+        return WorkerDiedError(f"the worker {self.pid} {self._why_killed or how_it_ended(code)}{words}")
+
     def _on_exit(self) -> None:
         """Fail everything open, because the worker is gone, and say why."""
         code = self._process.wait(0 if self._detaching else _END_S)
@@ -427,9 +438,7 @@ class WorkerClient:
             self._process.detach()
             if not self.saves.is_idle() and not self._detaching:
                 self._process.kill()  # what it was to do has failed
-        words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
-        death = WorkerDiedError(f"the worker {self.pid} {self._why_killed or how_it_ended(code)}{words}")
-        self._death = death
+        self._death = death = self._death or self._how_it_died(code)
         try:
             self.saves.take_posted()
             self.saves.handle(WorkerGone(death, self._detaching, self.pid))
@@ -440,3 +449,16 @@ class WorkerClient:
         while not self.saves.is_idle():  # somebody still copies, or finds out how a save has ended
             self.saves.wait_posted(_LISTEN_S)
             self.saves.take_posted()
+
+
+_clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
+
+
+def _settle_all() -> None:
+    """Hand over what was copied as the process ends. The copying threads have ended, and the listeners have not."""
+    for client in list(_clients):
+        if not client.is_forked:
+            client.settle(_END_S)
+
+
+threading._register_atexit(_settle_all)  # type: ignore[attr-defined]

@@ -198,8 +198,8 @@ class RunningSaves:
             else:
                 self.handle(posted)
 
-    def on_message(self, message: object) -> bool:
-        """Handle a message of the worker. Return whether it was about a save."""
+    def on_message(self, message: object) -> None:
+        """Handle a message of the worker about a save."""
         match message:
             case messages.Written(save, inode, timings):
                 if (work := self._work.get(save)) is not None:
@@ -215,9 +215,6 @@ class RunningSaves:
                 self._committed.pop(save, None)
             case messages.Failed(save, error):
                 self.handle(machines.Ended(save, error))
-            case _:
-                return False
-        return True
 
     def handle(self, event: TrainerEvent) -> None:
         """Have the machine take an event, and carry out what it says."""

@@ -79,16 +79,20 @@ def test_nothing_is_copied_any_more_when_an_interrupt_is_raised(
 
     def interrupted(real: Callable[..., Any], *args: Any) -> Any:
         if at == "wait":
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
             time.sleep(0.2)
         found = real(*args)
         if at == "queue":
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
             time.sleep(0.2)
         return found
 
+    def handler(*_: object) -> None:
+        raise KeyboardInterrupt
+
     state = _state(device_type)
     device = state["model"]["large"].device
+    before = signal.signal(signal.SIGUSR1, handler)
     with Checkpointer(root, Config(slots=1)) as checkpointer:
         checkpointer.prepare(state)
         _fill(state, 1)
@@ -98,6 +102,7 @@ def test_nothing_is_copied_any_more_when_an_interrupt_is_raised(
             with module().stream(copy_stream_of(device)):
                 busy(0.5)
             checkpointer.save(1, state)
+        signal.signal(signal.SIGUSR1, before)
         on_host = _state("cpu")
         for tensor in on_host["model"].values():
             tensor.fill_(2)

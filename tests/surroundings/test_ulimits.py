@@ -14,7 +14,7 @@ _TOO_LOW = [
     ("AS", f"+{12 << 20}", "ulimit -v"),  # for the memory of the worker
     ("FSIZE", "1000000", "ulimit -f"),  # less than one image
 ]
-_TOO_FEW_PROCESSES = [(2, "no thread can be started"), (3, "did not start"), (5, "while it started")]
+_TOO_FEW_PROCESSES = [(2, "no thread can be started"), (4, "did not start"), (6, "while it started")]
 
 
 def test_too_low(root: Path) -> None:
