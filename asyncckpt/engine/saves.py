@@ -291,7 +291,6 @@ class SaveOperation(SaveState):
         self.is_whole = True
         stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # it may have returned already
         self._events.tell("staged", self.timings, self.timings["copy_s"])  # before the worker can say more
-        self.release()
         digests, self._digests = self._digests, {}
         return messages.Staged(self.number, {**self.timings, "stall_s": stall_s}, digests)
 

@@ -44,7 +44,7 @@ class SaveWork(Protocol):
         """Have the copy fail soon."""
 
     def hand_over(self) -> messages.Staged:
-        """Mark the slot as staged, and do as ``release``. Return what the worker is to be told."""
+        """Mark the slot as staged. Return the message for the worker."""
 
     def release(self) -> None:
         """Note that the tensors are not read any more."""
@@ -248,8 +248,6 @@ class RunningSaves:
                     self._on_error(action, second, events, again=True)
             case _:
                 logger.error("what follows a save could not be done: please report this", exc_info=error)
-                if isinstance(action, machines.HandOver):
-                    self._work[action.save].release()
 
     def _carry_out(self, action: TrainerAction, events: deque[TrainerEvent]) -> None:
         if isinstance(action, machines.KillWorker):
@@ -267,7 +265,10 @@ class RunningSaves:
             case machines.StopCopy():
                 work.stop_copy()
             case machines.HandOver():
-                self._tell(work.hand_over())
+                try:
+                    self._tell(work.hand_over())
+                finally:  # not before: from the return of ``save`` on, nothing is asked of the trainer
+                    work.release()
             case machines.ReleaseTensors():
                 work.release()
             case machines.AskCancel(_, reason):
