@@ -485,7 +485,7 @@ class TrainerSaves:
                 return
         newest = max(under_way, default=0)
         if len(under_way) > 1 and not save.wanted.alone:
-            # SlotWritten here, but not yet everywhere. The oldest is spared, or slow ranks would never finish any.
+            # Written here, but not yet everywhere. The oldest is spared, or slow ranks would never finish any.
             self._withdraw(newest, _replaced(save), actions)
             actions.append(ReportFailure(newest, _replaced(save), begun=True))
             self._decide(number, Decision(replaced=newest), actions)
