@@ -28,10 +28,10 @@ from asyncckpt.loading.load import load
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.plan import StateDict
-from asyncckpt.publication import Publication, job_of_checkpoints, whole_number
+from asyncckpt.publication import Publication, job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, is_first, on_all
 from asyncckpt.save_handle import Save
-from asyncckpt.storage import absolute, is_address, step_folder
+from asyncckpt.storage import absolute, is_address, step_folder, whole_number
 from asyncckpt.storage.history import StoredStep, history
 from asyncckpt.storage.uploads import AskUploads, UploadsUnderWay, wait_for_uploads
 

@@ -8,17 +8,16 @@ too.
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import SupportsIndex, TypeAlias
+from typing import TypeAlias
 
 from asyncckpt.errors import VersionError
 from asyncckpt.events import Event
 from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.storage import absolute, is_address
+from asyncckpt.storage import absolute, is_address, whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -153,28 +152,6 @@ class Versions:
                 f"version {version} is not newer than {self._newest}, the last one published{who}; if the training has"
                 " gone back, or begins anew, publish it with roll_back=True"
             )
-
-
-def whole_number(value: SupportsIndex, what: str) -> int:
-    """Return a step or a version as an ``int``. The value may be of numpy, or a tensor.
-
-    Args:
-        value: The number.
-        what: The name of the number, for the error.
-
-    Raises:
-        TypeError: The value is no whole number.
-        ValueError: The value is below 0.
-    """
-    try:
-        if isinstance(value, bool):
-            raise TypeError("a bool")
-        number = operator.index(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"a {what} is a whole number, not {value!r}") from error
-    if number < 0:
-        raise ValueError(f"a {what} is a number from 0 on, not {number}")
-    return number
 
 
 def job_of_weights(address: str) -> str:

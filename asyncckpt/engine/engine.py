@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ready_events
-from asyncckpt.engine.plan_selection import PREPARES, Captured, PlanSelection, check_file_set_place, save_input
+from asyncckpt.engine.plan_selection import Captured, PlanSelection, check_file_set_place, save_input
 from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.saves import Copier, SaveOperation, Saves, check_writable
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, interrupts_as_they_are, is_interrupt
@@ -248,7 +248,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         def capture(save: SaveOperation) -> Captured:
             check = partial(self._saves.check_place, save, retention.existing)
-            call = PREPARES if save.group.alone else Call.of_save(step, save.path)  # one rank is not compared
+            call = Call.of_save(step, save.path)
             given = save.group, save.number, state_dict, planner, separate
             return self._plans.for_all(save_input(*given, path=save.path, call=call, check=check))
 

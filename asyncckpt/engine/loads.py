@@ -26,10 +26,10 @@ from asyncckpt.loading.memory_source import (
 )
 from asyncckpt.loading.source import Source
 from asyncckpt.loading.tiers import Tiers
-from asyncckpt.publication import whole_number
 from asyncckpt.ranks.collectives import check_same, from_first, on_all, rank_of
 from asyncckpt.ranks.rounds import Call
 from asyncckpt.staging.slot_copy import wait_for_copies
+from asyncckpt.storage import whole_number
 from asyncckpt.storage.history import Origin
 
 if TYPE_CHECKING:

@@ -141,12 +141,17 @@ _CHECK_FIRST_S = 0.5
 
 
 class _ToCopy(NamedTuple):
-    """The work of the stager. ``tensors``: the tensors of ``captured``, or with overlap others with their memory."""
+    """The work of the stager.
+
+    ``tensors``: the tensors of ``captured``, or with overlap others with their memory. ``request_for``: returns the
+    request to the worker for a ``slot``.
+    """
 
     captured: Captured
     tensors: Sequence[torch.Tensor]
     ready: ReadyEvents
     copier: Copier
+    request_for: Callable[..., WriteRequest]
 
 
 class SaveOperation(SaveState):
@@ -165,7 +170,6 @@ class SaveOperation(SaveState):
     """The image in the slot is complete."""
     is_durable = is_replicated = False
     _slot: int | None = None
-    _request_for: Callable[..., WriteRequest]
     _inode: int | None = None
     _to_copy: _ToCopy | None = None
     _is_stopped = False
@@ -216,12 +220,11 @@ class SaveOperation(SaveState):
         tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
         sample = captured.sample
         ready = ready_events(tensors if sample is None else [*tensors, *sample.on_devices])
-        self._to_copy = _ToCopy(captured, tensors, ready, copier)
-        self._request_for = self._write_request(captured, retention)
+        self._to_copy = _ToCopy(captured, tensors, ready, copier, self._write_request(captured, retention))
         client, group = self.buffer.client, self.group
         decision: Decision | None = None
         if self._config.when_busy != "wait" and group.rank > 0:
-            decision = group.follow_first("slot", self.number, Decision)
+            decision = group.hear_decision("slot", self.number)
         try:
             self.is_posted = True
             client.saves.begin(self._wanted(decision), self)
@@ -268,9 +271,9 @@ class SaveOperation(SaveState):
 
     def claim_slot(self) -> bool:
         self._slot = self.buffer.claim_slot_for(self)
-        if self._slot is None:
+        if self._slot is None or self._to_copy is None:
             return False
-        self.request = self._request_for(slot=self._slot)
+        self.request = self._to_copy.request_for(slot=self._slot)
         now = time.perf_counter()
         self.timings |= {"plan_s": self._planned_at - self.begun, "slot_s": now - self._planned_at}
         return True
@@ -278,8 +281,8 @@ class SaveOperation(SaveState):
     def start_copy(self) -> None:
         what = self._to_copy
         if what is not None:
-            self._begin(what)
             note_copy(self.staged)
+            self._begin(what)
             what.copier.run(partial(self._copy, what))
 
     def stop_copy(self) -> None:
@@ -296,7 +299,6 @@ class SaveOperation(SaveState):
 
     def release(self) -> None:
         self._to_copy = None
-        self._request_for = WriteRequest
         if self.is_begun and self.request.small_files:
             self.request = replace(self.request, small_files=())  # a handle may be kept for long
         self.release_tensors()

@@ -321,7 +321,7 @@ class WorkerClient:
 
     def check_owner(self) -> None:
         """Raise ``ClosedError`` in a fork of the process that this was made in."""
-        if self._owner != os.getpid():
+        if self.is_forked:
             raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
 
     @property

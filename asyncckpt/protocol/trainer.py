@@ -371,7 +371,13 @@ class SaveInTrainer:
     """The saves that the worker was asked to cancel for this one."""
 
     @property
+    def is_open(self) -> bool:
+        """Whether the end is still to come, and nobody is being asked for it."""
+        return self.outcome in (EndState.OPEN, EndState.WITHDRAWN)
+
+    @property
     def is_under_way(self) -> bool:
+        """Whether it has, or had, a slot, and may be committed."""
         return self.stage is not Stage.WAITING and self.outcome is EndState.OPEN
 
 
@@ -383,7 +389,6 @@ class TrainerSaves:
         """The saves that have not ended, or whose slots are in use."""
         self._gone: WorkerGone | None = None
         self._is_given_up = False
-        self._is_killing = False
         self._progress_at = 0.0
 
     def is_free(self, save: int) -> bool:
@@ -544,7 +549,7 @@ class TrainerSaves:
         """End a save after its copy has stopped. ``told``: the worker knows of the save."""
         save = self.saves[number]
         error = save.reason or error
-        if save.outcome in (EndState.OPEN, EndState.WITHDRAWN):
+        if save.is_open:
             self._end(number, error, actions)
             self._report(number, error, actions, begun=told)
         actions.append(ReleaseTensors(number))
@@ -600,7 +605,7 @@ class TrainerSaves:
             if save.stage in (Stage.STAGED, Stage.CANCELLING):
                 save.stage = Stage.FREE
                 actions.append(NoteFreeSlot(number))
-            if save.outcome in (EndState.OPEN, EndState.WITHDRAWN):
+            if save.is_open:
                 error = self._loss(save, event, now)
                 if is_staged and not event.left and not self._is_given_up:
                     save.outcome = EndState.ASKING
@@ -630,14 +635,9 @@ class TrainerSaves:
             if save.stage is Stage.WAITING and now - save.since >= limit_s:
                 text = f"waiting for a free slot took longer than {limit_s:g} s; the storage may be stalled"
                 self._fail(number, SaveTimeoutError(text), actions)
-        if not self._is_killing and self._gone is None:
-            is_open = (EndState.OPEN, EndState.WITHDRAWN)
-            self._is_killing = any(
-                save.stage is not Stage.WAITING and save.outcome in is_open and self._is_overdue(save, now)
-                for save in self.saves.values()
-            )
-            if self._is_killing:
-                actions.append(KillWorker())
+        in_worker = (save for save in self.saves.values() if save.stage is not Stage.WAITING and save.is_open)
+        if self._gone is None and any(self._is_overdue(save, now) for save in in_worker):
+            actions.append(KillWorker())
 
     def _is_overdue(self, save: SaveInTrainer, now: float) -> bool:
         """Return whether the worker has stopped. A worker that runs ends a save earlier, by its own limit."""
@@ -652,7 +652,7 @@ class TrainerSaves:
 
     def _end(self, number: int, error: CheckpointError | None, actions: list[TrainerAction]) -> None:
         save = self.saves.get(number)
-        if save is not None and save.outcome in (EndState.OPEN, EndState.WITHDRAWN):
+        if save is not None and save.is_open:
             save.outcome = EndState.ENDED
             actions.append(End(number, error))
 

@@ -17,6 +17,7 @@ import socket
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -252,28 +253,29 @@ class Group:
             rounds.clear(kind, number)
         return answers[0]
 
-    def follow_first(self, kind: str, number: int, decide: Callable[[], T]) -> T:
-        """Decide on the first rank, without waiting for the other ranks, and return the decision on all ranks.
+    def hear_decision(self, kind: str, number: int) -> Any:
+        """Another rank: wait for the decision that the first rank tells by ``tell_decision``; arguments as there."""
+        if self._rounds is None:
+            raise RankFailedError("the ranks are not connected yet: please report this", rank=self.rank)
+        self._rounds.patience.renew()
+        return _answer(self._rounds.outcome(round_name(kind, number), self._config.timeout))
+
+    def tell_decision(self, kind: str, number: int, decision: object) -> None:
+        """First rank: tell the others a decision, without waiting for them. Another thread may use the store meanwhile.
 
         Args:
             kind: As in ``ask_all``.
             number: As in ``ask_all``.
-            decide: First rank: make the decision.
+            decision: The decision. If it cannot be told, the save fails on all ranks.
         """
-        if self._rounds is None:
-            return decide()
-        self._rounds.patience.renew()
-        return self._follow_first(self._rounds, kind, number, decide)
-
-    def tell_decision(self, kind: str, number: int, decision: object) -> None:
-        """First rank: tell the others what they wait for in ``follow_first``. Another thread may use the store."""
         if (rounds := self._rounds) is None:
             return
         timeout = self._config.timeout
         try:
             rounds.conclude_soon(round_name(kind, number), pack(decision), timeout).result(timeout)
-        except (CheckpointError, TimeoutError) as error:
-            self.report_failure(number, error, begun=False)
+        except (CheckpointError, FutureTimeoutError) as error:
+            for begun in (False, True):  # the others wait for the decision, and this rank's worker for the others
+                self.report_failure(number, error, begun=begun)
             raise
         rounds.clear(kind, number)
 

@@ -207,7 +207,6 @@ class StagingBuffer:
         self.plan = plan
         self.client = client
         self.saves: list[SlotUser | None] = [None] * slots
-        self._fitted_for = 0
         self._pinned: PinnedMemory | None = None
         plan.objects.forget_slots()
         regions, fixed, first = _laid_out(plan)
@@ -290,9 +289,7 @@ class StagingBuffer:
 
     def claim_slot_for(self, save: SlotUser) -> int | None:
         """Take a free slot for ``save``, and return it; None if there is none. The thread of the saves calls this."""
-        if self._fitted_for != save.number:
-            self.fit_memory()
-            self._fitted_for = save.number
+        self.fit_memory()
         slot = self.claim_slot()
         if slot is not None:
             self._begin(slot, save)

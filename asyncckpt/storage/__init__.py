@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 import re
 import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import SupportsIndex
 
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.format.manifest import MANIFEST_NAME
@@ -99,6 +101,28 @@ def refuse_address(path: str) -> None:
     """Raise ``StorageError`` if ``path`` is on an object store, for callers that need a file system."""
     if is_address(path):
         raise StorageError(f"{path} is an address, and this saves to file systems only: mount it")
+
+
+def whole_number(value: SupportsIndex, what: str) -> int:
+    """Return a step or a version as an ``int``. The value may be of numpy, or a tensor.
+
+    Args:
+        value: The number.
+        what: The name of the number, for the error.
+
+    Raises:
+        TypeError: The value is no whole number.
+        ValueError: The value is below 0.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError("a bool")
+        number = operator.index(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"a {what} is a whole number, not {value!r}") from error
+    if number < 0:
+        raise ValueError(f"a {what} is a number from 0 on, not {number}")
+    return number
 
 
 def step_folder(root: str, step: int) -> str:

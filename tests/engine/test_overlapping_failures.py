@@ -66,6 +66,20 @@ class Training:
         wait_for(save.staged)
 
 
+@contextmanager
+def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Copies of tensors wait for the event."""
+    copy, may_go_on = host_copy._ByteCopy.copy, threading.Event()
+
+    def waits(unit: Any, tensors: Any) -> None:
+        assert may_go_on.wait(60)
+        copy(unit, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_copy._ByteCopy, "copy", waits)
+        yield may_go_on
+
+
 def _loaded(root: Path, *, memory: bool) -> list[float]:
     with Checkpointer(root) as checkpointer:
         into = {name: torch.zeros(_SIZE) for name in ("a", "b")}
@@ -110,18 +124,11 @@ def test_given_up_before_the_worker_sees_it(root: Path, monkeypatch: pytest.Monk
 
 
 def test_a_save_of_another_state_does_not_wait_for_a_copy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy, may_go_on = host_copy._ByteCopy.copy, threading.Event()
-
-    def waits(unit: Any, tensors: Any) -> None:
-        assert may_go_on.wait(60)
-        copy(unit, tensors)
-
     with Checkpointer(root, Config(overlap=True)) as checkpointer:
         states = {"a": torch.ones(1000)}, {"b": torch.ones(2000)}
         for step, state in enumerate(states):
             checkpointer.save(step, state).result(60)
-        with monkeypatch.context() as patch:
-            patch.setattr(host_copy._ByteCopy, "copy", waits)
+        with held_copies(monkeypatch) as may_go_on:
             saves = [checkpointer.save(2 + step, state) for step, state in enumerate(states)]
             assert not any(save.staged() for save in saves)
             may_go_on.set()
@@ -131,18 +138,11 @@ def test_a_save_of_another_state_does_not_wait_for_a_copy(root: Path, monkeypatc
 
 def test_a_load_waits_for_copies(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that goes back fills the tensors that its last save copies."""
-    copy, may_go_on = host_copy._ByteCopy.copy, threading.Event()
-
-    def waits(unit: Any, tensors: Any) -> None:
-        assert may_go_on.wait(60)
-        copy(unit, tensors)
-
     with Checkpointer(root, Config(overlap=True)) as checkpointer:
         state = {"a": torch.ones(1000)}
         checkpointer.save(1, state).result(60)
         state["a"].fill_(2)
-        with monkeypatch.context() as patch:
-            patch.setattr(host_copy._ByteCopy, "copy", waits)
+        with held_copies(monkeypatch) as may_go_on:
             save = checkpointer.save(2, state)
             timer = threading.Timer(0.3, may_go_on.set)
             timer.start()

@@ -362,7 +362,7 @@ TRAINER = {
         "        if told",
     ),
     "a save ends twice": (
-        "if save is not None and save.outcome in (EndState.OPEN, EndState.WITHDRAWN):\n            save.outcome",
+        "if save is not None and save.is_open:\n            save.outcome",
         "if save is not None:\n            save.outcome",
     ),
     "what was found out is forgotten": (

@@ -317,10 +317,9 @@ def test_a_first_worker_that_is_started_again_is_waited_for(tmp_path: Path, told
         assert isinstance(worker.outcome(30), Committed)
 
 
-def test_a_commit_that_storage_did_is_done_whatever_it_answers(
-    tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rename was done, and the answer was lost."""
+@pytest.fixture
+def lost_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rename of a commit is done, and its answer is lost."""
     finalize: Any = PartialFolder.finalize
 
     def lost(*arguments: Any) -> None:
@@ -328,28 +327,27 @@ def test_a_commit_that_storage_did_is_done_whatever_it_answers(
         raise StorageError("as the test wants")
 
     monkeypatch.setattr(PartialFolder, "finalize", lost)
+
+
+@pytest.mark.usefixtures("lost_answer")
+def test_a_commit_that_storage_did_is_done_whatever_it_answers(tmp_path: Path, told: Any) -> None:
     worker = told()
     worker.stage(worker.begin(request_for(tmp_path)))
     assert isinstance(worker.outcome(), Committed)
     assert (tmp_path / "root" / "final" / ".metadata").exists()
 
 
+@pytest.mark.usefixtures("lost_answer")
 def test_the_other_ranks_ask_storage_if_the_first_cannot(
     tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit was done. Its answer was lost, and the storage of the first rank fails after that."""
-    finalize: Any = PartialFolder.finalize
-
-    def lost(*arguments: Any) -> None:
-        finalize(*arguments)
-        raise StorageError("as the test wants")
+    """The storage of the first rank fails after the commit."""
 
     def fails(request: WriteRequest, *arguments: Any) -> bool:
         if request.rank == 0:
             raise SaveTimeoutError("nobody can say (as the test wants)")
         return resolve(request, *arguments)
 
-    monkeypatch.setattr(PartialFolder, "finalize", lost)
     monkeypatch.setattr(saves_module, "resolve", fails)
     workers = [told(), told()]
     rendezvous = workers[0].host(2)
