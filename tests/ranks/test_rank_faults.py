@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -398,3 +399,37 @@ def test_who_is_late_hears_that_the_first_worker_has_died(tmp_path: Path) -> Non
         took, told = ended.result
         assert told and took < LONG_S / 2, ended.result
     assert [name for name in os.listdir(tmp_path / "root") if name.startswith("step")] == ["step-00000002"]
+
+
+def _decide_in_vain(root: str) -> tuple[float, str]:
+    """Save while the first rank cannot tell what becomes of the save. Return the seconds, and the error."""
+    config = Config(slots=2, when_busy="skip", timeout=LONG_S, commit_timeout=LONG_S, start_timeout=START_S)
+    with Checkpointer(root, config) as checkpointer:
+        checkpointer.save(1, replicas(1)).result(LIMIT_S)
+        real: Any = Rounds.conclude_soon
+
+        def refuse(*_: Any) -> Future[None]:
+            Rounds.conclude_soon = real  # type: ignore[method-assign]
+            refused: Future[None] = Future()
+            refused.set_exception(SaveTimeoutError("as the test wants"))
+            return refused
+
+        if dist.get_rank() == 0:
+            Rounds.conclude_soon = refuse  # type: ignore[assignment, method-assign]
+        begun, told = time.monotonic(), ""
+        try:
+            checkpointer.save(2, replicas(2)).result(LIMIT_S)
+        except CheckpointError as error:
+            told = str(error)
+        took = time.monotonic() - begun
+        checkpointer.save(3, replicas(3)).result(LIMIT_S)
+        return took, told
+
+
+def test_a_decision_that_cannot_be_told_fails_the_save_at_once(tmp_path: Path) -> None:
+    for ended in Job(2, _decide_in_vain, str(tmp_path / "root"), folder=tmp_path).wait():
+        assert ended.error is None, ended.error
+        took, told = ended.result
+        assert "as the test wants" in told and took < LONG_S / 2, ended.result
+    steps = sorted(name for name in os.listdir(tmp_path / "root") if name.startswith("step"))
+    assert steps == ["step-00000001", "step-00000003"]
