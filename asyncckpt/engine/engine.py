@@ -70,7 +70,7 @@ class Turn:
 
 
 def known_by_all(group: Group, number: int, known: VersionState) -> list[VersionState]:
-    """What each rank knows of versions. ``number``: of this question, the same on all ranks."""
+    """Return the knowledge of versions of each rank. ``number``: the number of this question, the same on all ranks."""
     return group.ask_all("epoch", number, lambda: known, lambda all_know: [all_know] * len(all_know))
 
 
@@ -80,10 +80,10 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, fol
     Args:
         image: The slot that has it; None: none has any more.
         version: As what.
-        folder: Of a set of files: the folder of DCP's that readers see; None: the only one.
+        folder: The folder of DCP's in a set of files that readers see; None: the only one.
 
     Returns:
-        None: they do; else why they do not.
+        None if readers see the image, otherwise the reason.
 
     Raises:
         CheckpointError: It is nothing that can be published, or readers could not find it.
@@ -104,7 +104,7 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, fol
 def _number_of(plan: Plan, folder: str | None) -> int:
     """The number of what readers are to see of the image: a whole state dict, or a folder in a set.
 
-    Only what the trainer has written stays as it is: archives are completed by the worker, in the slot.
+    The worker completes archives in the slot, and changes nothing else there.
     """
     match plan:
         case CheckpointPlan():
@@ -144,8 +144,8 @@ class Engine(AbstractContextManager["Engine"]):
         """Start nothing yet.
 
         Args:
-            config: What there is to choose; None: what the environment says (``Config.from_env``).
-            process_group: The ranks, which make the same calls; None: all of the job, as it is by the first save.
+            config: The configuration; None: the one of the environment (``Config.from_env``).
+            process_group: The ranks, which make the same calls; None: all ranks of the job at the first save.
             alone: For this process, whatever the job.
             job: By this text a trainer in the place of a dead one finds its worker; None: it leaves with its trainer.
             claim: The folder that no other job is to save to meanwhile; None: there is none.
@@ -178,7 +178,7 @@ class Engine(AbstractContextManager["Engine"]):
     def prepare(
         self, state_dict: StateDict | FileSet, planner: SavePlanner | None = None, path: str | None = None
     ) -> None:
-        """Do all that a first save of ``state_dict``, by ``planner``, would have to, and copy its tensors to warm up.
+        """Do the work of a first save of ``state_dict`` by ``planner``, up to a copy of the tensors into memory.
 
         ``path``: where such a save may go, which is looked at; None: nobody knows. Raises as ``save`` does.
         """
@@ -214,22 +214,22 @@ class Engine(AbstractContextManager["Engine"]):
         planner: SavePlanner | None = None,
         separate: str = "",
     ) -> Save:
-        """Save a state dict as a checkpoint, or a set of files: those of all ranks are there in the end, or none.
+        """Save a state dict as a checkpoint, or a set of files: in the end the files of all ranks are there, or none.
 
         Args:
             path: The checkpoint's folder, the same on all ranks.
             state_dict: This rank's part. Its tensors may change when this returns (with ``Config.overlap``: see there).
-                Of a set of files a rank may have none.
+                A rank may have no file of a set.
             step: The training step it is of.
-            existing: What becomes of what is at ``path``, unless ``retention`` says that. A set cannot "join" it.
+            existing: The rule if something stands at ``path``, unless ``retention`` has one. A set cannot "join" it.
             pointer: The first rank's worker advances this text file when the checkpoint is durable.
-            rotation: That worker then removes these older checkpoints, if the pointer was advanced.
-            retention: What becomes of the steps beside it, in the place of the three above; None: nothing.
+            rotation: The same worker then removes these older checkpoints, if the pointer was advanced.
+            retention: The rules for the steps beside it, in the place of the three above; None: no rules.
             planner: DCP's or the caller's own; None: DCP's default.
-            separate: Values whose names begin with it go to a file of their own, whose name begins with it, too.
+            separate: A prefix. Values with this prefix go to a file of their own, with the prefix in its name.
 
         Returns:
-            Its handle. What goes wrong later comes from there, on all ranks the same.
+            The handle of the save. A later failure comes from the handle, on all ranks the same.
 
         Raises:
             CheckpointExistsError: ``existing`` forbids it.
@@ -261,7 +261,7 @@ class Engine(AbstractContextManager["Engine"]):
         ``ValueError`` where this is an engine for more than this process.
 
         Args:
-            path: The file, in a folder that is there. One that is there already is replaced, in one step.
+            path: The file, in an existing folder. An existing file is replaced, in one step.
             obj, pickle_protocol: As ``torch.save`` has them.
             follow_link: Save to what a link at ``path`` leads to; else the link is replaced.
         """
@@ -284,12 +284,12 @@ class Engine(AbstractContextManager["Engine"]):
                 self._usable().connect_worker(self._supervisor.running)
 
     def publish(self, save: Save, version: int, *, roll_back: bool = False, folder: str | None = None) -> Publication:
-        """Let readers see what was staged for a save, where it is; with ``overlap`` this waits until all is.
+        """Let readers see the image of a save in its slot. With ``overlap`` this waits until the image is complete.
 
         Args:
-            save, version: What, and as what. Skipped where its image is gone, or readers have all other slots.
+            save, version: The save, and its version. Skipped if the image is gone, or readers have all other slots.
             roll_back: Allow a version that is not newer than the last one.
-            folder: Of a set of files: the folder of DCP's that readers see; None: the only one.
+            folder: The folder of DCP's in a set of files that readers see; None: the only one.
 
         Raises:
             VersionError, CheckpointError: It is not newer; it is no such folder. Also raises as ``save`` does.
@@ -319,7 +319,7 @@ class Engine(AbstractContextManager["Engine"]):
             return group.any_rank_says(next(self._questions), mine)
 
     def held(self) -> HeldImages | None:
-        """What a dead trainer's worker holds for this rank, until this one begins to save; None: nothing.
+        """Return the images that the worker of a dead trainer holds for this rank, until this rank saves; None: none.
 
         Raises ``SaveTimeoutError`` where that worker does not answer.
         """
@@ -395,7 +395,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _carry_out(
         self, path: str, step: int | None, retention: Retention, capture: Callable[[SaveOperation], Captured]
     ) -> Save:
-        """A save, until it is staged. ``capture`` says what is to be staged where."""
+        """Carry out a save until it is staged. ``capture`` returns the state and its memory."""
         try:
             lock = self._turn.take()
         except CheckpointError as error:
@@ -438,7 +438,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._buffers.hand_over(client, predecessor)
 
     def _inherit(self, predecessor: Takeover | None) -> None:
-        """The worker of a trainer before this one is there: this goes on where that one was."""
+        """Go on with the memory and the versions of the trainer before this one."""
         if predecessor is not None:
             self._memory = HeldImages(predecessor.segments, predecessor.images)
             self._versions.inherit(predecessor.published_versions())

@@ -510,7 +510,7 @@ class Saves:
     def check_place(self, save: SaveOperation, existing: Existing) -> None:
         """Raise ``StorageError`` if this rank cannot write where ``save`` goes. On the first rank, raise
         ``CheckpointExistsError`` where it may not go: because of what stands there, or of a save to there that is under
-        way. One that replaces what is there comes after that: saves end in order. An object store is not asked: the
+        way. A save that replaces the thing there comes after it: saves end in order. An object store is not asked: the
         worker does that, while the training goes on.
         """
         path = os.fspath(save.path)
@@ -549,8 +549,8 @@ class Saves:
         """Raise the first failure nobody was told of, unless a line in the log is enough.
 
         Args:
-            after: A save that was called just now. It has to be staged first, as its caller gets no handle by which to
-                wait for that; and a failure of it is for the next call.
+            after: The save of the current call. It must be staged first, because its caller gets no handle to wait
+                with. Its own failure is for the next call.
         """
         untold = [save for save in self._saves if save is not after and _is_untold(save)]
         for save in untold:
@@ -568,12 +568,12 @@ def synchronize_staging(saves: Iterable[Save], timeout: float) -> None:
     """Have whatever is queued from here on wait until the tensors of ``saves`` are copied, as before an optimizer step.
 
     Args:
-        saves: Those whose tensors are about to change.
+        saves: The saves with tensors that are about to change.
         timeout: Seconds that the copies may take.
 
     Raises:
         SaveTimeoutError: The copies take longer.
-        CheckpointError: The step is captured in a graph, which would wait for events from outside of it.
+        CheckpointError: The step is captured in a graph, and the graph would wait for events from outside.
     """
     copying = [save for save in saves if not save.staged()]
     check_guarded_capture(copies_are_under_way=bool(copying))

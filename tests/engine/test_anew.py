@@ -1,4 +1,4 @@
-"""A training that is begun anew in the same process: wherever a save was interrupted, the next checkpointer goes on."""
+"""A training begins anew in the same process: the next checkpointer goes on after an interrupt at any point."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _state(step: int) -> dict[str, Any]:
 
 
 class Trainings:
-    """Of one process, the one after the other; none is closed."""
+    """The trainings of one process, one after the other. None is closed."""
 
     def __init__(self, root: Path, config: Config, slots: int | None = 2) -> None:
         self._root, self._config, self.others = root, replace(config, slots=slots), _children()
@@ -56,7 +56,7 @@ class Trainings:
         self.before, self.checkpointer = self.checkpointer, Checkpointer(self._root, self._config)
 
     def begin_anew(self) -> None:
-        """What was saved last is there, or what was begun after that, and the next save works."""
+        """Check for the last saved step or a newer one, and make the next save."""
         self.make()
         if self.durable:
             into = _state(0)
@@ -129,7 +129,7 @@ def test_after_an_interrupt_at_any_instruction(root: Path, part: str, overlap: b
 
 @pytest.mark.timeout(900)
 def test_after_an_interrupt_while_memory_is_taken_and_given_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another image: it is taken where saves overlap, and goes back after one that did not."""
+    """Memory of another image is taken if saves overlap, and goes back after a save without overlap."""
     taken: list[None] = []
     given_back: list[None] = []
     on_taken, give_back = SlotMemory._on_taken, SlotMemory.give_back_last
@@ -173,7 +173,7 @@ def test_after_an_interrupt_at_any_instruction_of_the_first_save(root: Path) -> 
 
 @pytest.mark.timeout(900)
 def test_after_an_interrupt_at_any_instruction_of_a_load(root: Path) -> None:
-    """Of one that goes on where another was, which it closes; every second time all are given up then."""
+    """A training takes over from another and closes it. Every second time all are given up."""
     trainings = Trainings(root, Config(keep_last=3))
     trainings.begin_anew()
     memory = set(mapped_segments())
@@ -254,7 +254,7 @@ def test_what_was_given_up_says_so(root: Path, gate: Path) -> None:
 def test_who_waits_for_a_slot_as_all_is_given_up_takes_none(
     root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All saves have ended then, for this process; but the worker that is left writes what is in their slots."""
+    """For this process all saves have ended. The worker that was left still writes their slots."""
     first = Checkpointer(root, Config(slots=1))
     first.save(1, _state(1))
     stage: Any = SaveOperation.stage
@@ -279,7 +279,7 @@ def test_who_waits_for_a_slot_as_all_is_given_up_takes_none(
 def test_a_worker_that_was_just_left_is_not_taken_for_dead(
     root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, is_committed: bool
 ) -> None:
-    """Nor ended, as long as it writes, with what is in its memory."""
+    """The worker is not ended while it writes."""
     first = Checkpointer(root, Config(slots=2, timeout=3))
     save = first.save(1, _state(1))
     if is_committed:

@@ -113,7 +113,7 @@ class Training:
         self.checkpointer.wait(60)
 
     def holds(self) -> dict[str, int]:
-        """What this process and its worker have of memory and descriptors."""
+        """Return the memory and the descriptors of this process and its worker."""
         worker = self.checkpointer._engine.worker
         assert worker is not None
         return {
@@ -134,7 +134,7 @@ class Training:
 
 
 def _descriptors(pid: int) -> int:
-    """Of memory and sockets: those of files in work come and go."""
+    """Return the number of descriptors of memory and sockets. Descriptors of files come and go."""
     kinds = []
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -151,7 +151,7 @@ def _descriptors(pid: int) -> int:
     ids=["as planned", "overlapping", "another structure"],
 )
 def test_at_every_call_of_a_save(root: Path, overlap: bool, grows: int, every: int) -> None:
-    """Of one that plans and takes memory, which makes many, at ``every`` so many."""
+    """Interrupt a save at every call; a save with a new plan makes many calls, so at each ``every``-th."""
     with Checkpointer(root, Config(overlap=overlap, keep_last=2)) as checkpointer:
         training = Training(checkpointer)
 
@@ -254,7 +254,7 @@ def test_a_save_within_a_save_is_refused(root: Path, monkeypatch: pytest.MonkeyP
 
 
 class _Preempted(TimeoutError):
-    """Of the training's own. It is an ``OSError``, as what many raise at an alarm."""
+    """An error of the training's own. It is an ``OSError``, as many raise at an alarm."""
 
 
 @contextmanager
@@ -280,7 +280,7 @@ def _signal_at(point: Point | None) -> Iterator[list[Point]]:
 
 
 def _not_passed(points: list[Point], act: Callable[[], object], again: Callable[[], object]) -> list[Any]:
-    """The ``points`` at which what the handler raises inside ``act`` comes out as something else, or not at all."""
+    """Return the ``points`` where the error of the handler inside ``act`` comes out changed, or not at all."""
     lost: list[Any] = []
     reached = 0
     for point in points:

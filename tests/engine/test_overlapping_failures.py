@@ -1,6 +1,6 @@
 """With overlap a save may fail while its tensors are being copied: they are let go when that ends, and not before.
 
-Else the training goes on, the copy gets what it makes of them, and an image of two steps is whole, as far as is known.
+Otherwise the training goes on and changes them, and the image is a mixture of two steps that nobody notices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIZE = 1_500_000  # more than one batch of the copy has
 
 
 class Training:
-    """Of two parameters, both 1 before its step and 2 after it."""
+    """A training with two parameters, both 1 before its step and 2 after it."""
 
     def __init__(self) -> None:
         self.state = {name: torch.nn.Parameter(torch.ones(_SIZE)) for name in ("a", "b")}
@@ -110,7 +110,7 @@ def test_it_may_be_published_all_the_same(root: Path, monkeypatch: pytest.Monkey
 
 
 def test_given_up_before_the_worker_sees_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes what is staged by then."""
+    """The worker writes the states that are staged by then."""
     training, first = Training(), Checkpointer(root, Config(overlap=True))
     with training.saved_half(first, monkeypatch) as save:
         assert first._engine.worker is not None

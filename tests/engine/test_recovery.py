@@ -150,7 +150,7 @@ def test_another_structure_does_not_fit(root: Path) -> None:
 
 
 def test_nor_is_it_kept_where_its_memory_is_needed(root: Path) -> None:
-    """What was held gave way to another structure; then there is nothing to load from but storage."""
+    """The held image gave way to another structure, so only storage has the step."""
     train(root, 2)
     with Checkpointer(root) as checkpointer:
         assert checkpointer.latest() == 2
@@ -230,7 +230,7 @@ def test_what_was_removed_is_not_loaded(root: Path) -> None:
 def test_a_lingering_worker_leaves_where_its_memory_is_needed(
     root: Path, tmp_path: Path, faulty_worker: Faulty
 ) -> None:
-    """But not for what is nowhere else."""
+    """A worker with the only copy of an image stays."""
     lost = tmp_path / "lost"
     train(root, 1)
     train(lost, 1, fault="sync:eio")
@@ -245,7 +245,7 @@ def test_a_lingering_worker_leaves_where_its_memory_is_needed(
 
 
 def test_damage_in_memory_is_found(root: Path) -> None:
-    """As by a trainer that writes where it should not, and dies of it."""
+    """A trainer writes to a wrong address, and dies."""
     train(root, 2)
     takeover = Takeover.find(endpoint_name(f"{os.path.realpath(root)}\n", 0), 30)
     assert takeover is not None

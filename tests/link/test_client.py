@@ -66,7 +66,7 @@ def test_one_that_cannot_start_says_its_last_words(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_that_is_killed_while_it_starts_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also where a fork of it, or of the trainer, holds its socket open."""
+    """A fork of the worker, or of the trainer, may hold the socket open."""
     code = f"""
 import json, os, signal, subprocess, sys
 fork = subprocess.Popen(["sleep", "60"], pass_fds=[json.loads(sys.argv[1])["fd"]])
@@ -150,7 +150,7 @@ with asyncckpt.Checkpointer(sys.argv[1]) as checkpointer:
 
 @pytest.mark.parametrize("closed", [(0, 1, 2), (1, 2)])
 def test_a_trainer_without_standard_streams(root: Path, closed: tuple[int, ...]) -> None:
-    """As a daemon is. What is printed there goes nowhere, and into nothing of ours."""
+    """A daemon has none. Printed text goes nowhere, and into no file of ours."""
     command = [sys.executable, "-c", _SAVE_ONCE, str(root), str(closed[-2:])]
     ended = subprocess.run(command, preexec_fn=lambda: deque(map(os.close, closed)), timeout=120)
     assert ended.returncode == 0

@@ -1,4 +1,4 @@
-"""What has arrived of an image is written while the rest is coming: as it is when tensors come from a device."""
+"""The worker writes the part of an image that has arrived, as with tensors from a device."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_what_is_being_staged_is_not_replaced(root: Path, monkeypatch: pytest.Mo
 
 
 def test_a_slot_is_nobodys_while_a_failed_save_is_copied_into_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save has failed on another rank, of which this one hears in the middle of its copy."""
+    """The save fails on another rank while this rank copies."""
     go_on = threading.Event()
 
     def copy(self: SlotStager, *arguments: object) -> None:
@@ -173,7 +173,7 @@ def test_a_slot_is_nobodys_while_a_failed_save_is_copied_into_it(root: Path, mon
 
 
 def test_what_was_written_of_a_slot_that_is_anothers_is_not_committed(root: Path, gate: Path) -> None:
-    """It is no way that a trainer goes: but if one did, nobody should load what is of two saves."""
+    """No trainer does this. If one did, nobody should load a mixture of two saves."""
     with Checkpointer(root, Config(slots=1)) as checkpointer:
         save = checkpointer.save(1, state_of(1))
         (known,) = checkpointer._engine._buffers.known
