@@ -79,13 +79,10 @@ class Trainer:
         self._sent_until = max(self._sent_until, history.now + history.little())
         history.at(self._sent_until - history.now, self._arrive, event)
 
-    def lose(self, error: CheckpointError, *, left: bool = False) -> None:
-        """Notice that the worker has died, after what it has said; or leave it."""
-        if left:
-            self._on_lost(error, left)
-        else:
-            self._sent_until = max(self._sent_until, self._history.now + self._history.little())
-            self._history.at(self._sent_until - self._history.now, self._on_lost, error, left)
+    def lose(self, error: CheckpointError) -> None:
+        """Notice that the worker has died, after its messages."""
+        self._sent_until = max(self._sent_until, self._history.now + self._history.little())
+        self._history.at(self._sent_until - self._history.now, self._on_lost, error)
 
     def check_end(self) -> None:
         """Check that nothing is open at the end of a history."""
@@ -100,10 +97,10 @@ class Trainer:
         if not self.copying and not self.machine.is_idle():
             raise history.violation(f"the trainer of rank {self.rank} has something open for ever")
 
-    def _on_lost(self, error: CheckpointError, left: bool) -> None:
+    def _on_lost(self, error: CheckpointError) -> None:
         if not self.has_lost:
             self.has_lost = True
-            self.give(self._m.WorkerGone(error, left, 1))
+            self.give(self._m.WorkerGone(error, False, 1))
             if self.is_alive and (waiting := self.wanted - self.taken - self.ended):
                 raise self._history.violation(f"saves {waiting} of rank {self.rank} wait for slots of a dead worker")
 
