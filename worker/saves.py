@@ -75,6 +75,7 @@ _TICK_S = 0.25
 # Number of events after which time passes even if there are more: a report that has arrived counts before a deadline.
 _MOST_EVENTS = 1000
 _KIND = "save"
+_REVOKED = "the files of this save were removed while it was written: another rank has failed it, and says why"
 _NOT_KNOWN = "the first rank could not ask storage whether this was saved"
 
 
@@ -387,6 +388,8 @@ class SavesOfTrainer:
                 logger.exception("writing %s failed", request.path)
             if attempt is not None:
                 self._attempts[save] = attempt
+                if request.world_size > 1 and isinstance(error, StorageError) and attempt.opened.is_revoked():
+                    error = RankFailedError(_REVOKED)
             error.__traceback__ = None  # the traceback would keep its memory alive long after the segment is released
             self._events.put(commit.PartFailed(save, located_in(request, error)))
         else:

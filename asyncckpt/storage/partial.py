@@ -254,6 +254,11 @@ class _Partial(OpenAttempt):
         if fd >= 0:
             os.close(fd)
 
+    def is_revoked(self) -> bool:
+        with contextlib.suppress(OSError):
+            return not is_at(self._fd, self.path)
+        return False
+
     def _has_final_name(self) -> bool:
         with contextlib.suppress(OSError):
             return os.path.samestat(os.fstat(self._fd), os.stat(self._final))

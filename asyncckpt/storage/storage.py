@@ -152,6 +152,10 @@ class OpenAttempt(ABC):
         final place is unchanged.
         """
 
+    def is_revoked(self) -> bool:
+        """Return whether another process has removed this attempt, as far as this host knows. Raises nothing."""
+        return False
+
     @abstractmethod
     def discard(self, names: Sequence[str] | None = None) -> None:
         """Remove the files ``names`` (None: the whole attempt), as far as storage allows, and ``release`` the attempt.

@@ -134,6 +134,9 @@ class _FaultyAttempt(OpenAttempt):
         self._inner.finalize(existing)
         self._reach("finalized", self._final)
 
+    def is_revoked(self) -> bool:
+        return self._inner.is_revoked()
+
     def discard(self, names: Sequence[str] | None = None) -> None:
         self._inner.discard(names)
 

@@ -13,6 +13,7 @@ from asyncckpt.shm.slots import HEADER_BYTES, PublishedSlots, PublishedVersion, 
 from asyncckpt.transfer.mirror import Mirror
 from asyncckpt.transfer.requests import Locator, TransferAddress
 from asyncckpt.transfer.server import TransferServer
+from asyncckpt.transfer.versions import SPAN_BYTES
 
 KEY = b"the key of the job" * 2
 LIMIT_S = 60.0
@@ -87,6 +88,11 @@ class MirrorHere:
                     return data
             time.sleep(0.005)
         raise TimeoutError(f"version {version} is not here: {list(self.versions())}")
+
+    def arrived(self) -> int:
+        """The bytes that it has of a version that has not come whole."""
+        coming = self.mirror._coming
+        return 0 if coming is None else coming.arrived * SPAN_BYTES
 
     def die(self) -> None:
         """As if its host were lost: all connections break, at once."""

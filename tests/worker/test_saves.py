@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -315,6 +316,24 @@ def test_a_first_worker_that_is_started_again_is_waited_for(tmp_path: Path, told
     with closing(Store(b"secret", store.port)), closing(Rounds(first, 30)) as rounds:
         rounds.conclude("save-1", b"")
         assert isinstance(worker.outcome(30), Committed)
+
+
+def test_who_writes_what_another_rank_has_removed_says_that(
+    tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank has failed the save, and its answer is still on the way."""
+    create: Any = PartialFolder.create
+
+    def removed(self: PartialFolder, *arguments: Any, **options: Any) -> Any:
+        shutil.rmtree(self.path)
+        return create(self, *arguments, **options)
+
+    monkeypatch.setattr(PartialFolder, "create", removed)
+    with closing(Store(b"secret")) as store:
+        worker = told()
+        worker.saves.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
+        worker.stage(worker.begin(replace(request_for(tmp_path), rank=1, world_size=2)))
+        assert worker.error().startswith("RankFailedError: the files of this save were removed")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from support.checkpoints import complete_steps
 from support.inprocess import MOST_THREADS, Plan, Seen, run
 
 RESTARTS = int(os.environ.get("ASYNCCKPT_TEST_RESTARTS", 8))
+ENDS = ("committed", "ClosedError", "CheckpointError", "RankFailedError", "WorkerDiedError")
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -32,7 +33,7 @@ def check(ranks: list[list[Seen]], steps: list[int]) -> None:
     for seen in chain(*ranks):
         assert not seen.loaded or (seen.is_right and seen.is_newest), seen
         for _, outcome in seen.before:
-            assert outcome.split(":")[0] in ("committed", "ClosedError", "CheckpointError", "WorkerDiedError"), outcome
+            assert outcome.split(":")[0] in ENDS, outcome
     for same in zip(*ranks, strict=False):
         assert len({(each.loaded, each.source) for each in same}) == 1, same
         # The ends that are known are the same on all ranks.
