@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import resource
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
 from asyncckpt.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 def process_limit() -> str:
@@ -36,6 +40,35 @@ def start(thread: threading.Thread) -> None:
         thread.start()
     except RuntimeError as error:
         raise no_thread(error) from error
+
+
+def queue_of(*calls: Callable[[], object]) -> SimpleQueue[Callable[[], object] | None]:
+    """Return a queue of ``calls`` for ``make_all``, with its end."""
+    queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+    for call in (*calls, None):
+        queue.put(call)
+    return queue
+
+
+def make_all(calls: SimpleQueue[Callable[[], object] | None]) -> None:
+    """Make the calls of a queue in their order, until None comes. To be run on a thread of its own.
+
+    Somebody waits for each call, so a call is made again if there was no memory for it. Any other exception is logged.
+    """
+    call = None
+    while True:
+        try:
+            call = call or calls.get()
+            if call is None:
+                return
+            call()
+            call = None
+        except MemoryError:
+            pass
+        except BaseException:  # the thread stays for the next call
+            call = None
+            with contextlib.suppress(MemoryError):
+                logger.exception("a call failed, and nobody was told: please report this")
 
 
 class Pool(ThreadPoolExecutor):

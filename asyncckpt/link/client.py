@@ -34,7 +34,7 @@ from asyncckpt.protocol.commit import grace
 from asyncckpt.protocol.trainer import TimePassed, WorkerGone
 from asyncckpt.shm.segment import Segment
 from asyncckpt.storage.uploads import Uploaded
-from asyncckpt.threads import Flag, no_thread
+from asyncckpt.threads import Flag, make_all, no_thread, queue_of
 
 logger = logging.getLogger(__name__)
 
@@ -433,22 +433,28 @@ class WorkerClient:
 
     def _on_exit(self) -> None:
         """Fail everything open, because the worker is gone, and say why."""
+        make_all(
+            queue_of(self._note_death, self._end_saves, self.saves.take_posted, self._end_questions, self._ended.set)
+        )
+        while not self.saves.is_idle():  # somebody still copies, or finds out how a save has ended
+            make_all(queue_of(partial(self.saves.wait_posted, _LISTEN_S), self.saves.take_posted))
+
+    def _note_death(self) -> None:
         code = self._process.wait(0 if self._detaching else _END_S)
         if code is None:
             self._process.detach()
             if not self.saves.is_idle() and not self._detaching:
                 self._process.kill()  # what it was to do has failed
-        self._death = death = self._death or self._how_it_died(code)
-        try:
-            self.saves.take_posted()
-            self.saves.handle(WorkerGone(death, self._detaching, self.pid))
-            self._questions.close(death)
-            self._process.close()
-        finally:
-            self._ended.set()
-        while not self.saves.is_idle():  # somebody still copies, or finds out how a save has ended
-            self.saves.wait_posted(_LISTEN_S)
-            self.saves.take_posted()
+        self._death = self._death or self._how_it_died(code)
+
+    def _end_saves(self) -> None:
+        self._death = self._death or WorkerDiedError(f"the worker {self.pid} is gone")
+        self.saves.post(WorkerGone(self._death, self._detaching, self.pid))
+
+    def _end_questions(self) -> None:
+        if self._death is not None:
+            self._questions.close(self._death)
+        self._process.close()
 
 
 _clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()

@@ -22,13 +22,16 @@ from asyncckpt.errors import CheckpointError, ClosedError, WorkerDiedError, loca
 from asyncckpt.link import messages
 from asyncckpt.protocol import trainer as machines
 from asyncckpt.protocol.trainer import TrainerAction, TrainerEvent, TrainerSaves, Wanted
-from asyncckpt.threads import Flag
+from asyncckpt.threads import Flag, make_all
 
 logger = logging.getLogger(__name__)
 
 
 class SaveWork(Protocol):
     """The work for one save. The thread of the saves calls this, and must not wait for long."""
+
+    done: Flag
+    """Set when the save has ended."""
 
     @property
     def number(self) -> int:
@@ -100,6 +103,7 @@ class RunningSaves:
         self.is_waiting = False
         """Whether a save waits for a slot. For the thread that listens to the worker."""
         self._posted: SimpleQueue[_Posted] = SimpleQueue()
+        self._taken: _Posted | None = None
         self._jobs: set[threading.Thread] = set()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -113,25 +117,27 @@ class RunningSaves:
 
     def begin(self, wanted: Wanted, work: SaveWork) -> None:
         """Begin a save. Any thread may call."""
-        self._posted.put((wanted, work))
-        os.eventfd_write(self._wake, 1)
+        self._post((wanted, work))
 
     def interrupt(self, work: SaveWork, error: CheckpointError) -> None:
         """End a save with ``error``, unless it is staged. An exception may have come before it was begun."""
-        self._posted.put((machines.Interrupted(work.number, error), work))
-        os.eventfd_write(self._wake, 1)
+        self._post((machines.Interrupted(work.number, error), work))
 
     def post(self, event: TrainerEvent) -> None:
         """Have the machine take an event. Any thread may call."""
-        self._posted.put(event)
-        os.eventfd_write(self._wake, 1)
+        self._post(event)
 
     def mark(self) -> Flag:
         """Return a flag that is set when all events that were posted before are handled."""
         handled = Flag()
-        self._posted.put(handled)
-        os.eventfd_write(self._wake, 1)
+        self._post(handled)
         return handled
+
+    def _post(self, posted: _Posted) -> None:
+        """Post once. After an exception nothing is posted."""
+        self._posted.put(posted)
+        with contextlib.suppress(OSError, MemoryError):  # then it is found after a second
+            os.eventfd_write(self._wake, 1)
 
     def is_free(self, save: int) -> bool:
         """Return whether the slot of a save is free."""
@@ -139,7 +145,7 @@ class RunningSaves:
 
     def is_idle(self) -> bool:
         """Return whether no save is under way."""
-        return self._machine.is_idle() and self._posted.empty()
+        return self._machine.is_idle() and self._posted.empty() and self._taken is None
 
     def wait_for_jobs(self, timeout: float) -> None:
         """Wait until the other ranks have been told what they are to be told, at most ``timeout`` seconds."""
@@ -151,52 +157,54 @@ class RunningSaves:
 
     def run(self, job: Callable[[], object], then: TrainerEvent | None = None) -> None:
         """Run a job on a thread of its own, as it may wait for another rank or for storage; ``then``: an event."""
-
-        def work() -> None:
-            try:
-                job()
-            except Exception:
-                logger.exception("what follows a save could not be done: please report this")
-            finally:
-                self._jobs.discard(threading.current_thread())
-                if then is not None:
-                    self.post(then)
-
-        thread = threading.Thread(target=work, name="asyncckpt-outcome", daemon=True)
+        calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        thread = threading.Thread(target=make_all, args=(calls,), name="asyncckpt-outcome", daemon=True)
+        for call in (job, partial(self._jobs.discard, thread), then and partial(self.post, then), None):
+            calls.put(call)
         self._jobs.add(thread)
         try:
             thread.start()
         except RuntimeError:  # no thread can be started
-            self._jobs.discard(thread)
-            work()
+            make_all(calls)
 
     def wait_posted(self, timeout: float) -> None:
         """Wait until something is posted, at most ``timeout`` seconds."""
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        poll.poll(1000 * timeout)
+        try:
+            poll = select.poll()
+            poll.register(self._wake, select.POLLIN)
+            poll.poll(1000 * timeout)
+        except OSError:
+            time.sleep(timeout)
 
     def take_posted(self) -> None:
-        """Handle the events that were posted."""
-        with contextlib.suppress(BlockingIOError):
+        """Handle the events that were posted. After a ``MemoryError`` a second call goes on, and loses no event."""
+        with contextlib.suppress(OSError):
             os.eventfd_read(self._wake)
         while True:
             try:
-                posted = self._posted.get_nowait()
+                posted = self._taken or self._posted.get_nowait()
             except Empty:
                 return
-            if isinstance(posted, Flag):
-                posted.set()
-            elif isinstance(posted, tuple):
-                event, work = posted
-                if isinstance(event, Wanted):
-                    self._work[work.number] = work
-                elif work.number not in self._work:
-                    self.run(partial(work.abandon, event.error))
-                    continue
-                self.handle(event)
-            else:
-                self.handle(posted)
+            self._taken = None
+            try:
+                self._take(posted)
+            except MemoryError:
+                self._taken = posted
+                raise
+
+    def _take(self, posted: _Posted) -> None:
+        if isinstance(posted, Flag):
+            posted.set()
+        elif isinstance(posted, tuple):
+            event, work = posted
+            if isinstance(event, Wanted):
+                self._work[work.number] = work
+            elif work.number not in self._work:
+                self.run(partial(work.abandon, event.error))
+                return
+            self.handle(event)
+        else:
+            self.handle(posted)
 
     def on_message(self, message: object) -> None:
         """Handle a message of the worker about a save."""
@@ -226,7 +234,9 @@ class RunningSaves:
                 except Exception as error:  # each save is to get what is its own
                     self._on_error(action, error, events)
         for save in self._work.keys() - self._machine.saves.keys():
-            del self._work[save]
+            work = self._work.pop(save)
+            if not work.done.is_set():  # there was no memory for what the machine had to say
+                self.run(partial(_end_lost, work))
         self.is_waiting = any(save.stage is machines.Stage.WAITING for save in self._machine.saves.values())
 
     def _on_error(
@@ -283,6 +293,14 @@ class RunningSaves:
                 self.run(partial(work.report, error, begun=begun))
             case machines.FindOut(_, error):
                 self.run(lambda: self.post(machines.FoundOut(save, _found_out(work, error))))
+
+
+def _end_lost(work: SaveWork) -> None:
+    failure = _found_out(work, CheckpointError("this process had no memory to take note of the end of the save"))
+    work.release()
+    work.on_slot_free()
+    work.on_end(failure, None)
+    work.on_replicated(failure)
 
 
 def _found_out(work: SaveWork, error: CheckpointError) -> CheckpointError | None:

@@ -28,7 +28,7 @@ from asyncckpt.planning.layout import Place, TensorSpec
 from asyncckpt.planning.structure import picker
 from asyncckpt.shm.memcpy import copy_many
 from asyncckpt.shm.segment import Segment
-from asyncckpt.threads import Flag, start
+from asyncckpt.threads import Flag, make_all, queue_of, start
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class CopyThreads:
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._owner, self._is_closed = os.getpid(), False
         self._threads = [
-            threading.Thread(target=_work, args=(self._calls,), name=f"{name}-{number}", daemon=True)
+            threading.Thread(target=make_all, args=(self._calls,), name=f"{name}-{number}", daemon=True)
             for number in range(threads)
         ]
         _open.add(self)
@@ -62,10 +62,10 @@ class CopyThreads:
     def run(self, call: Callable[[], object]) -> None:
         """Have a thread make the ``call``. If the threads have ended, or belong to another process, make it here.
 
-        Exceptions of the call are logged only.
+        An exception of the call is logged, and if there was no memory for the call, it is made again.
         """
         if self._is_closed or self._owner != os.getpid():
-            _make(call)
+            make_all(queue_of(call))
         else:
             self._calls.put(call)
 
@@ -107,19 +107,6 @@ def _close_all() -> None:
 # Python ends its own pools there: before it stops other threads in the middle of a copy, and also in processes of
 # multiprocessing, which do not use atexit.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
-
-
-def _work(calls: SimpleQueue[Callable[[], object] | None]) -> None:
-    while (call := calls.get()) is not None:
-        _make(call)
-        del call
-
-
-def _make(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except BaseException:  # the thread stays for the next call
-        logger.exception("a copy failed, and nobody was told")
 
 
 # Work of one call: small, so that all threads end at about the same time, but large compared to the cost of a call.
