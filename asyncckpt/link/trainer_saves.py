@@ -159,8 +159,10 @@ class RunningSaves:
         """Run a job on a thread of its own, as it may wait for another rank or for storage; ``then``: an event."""
         calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         thread = threading.Thread(target=make_all, args=(calls,), name="asyncckpt-outcome", daemon=True)
-        for call in (job, partial(self._jobs.discard, thread), then and partial(self.post, then), None):
+        for call in (job, partial(self._jobs.discard, thread)):
             calls.put(call)
+        calls.put(None if then is None else partial(self.post, then))
+        calls.put(None)
         self._jobs.add(thread)
         try:
             thread.start()

@@ -27,7 +27,7 @@ from support.workers import Faulty
 from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.saves import SaveOperation
-from asyncckpt.errors import ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.errors import CheckpointError, ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.extension import Engine, SocketConnection
 from asyncckpt.link import client as client_module
 from asyncckpt.link import messages
@@ -36,6 +36,7 @@ from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.endpoint import endpoint_name
 from asyncckpt.link.process import WorkerOptions, WorkerProcess
 from asyncckpt.link.takeover import is_running
+from asyncckpt.link.trainer_saves import RunningSaves
 from asyncckpt.protocol.trainer import TrainerSaves
 
 MIB = 1 << 20
@@ -269,6 +270,52 @@ def test_a_save_whose_end_cannot_be_noted_ends_all_the_same(root: Path, monkeypa
         checkpointer.save(1, small_state()).result(60)
         checkpointer.save(2, small_state()).result(60)
         assert checkpointer.steps() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "late"),
+    [
+        (TrainerSaves, "handle", False),
+        (TrainerSaves, "handle", True),
+        (RunningSaves, "_take", False),
+        (RunningSaves, "_take", True),
+        (RunningSaves, "_carry_out", False),
+        (SaveOperation, "_copy", False),
+    ],
+)
+def test_a_trainer_without_memory_for_a_moment_waits_for_nothing_lost(
+    root: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, late: bool
+) -> None:
+    """In turn each call of the thread of the saves, or of the copy, has no memory."""
+    real, left = getattr(owner, name), [-1]
+
+    def fails(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] != 0:
+            return real(*arguments)
+        if late:
+            real(*arguments)
+        raise MemoryError("as the test wants")
+
+    monkeypatch.setattr(owner, name, fails)
+    step, number = 0, 0
+    with Checkpointer(root, Config(restart_pause=0, worker_restarts=100, commit_timeout=30)) as checkpointer:
+        while left[0] <= 0:  # else the last save made no such call any more
+            number += 1
+            left[0] = number
+            step += 1
+            begun = time.monotonic()
+            with contextlib.suppress(CheckpointError, MemoryError):
+                checkpointer.save(step, small_state()).result(60)
+            left[0] = -1 if left[0] <= 0 else left[0]
+            assert time.monotonic() - begun < 20
+            if left[0] < 0:
+                step += 1
+                with contextlib.suppress(CheckpointError):
+                    checkpointer.wait(60)  # says what nobody was told
+                checkpointer.save(step, small_state()).result(60)
+        assert number > 2 or name == "_copy"
+        assert step in checkpointer.steps()
 
 
 def test_a_trainer_that_stood_still_kills_no_worker(root: Path) -> None:
