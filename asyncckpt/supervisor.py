@@ -16,6 +16,7 @@ import io
 import logging
 import os
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -80,6 +81,7 @@ class Supervisor:
         on_death: Callable[[], object],
         hand_over: Callable[[WorkerClient, Takeover | None], object],
         close: Callable[[bool], object],
+        replace: Callable[[], object],
         claim: Claim | None = None,
         ranks: Callable[[], Ranks | None] | None = None,
     ) -> None:
@@ -95,13 +97,15 @@ class Supervisor:
                 previous trainer has left.
             close: Closes the owner, at the end of the process, or when something else in the process wants a worker for
                 the same job. The argument says whether the worker lingers. May raise ``CheckpointError``.
+            replace: Calls ``running`` for a worker that has died, and takes memory for the next save. Called on a
+                thread of its own. May raise ``CheckpointError``.
             claim: The folder that the first rank's worker locks; None: no folder.
             ranks: Returns the ranks once they have met, or None; None: no ranks, and the supervisor is never given up.
         """
         self._config = config
         self._job = job
         self._claim = claim
-        self._on_death, self._hand_over, self._close_owner = on_death, hand_over, close
+        self._on_death, self._hand_over, self._close_owner, self._replace = on_death, hand_over, close, replace
         self._ranks = ranks
         self._predecessor: Takeover | None = None
         self._has_looked = self._has_begun = self._is_warned = False
@@ -109,6 +113,7 @@ class Supervisor:
         self._owner = os.getpid()
         self._deaths = 0  # deaths of workers since the last committed save
         self._restart_at = 0.0
+        self._replacer: threading.Thread | None = None
         self.listeners = Listeners(config.listeners)
         """The listeners for events of the owner and of the worker."""
         self.client: WorkerClient | None = None
@@ -238,6 +243,24 @@ class Supervisor:
         _open.pop(id(self), None)
         _given_up.pop(id(self), None)
 
+    def on_worker_gone(self) -> None:
+        """Have the owner replace a worker that has died, beside the training.
+
+        If workers die one after the other, the next save starts another.
+        """
+        if self._deaths == 0 and not self._over:
+            self._replacer = threading.Thread(target=self._replace_dead, name="asyncckpt-replace", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread can be started now
+                self._replacer.start()
+
+    def _replace_dead(self) -> None:
+        try:
+            self._replace()
+        except ClosedError:
+            pass
+        except CheckpointError as error:
+            logger.info("the next save starts another worker: %s", error)
+
     def _leave_unfinished(self) -> None:
         """Let workers linger that are not ``client``, because an exception came while they were started."""
         for client in [each for each in self._begun if each is not self.client]:
@@ -287,7 +310,8 @@ class Supervisor:
     def _start(self, rank: int) -> WorkerClient:
         config, self._has_begun = self._config, True
         self._leave_unfinished()
-        self._close_others()
+        if threading.current_thread() is not self._replacer:  # which nobody has asked to take over from others
+            self._close_others()
         endpoint = None if self._job is None else endpoint_name(self._job, rank)
         predecessor, listeners = self.find_predecessor(rank), self.listeners
         begun = time.perf_counter()
@@ -306,6 +330,7 @@ class Supervisor:
             ),
             lambda uploaded: listeners.tell(uploaded.event(rank)),  # without a reference to ``self``
             self._begun.append,
+            partial(_on_worker_gone, weakref.ref(self)),
         )
         try:
             # Hand over the memory first. The previous worker must stay until this worker has the memory.
@@ -379,6 +404,11 @@ class Supervisor:
             if (left := Takeover.find(endpoint, timeout, detached_workers())) is not None:
                 with left:
                     left.retire(timeout, longest(self._config.commit_timeout))
+
+
+def _on_worker_gone(supervisor: weakref.ref[Supervisor]) -> None:
+    if (its := supervisor()) is not None:
+        its.on_worker_gone()
 
 
 def known_supervisors() -> list[Supervisor]:

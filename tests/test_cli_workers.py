@@ -96,8 +96,10 @@ def test_one_whose_trainer_lives(root: Path, shell: Shell) -> None:
         status, out = shell("--end", worker)
         assert status == 2 and f"trainer {os.getpid()}" in out and "--force" in out and is_running(worker)
         checkpointer.save(2, STATE).result(60)
+        client = checkpointer._engine.worker
         assert shell("--end", worker, "--force")[0] == 0 and shell.listed(worker) is None
-        checkpointer._engine.worker.wait_for_end(30)  # type: ignore[union-attr]
+        assert client is not None
+        client.wait_for_end(30)
         checkpointer.save(3, STATE).result(60)
         assert worker_of(checkpointer) != worker and checkpointer.steps() == [1, 2, 3]
 

@@ -64,6 +64,7 @@ def test_after_an_error_the_worker_lingers(root: Path) -> None:
         assert checkpointer.loaded is not None and checkpointer.loaded.source == "memory"
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of what nobody has closed
 def test_a_cell_that_is_run_again(root: Path) -> None:
     """A second one of the same process, while the first is still known somewhere, or only its worker is left."""
     first = Checkpointer(root)

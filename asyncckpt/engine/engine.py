@@ -155,7 +155,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._group: Group | None = None
         self._memory: HeldImages | None = None
         self._versions, self._buffers = Versions(), BufferPool(self.config)
-        mine = self._close_buffers, self._hand_over, lambda linger: self.close(linger=linger)
+        mine = self._close_buffers, self._hand_over, lambda linger: self.close(linger=linger), self._replace_worker
         self._supervisor = Supervisor(self.config, job, *mine, claim, ranks=lambda: self._group)
         self._copier, self._saves = Copier(overlaps=self.config.overlap), Saves(self.config)
         self._plans = PlanSelection(self.config, self._buffers, self._supervisor)
@@ -442,6 +442,12 @@ class Engine(AbstractContextManager["Engine"]):
         if predecessor is not None:
             self._memory = HeldImages(predecessor.segments, predecessor.images)
             self._versions.inherit(predecessor.published_versions())
+
+    def _replace_worker(self) -> None:
+        """Start another worker for one that has died, and take memory for the next save. Raises as ``save``."""
+        with self._turn.take():
+            if self._group is not None and self._group.has_met:
+                self._buffers.renew(self._usable().connect_worker(self._supervisor.running))
 
     def _close_buffers(self) -> None:
         """Let go of the memory, which has lost its worker."""

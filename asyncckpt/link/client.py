@@ -144,18 +144,33 @@ def _ignore(_: object) -> None:
     pass
 
 
+def _nothing() -> None:
+    pass
+
+
 class WorkerClient:
     """A running worker, to be ended by ``close``. Any thread may call.
 
     A listener thread takes its messages. When it ends, expected or not, every open save fails with ``WorkerDiedError``.
     """
 
-    def __init__(self, options: WorkerOptions, on_uploaded: _Told = _ignore, begun: _Told = _ignore) -> None:
+    def __init__(
+        self,
+        options: WorkerOptions,
+        on_uploaded: _Told = _ignore,
+        begun: _Told = _ignore,
+        on_death: Callable[[], object] = _nothing,
+    ) -> None:
         """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds.
 
-        ``begun`` is told of this before a thread keeps it: an exception may come before its maker has it.
+        Args:
+            options: How it runs.
+            on_uploaded: Is told of each upload.
+            begun: Is told of this before a thread keeps it: an exception may come before its maker has it.
+            on_death: Called when the worker has died, and all that it had to do has failed.
         """
         self._owner, self._process, self._on_uploaded = os.getpid(), WorkerProcess(options), on_uploaded
+        self._on_death = on_death
         self._connection, self._endpoint = self._process.connection, options.endpoint
         self.pid = self._process.pid
         """The worker's process id."""
@@ -428,14 +443,13 @@ class WorkerClient:
             return messages.Answer(number, messages.Refused(error)), None
 
     def _how_it_died(self, code: int | None) -> WorkerDiedError:
-        words = "" if self._closing else f"; {self._process.last_words()}; the next save starts a new worker"
+        words = "" if self._closing else f"; {self._process.last_words()}; another is started"
         return WorkerDiedError(f"the worker {self.pid} {self._why_killed or how_it_ended(code)}{words}")
 
     def _on_exit(self) -> None:
         """Fail everything open, because the worker is gone, and say why."""
-        make_all(
-            queue_of(self._note_death, self._end_saves, self.saves.take_posted, self._end_questions, self._ended.set)
-        )
+        ends = self._note_death, self._end_saves, self.saves.take_posted, self._end_questions, self._ended.set
+        make_all(queue_of(*ends, _nothing if self._closing else self._on_death))
         while not self.saves.is_idle():  # somebody still copies, or finds out how a save has ended
             make_all(queue_of(partial(self.saves.wait_posted, _LISTEN_S), self.saves.take_posted))
 

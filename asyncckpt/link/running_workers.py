@@ -96,7 +96,7 @@ def end_worker(worker: RunningWorker, timeout: float, *, force: bool = False) ->
     if worker.has_trainer:
         raise CheckpointError(
             f"the trainer {worker.command_line.trainer} of the worker {worker.pid} lives, and saves by it: end the"
-            " trainer; or kill the worker (--force), which fails the save under way, and the next save starts another"
+            " trainer; or kill the worker (--force), which fails the save under way, and the trainer starts another"
         )
     deadline = time.monotonic() + timeout
     # One without an endpoint that answers understands SIGTERM: as long as it writes, it takes no notice of that.

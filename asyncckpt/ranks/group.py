@@ -189,6 +189,11 @@ class Group:
         secret = self._secret if self._rendezvous is None else self._rendezvous.secret
         return f"{hmac.new(secret, f'attempt {number}'.encode(), 'sha256').hexdigest()[:12]}-{number}"
 
+    @property
+    def has_met(self) -> bool:
+        """Return whether ``connect_worker`` is no collective any more."""
+        return self.alone or self._rendezvous is not None
+
     def connect_worker(self, start: Callable[[int], WorkerClient]) -> WorkerClient:
         """Return this rank's worker, given by ``start`` and connected to the others. The first call is a collective.
 

@@ -123,6 +123,11 @@ class BufferPool:
         for each in self.inherited:
             each.number = client.adopt(each.segment, each.held, self._config.timeout)
 
+    def renew(self, client: WorkerClient) -> None:
+        """Take memory for the plan used last, if the worker that had it has died. Raises as ``find`` does."""
+        if self.known and self.known[0].buffer is None:
+            self.known[0].buffer = self._allocate(self.known[0].plan, client)
+
     def close(self) -> None:
         """Release all memory, because its worker has died or leaves. Safe to call twice."""
         for known in self.known:

@@ -151,6 +151,7 @@ class WeightPublisher:
             job_of_weights(address),
             on_death=lambda: logger.warning("the worker of the weights at %r has died: another is started", address),
             hand_over=self._hand_over,
+            replace=self._replace_worker,
             close=lambda linger: self._close(linger=linger),
         )
         self._plan: WeightPlan | None = None
@@ -309,6 +310,10 @@ class WeightPublisher:
             self._versions.inherit({version: True for buffer in self._buffers for version in buffer.published()})
         for buffer in self._buffers:
             buffer.hand_over(client)
+
+    def _replace_worker(self) -> None:
+        with self._lock:
+            self._running_client()
 
     def _show(self, slot: int | None, published: PublishedVersion) -> None:
         self._versions.log(published.version, f"readers at {self.address!r} have all slots" if slot is None else None)

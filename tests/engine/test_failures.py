@@ -12,15 +12,17 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from support.events import Heard
 from support.ranks import told
 from support.segments import mapped_segments
 from support.states import same, small_state, zeros_like
-from support.workers import FAULTY, Faulty, overdue, wait_reached
+from support.workers import FAULTY, Faulty, overdue, wait_for, wait_reached
 
 from asyncckpt import Checkpointer
 from asyncckpt.config import Config
@@ -33,6 +35,7 @@ from asyncckpt.errors import (
     WorkerDiedError,
 )
 from asyncckpt.extension import storage_for
+from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.root_lock import LOCK_NAME
 from asyncckpt.link.takeover import is_running
 from asyncckpt.planning.plan import CheckpointPlan
@@ -114,9 +117,9 @@ def test_a_worker_that_dies_in_the_call_is_passed_over_too(root: Path, faulty_wo
     faulty_worker("begin:kill")
     with Checkpointer(root, Config(failure="warn")) as checkpointer:
         save = checkpointer.save(1, small_state())
+        faulty_worker("")
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             save.result(60)
-        faulty_worker("")
         checkpointer.save(2, small_state()).result(60)
         assert checkpointer.failures == 1
 
@@ -152,22 +155,47 @@ def test_a_commit_is_a_new_start(root: Path) -> None:
         assert checkpointer.steps() == [1, 2, 3, 4]
 
 
+def _has_other_memory(inode: int) -> bool:
+    return bool(set(mapped_segments()) - {inode})
+
+
+def _has_another(checkpointer: Checkpointer, worker: WorkerClient) -> bool:
+    return checkpointer._engine.worker not in (None, worker)
+
+
 def test_a_worker_that_dies_takes_its_memory_along(root: Path) -> None:
-    with Checkpointer(root) as checkpointer:
+    """Another takes memory beside the training, before the next save wants it."""
+    heard = Heard()
+    with Checkpointer(root, on_event=heard) as checkpointer:
         state = small_state()
-        inodes = set()
         for step in (1, 2):
             checkpointer.save(step, state).result(60)
-            (known,) = checkpointer._engine._buffers.known
+            (inode,) = mapped_segments()
             worker = checkpointer._engine.worker
-            assert known.buffer is not None and worker is not None
-            inodes.add(os.fstat(known.buffer.segment.fileno()).st_ino)
+            assert worker is not None
             os.kill(worker.pid, signal.SIGKILL)
-            worker._listener.join(10)
-            assert set(mapped_segments()) == {os.fstat(known.buffer.segment.fileno()).st_ino}
-        assert len(inodes) == 2
+            wait_for(partial(_has_other_memory, inode))
+            checkpointer.prepare(state)  # comes after what is still under way
+            assert len(mapped_segments()) == 1 and checkpointer._engine.worker is not worker
+            assert heard.phases(None).count("worker restarted") == step
         checkpointer.load(into := zeros_like(state), 2)
         assert same(into, state)
+
+
+def test_a_worker_that_dies_again_waits_for_the_next_save(root: Path) -> None:
+    """Else one that dies of what it does at its start would be started without end."""
+    with Checkpointer(root, Config(restart_pause=0)) as checkpointer:
+        checkpointer.save(1, small_state()).result(60)
+        for is_replaced in (True, False):
+            worker = checkpointer._engine.worker
+            assert worker is not None
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.wait_for_end(30)
+            if is_replaced:
+                wait_for(partial(_has_another, checkpointer, worker))
+        time.sleep(0.5)
+        assert checkpointer._engine.worker is worker
+        checkpointer.save(2, small_state()).result(60)
 
 
 def test_storage_that_stalls_stops_nobody(
@@ -219,10 +247,10 @@ def test_what_was_saved_is_told_as_saved(
     faulty_worker(fault)
     with Checkpointer(root) as checkpointer:
         save = checkpointer.save(1, small_state())
+        faulty_worker("")
         with overdue(tmp_path / "gate"):
             save.result(60)
         assert checkpointer.steps() == [1] and checkpointer.failures == 0
-        faulty_worker("")
         checkpointer.save(2, small_state()).result(60)
 
 

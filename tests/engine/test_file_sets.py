@@ -295,11 +295,12 @@ def test_a_failure_harms_nothing(tmp_path: Path, faulty_worker: Faulty, point: s
     path = tmp_path / "it"
     with Engine() as engine:
         faulty_worker(f"{point}:{fault}")
+        engine.start()
+        faulty_worker("")
         with pytest.raises(StorageError if fault == "enospc" else WorkerDiedError):
             engine.save(path, make(1)).result(60)
         engine.wait(60)  # an error in the call comes before what was written is removed
         assert not os.listdir(tmp_path)
-        faulty_worker("")
         engine.save(path, make(2)).result(60)
         segments = mapped_segments()
         engine.save(tmp_path / "other", make(3)).result(60)

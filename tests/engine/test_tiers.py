@@ -147,11 +147,11 @@ def test_what_a_worker_dies_with_is_uploaded_by_the_next(
     state = small_state()
     faulty_worker(fault)
     with Checkpointer(root, Config(local_root=str(fast), upload_every=10, local_keep_last=1)) as checkpointer:
+        checkpointer.prepare(state)
+        faulty_worker("")
         path = checkpointer.save(10, state).result(60)
         with pytest.raises(WorkerDiedError):
             checkpointer.wait_uploads(60)
-        assert complete_steps(str(root)) == []
-        faulty_worker("")
         for step in (11, 12):
             checkpointer.save(step, state).result(60)
         checkpointer.wait_uploads(60)

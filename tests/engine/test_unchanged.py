@@ -178,11 +178,11 @@ def test_a_worker_that_fails_while_it_links(tmp_path: Path, faulty_worker: Fault
     state = state_of()
     with Engine(replace(_CONFIG, restart_pause=0.01), alone=True) as engine:
         engine.save(tmp_path / "0", state).result(60)
+        faulty_worker("")
         train(state)
         with pytest.raises(WorkerDiedError if "kill" in fault else StorageError):
             engine.save(tmp_path / "1", state).result(60)
         assert not (tmp_path / "1").exists()
-        faulty_worker("")
         for number in range(2, 6):
             engine.save(tmp_path / str(number), state).result(60)
             check(tmp_path / str(number), state)

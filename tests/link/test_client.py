@@ -381,13 +381,13 @@ def test_its_death_fails_the_save_at_once_and_the_next_save_works(root: Path, fa
     faulty_worker("write:kill")
     with Checkpointer(root) as checkpointer:
         save = checkpointer.save(1, small_state())
+        faulty_worker("")
         begun = time.monotonic()
         with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
             save.result(60)
         assert time.monotonic() - begun < 40
         assert caught.value.step == 1 and str(caught.value.path).endswith("step-00000001")
         assert checkpointer.steps() == []
-        faulty_worker("")
         checkpointer.save(2, small_state()).result(60)
         assert checkpointer.steps() == [2]
 

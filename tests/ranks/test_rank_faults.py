@@ -381,13 +381,14 @@ def _hear_late(root: str) -> tuple[float, str]:
         Rounds.outcome = late  # type: ignore[method-assign]
     config = Config(timeout=LONG_S, commit_timeout=LONG_S, start_timeout=START_S)
     with Checkpointer(root, config) as checkpointer:
+        checkpointer._engine.start()
+        faulty("none:eio")
         begun, told = time.monotonic(), ""
         try:
             checkpointer.save(1, replicas(1)).result(LIMIT_S)
         except CheckpointError as error:
             told = type(error).__name__
         took = time.monotonic() - begun
-        faulty("none:eio")
         checkpointer.save(2, replicas(2)).result(LIMIT_S)
         return took, told
 

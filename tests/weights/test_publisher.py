@@ -217,6 +217,17 @@ def test_the_death_of_the_worker_takes_nothing_away(publisher: WeightPublisher, 
     first.release()
 
 
+def test_a_worker_that_died_is_replaced_at_once(publisher: WeightPublisher) -> None:
+    """A reader that comes between two publications finds what there is."""
+    publisher.publish(model(1), 1)
+    client = publisher.worker
+    assert client is not None
+    os.kill(client.pid, signal.SIGKILL)
+    with WeightSubscriber("policy") as other, other.acquire(1, timeout=60) as weights:
+        assert version_in(weights) == 1
+    assert publisher.worker is not client
+
+
 def _publish_and(death: str, *versions: int) -> None:
     publisher = WeightPublisher("policy")
     for version in versions:

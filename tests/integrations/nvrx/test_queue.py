@@ -78,10 +78,10 @@ def test_priorities_reach_the_worker(tmp_path: Path) -> None:
 def test_w1_a_killed_worker_is_an_error(queue: nvrx.AsyncCallsQueue, tmp_path: Path, faulty_worker: Faulty) -> None:
     faulty_worker("write:kill")
     queue.schedule_async_request(plan(state := small_state(), tmp_path / "1"))
+    faulty_worker("")
     with pytest.raises(CheckpointException) as caught:
         queue.maybe_finalize_async_calls(blocking=True)
     assert isinstance(caught.value.failures[0][0], WorkerDiedError) and not (tmp_path / "1/.metadata").exists()
-    faulty_worker("")
     queue.schedule_async_request(plan(state, tmp_path / "2"))
     assert queue.maybe_finalize_async_calls(blocking=True) == [1] and is_there(state, tmp_path / "2")
 
@@ -200,6 +200,7 @@ def _a_worker_dies(root: str, bad: int) -> str:
         faulty("write:kill")
     queue = nvrx.AsyncCallsQueue()
     queue.schedule_async_request(plan({f"w{dist.get_rank()}": torch.ones(1000)}, f"{root}/1"))
+    worker_process.command = real
     polls, outcome = 0, "saved"
     try:
         while queue.get_num_unfinalized_calls():
@@ -208,7 +209,6 @@ def _a_worker_dies(root: str, bad: int) -> str:
     except CheckpointException as error:
         outcome = f"{list(error.failures)} {type(error.failures[bad][0]).__name__}"
     # They learned of it at the same call, and go on in step.
-    worker_process.command = real
     queue.schedule_async_request(plan(state := {f"w{dist.get_rank()}": torch.ones(1000)}, f"{root}/2"))
     while queue.get_num_unfinalized_calls():
         polls += 1
