@@ -146,6 +146,7 @@ class Supervisor:
         if self.client is None:
             self._check_limit(rank)
             begun = time.perf_counter()
+            phase: EventPhase = "worker restarted" if self._deaths else "worker started"
             try:
                 self.client = self._start(rank)
             except WorkerDiedError:
@@ -154,7 +155,6 @@ class Supervisor:
             if self._over:  # ``give_up`` came during the start, when there was no worker to leave
                 self.client.detach()
                 self.check_open()
-            phase: EventPhase = "worker restarted" if self._deaths else "worker started"
             self._tell(phase, rank, time.perf_counter() - begun)
         return self.client
 
@@ -196,8 +196,13 @@ class Supervisor:
         self.check_open()
         if self.client is not None:
             self.client.check_owner()
-        elif self._predecessor is not None and self._owner != os.getpid():
+        elif self.is_forked or (self._predecessor is not None and self._owner != os.getpid()):
             raise ClosedError("this checkpointer has looked for its worker in another process: make one in each fork")
+
+    @property
+    def is_forked(self) -> bool:
+        """Return whether this is a fork of the process that has started the worker."""
+        return self._has_begun and self._owner != os.getpid()
 
     def leave(self, *, linger: bool) -> CheckpointError | None:
         """End the worker when it has finished its writes. With ``linger`` the worker stays as if this process had died.
@@ -248,7 +253,8 @@ class Supervisor:
 
         If workers die one after the other, the next save starts another.
         """
-        if self._deaths == 0 and not self._over:
+        is_dead = self.client is not None and not self.client.alive  # otherwise it died in a call that says so
+        if is_dead and self._deaths == 0 and not self._over:
             self._replacer = threading.Thread(target=self._replace_dead, name="asyncckpt-replace", daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread can be started now
                 self._replacer.start()
@@ -259,7 +265,7 @@ class Supervisor:
         except ClosedError:
             pass
         except CheckpointError as error:
-            logger.info("the next save starts another worker: %s", error)
+            logger.info("the worker is not replaced before the next save: %s", error)
 
     def _leave_unfinished(self) -> None:
         """Let workers linger that are not ``client``, because an exception came while they were started."""
@@ -308,7 +314,7 @@ class Supervisor:
             self._restart_at = time.monotonic() + self._config.restart_pause * 2 ** (self._deaths - 2)
 
     def _start(self, rank: int) -> WorkerClient:
-        config, self._has_begun = self._config, True
+        config, self._has_begun, self._owner = self._config, True, os.getpid()
         self._leave_unfinished()
         if threading.current_thread() is not self._replacer:  # which nobody has asked to take over from others
             self._close_others()

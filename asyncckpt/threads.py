@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import resource
 import threading
 import time
@@ -53,7 +54,7 @@ def queue_of(*calls: Callable[[], object]) -> SimpleQueue[Callable[[], object] |
 def make_all(calls: SimpleQueue[Callable[[], object] | None]) -> None:
     """Make the calls of a queue in their order, until None comes. To be run on a thread of its own.
 
-    Somebody waits for each call, so a call is made again if there was no memory for it. Any other exception is logged.
+    Each call is made as ``make`` does.
     """
     call = None
     while True:
@@ -61,14 +62,27 @@ def make_all(calls: SimpleQueue[Callable[[], object] | None]) -> None:
             call = call or calls.get()
             if call is None:
                 return
-            call()
+            make(call)
             call = None
         except MemoryError:
             pass
-        except BaseException:  # the thread stays for the next call
-            call = None
-            with contextlib.suppress(MemoryError):
-                logger.exception("a call failed, and nobody was told: please report this")
+
+
+def make(call: Callable[[], object]) -> None:
+    """Make a call, and again if there was no memory for it: somebody waits for it. Any other exception is logged."""
+    while True:
+        try:
+            call()
+            return
+        except MemoryError:
+            time.sleep(_AGAIN_S)
+        except BaseException:
+            logger.exception("a call failed, and nobody was told: please report this")
+            return
+
+
+# Seconds after which a call is made again for which there was no memory.
+_AGAIN_S = 0.01
 
 
 class Pool(ThreadPoolExecutor):
@@ -94,6 +108,28 @@ class Pool(ThreadPoolExecutor):
 
 # Seconds after which a waiter looks again: an interrupted waiter may not have opened the gate for the next one.
 _LOOK_AGAIN_S = 1.0
+
+
+class Turn:
+    """One thread at a time is in an object."""
+
+    def __init__(self) -> None:
+        self._lock, self._owner = threading.RLock(), os.getpid()
+
+    def take(self) -> threading.RLock:
+        """The lock. It is left whatever happens: no code of ours does that.
+
+        Raises ``CheckpointError`` where this thread has it: all would be found as the interrupted call has left it.
+        """
+        if self._owner != os.getpid():  # a thread that is not in this fork may have it for ever
+            self._lock, self._owner = threading.RLock(), os.getpid()
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise CheckpointError(
+                "this was called out of another call of the same checkpointer, in the same thread: by a signal handler,"
+                " or while it asks the state for its values; have the handler set a flag, and save when that call has"
+                " returned"
+            )
+        return self._lock
 
 
 class Flag:

@@ -75,7 +75,9 @@ _TICK_S = 0.25
 # Number of events after which time passes even if there are more: a report that has arrived counts before a deadline.
 _MOST_EVENTS = 1000
 _KIND = "save"
-_REVOKED = "the files of this save were removed while it was written: another rank has failed it, and says why"
+_REVOKED = (
+    "the files of this save were removed while it was written: another rank has failed it, or somebody has removed them"
+)
 _NOT_KNOWN = "the first rank could not ask storage whether this was saved"
 
 

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -43,30 +42,9 @@ from asyncckpt.staging.buffer_pool import BufferPool
 from asyncckpt.staging.slot_copy import wait_for_copies
 from asyncckpt.storage import absolute, place_to_put, storage_for
 from asyncckpt.supervisor import Supervisor
+from asyncckpt.threads import Turn
 
 logger = logging.getLogger(__name__)
-
-
-class Turn:
-    """One thread at a time is in an engine."""
-
-    def __init__(self) -> None:
-        self._lock, self._owner = threading.RLock(), os.getpid()
-
-    def take(self) -> threading.RLock:
-        """The lock. It is left whatever happens: no code of ours does that.
-
-        Raises ``CheckpointError`` where this thread has it: all would be found as the interrupted call has left it.
-        """
-        if self._owner != os.getpid():  # a thread that is not in this fork may have it for ever
-            self._lock, self._owner = threading.RLock(), os.getpid()
-        if self._lock._is_owned():  # type: ignore[attr-defined]
-            raise CheckpointError(
-                "this was called out of another call of the same checkpointer, in the same thread: by a signal handler,"
-                " or while it asks the state for its values; have the handler set a flag, and save when that call has"
-                " returned"
-            )
-        return self._lock
 
 
 def known_by_all(group: Group, number: int, known: VersionState) -> list[VersionState]:
@@ -159,7 +137,8 @@ class Engine(AbstractContextManager["Engine"]):
         self._supervisor = Supervisor(self.config, job, *mine, claim, ranks=lambda: self._group)
         self._copier, self._saves = Copier(overlaps=self.config.overlap), Saves(self.config)
         self._plans = PlanSelection(self.config, self._buffers, self._supervisor)
-        self._closed, self._turn, self._numbers, self._questions = False, Turn(), itertools.count(1), itertools.count(1)
+        self._turn, self._numbers, self._questions = Turn(), itertools.count(1), itertools.count(1)
+        self._closed = self._is_ending = False
         self.tell, self.plan_as = self._supervisor.listeners.tell, self._plans.plan_as
         self.check_open, self.is_over = self._supervisor.check_open, self._supervisor.is_over
         self.claim = self._supervisor.claim
@@ -348,6 +327,7 @@ class Engine(AbstractContextManager["Engine"]):
         Raises the first failure nobody was told of, or ``SaveTimeoutError`` if the worker is still writing after
         ``config.timeout`` seconds: it goes on alone. ``linger``: it stays with what it holds, as if this had died.
         """
+        self._is_ending = True
         with self._turn.take():
             self._close(linger=linger)
         wait_for_actions(self.config.timeout)
@@ -355,6 +335,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def abort(self) -> None:
         """Give up the saves under way at once (``WorkerDiedError``), tell no other rank, and close, to begin anew."""
+        self._is_ending = True
         with self._turn.take():
             self._saves.give_up(self.worker)
             try:
@@ -364,7 +345,7 @@ class Engine(AbstractContextManager["Engine"]):
                 logger.error("given up: %s", str(error))
 
     def _close(self, *, linger: bool) -> None:
-        if self._closed or (self.worker is not None and self.worker.is_forked):
+        if self._closed or self._supervisor.is_forked:
             return
         self._copier.close()
         if self.worker is not None:
@@ -444,10 +425,16 @@ class Engine(AbstractContextManager["Engine"]):
             self._versions.inherit(predecessor.published_versions())
 
     def _replace_worker(self) -> None:
-        """Start another worker for one that has died, and take memory for the next save. Raises as ``save``."""
+        """Start another worker for one that has died, and take memory for the next save. Raises as ``save``.
+
+        Images that are held for a load stay: the worker that has died had adopted them.
+        """
         with self._turn.take():
-            if self._group is not None and self._group.has_met:
-                self._buffers.renew(self._usable().connect_worker(self._supervisor.running))
+            may_start = self._group is not None and self._group.has_met and self._memory is None
+            if may_start and not self._is_ending:
+                client = self._usable().connect_worker(self._supervisor.running)
+                if not self._is_ending:
+                    self._buffers.renew(client)
 
     def _close_buffers(self) -> None:
         """Let go of the memory, which has lost its worker."""

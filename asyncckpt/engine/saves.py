@@ -173,6 +173,7 @@ class SaveOperation(SaveState):
     _inode: int | None = None
     _to_copy: _ToCopy | None = None
     _is_stopped = False
+    _end_of_copy: Copied | CopyFailed | None = None
 
     def __init__(
         self,
@@ -357,7 +358,7 @@ class SaveOperation(SaveState):
     def find_out(self, failure: CheckpointError) -> CheckpointError | None:
         """Find out how the save has ended on all ranks, as this rank's worker is dead."""
         failure = located(failure, path=self.path, rank=self.group.rank, step=self.step)
-        tell = partial(self.group.report_failure, self.number, failure, begun=True)
+        tell = partial(self.group.report_failure, self.number, failure, begun=self.group.rank > 0)
         if self.group.rank > 0:
             tell()
         try:
@@ -378,14 +379,16 @@ class SaveOperation(SaveState):
         self.group.report_failure(self.number, error, begun=begun)
 
     def _copy(self, what: _ToCopy) -> None:
-        """Copy. Nobody else uses the slot until the end of that is posted."""
-        saves = self.buffer.client.saves
-        try:
-            self._copy_tensors(what)
-        except BaseException as error:
-            saves.post(CopyFailed(self.number, self._failure_of_copy(error), told=True))
-        else:
-            saves.post(Copied(self.number))
+        """Copy, once. Nobody else uses the slot until the end of that is posted."""
+        if self._end_of_copy is None:  # else there was no memory to post it
+            no_memory = CheckpointError("there was no memory to say why the copy failed")
+            copied, self._end_of_copy = Copied(self.number), CopyFailed(self.number, no_memory, told=True)
+            try:
+                self._copy_tensors(what)
+                self._end_of_copy = copied
+            except BaseException as error:
+                self._end_of_copy = CopyFailed(self.number, self._failure_of_copy(error), told=True)
+        self.buffer.client.saves.post(self._end_of_copy)
 
     def _begin(self, what: _ToCopy) -> None:
         """Tell the worker of the save."""

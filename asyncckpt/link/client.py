@@ -34,7 +34,7 @@ from asyncckpt.protocol.commit import grace
 from asyncckpt.protocol.trainer import TimePassed, WorkerGone
 from asyncckpt.shm.segment import Segment
 from asyncckpt.storage.uploads import Uploaded
-from asyncckpt.threads import Flag, make_all, no_thread, queue_of
+from asyncckpt.threads import Flag, make, no_thread
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +183,9 @@ class WorkerClient:
         self._closing = self._detaching = self._is_told = self._is_killed = False
         self._why_killed = ""
         self._ended = Flag()  # it is known that the worker has ended, and the saves know it
+        # Made now: there may be no memory for it then.
+        ends = self._note_death, self._end_saves, self.saves.take_posted, self._end_questions, self._ended.set
+        self._ends: tuple[Callable[[], object], ...] = (*ends, self._tell_death)
         self.has_endpoint = False
         """Whether others can find the worker."""
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
@@ -448,10 +451,18 @@ class WorkerClient:
 
     def _on_exit(self) -> None:
         """Fail everything open, because the worker is gone, and say why."""
-        ends = self._note_death, self._end_saves, self.saves.take_posted, self._end_questions, self._ended.set
-        make_all(queue_of(*ends, _nothing if self._closing else self._on_death))
+        for end in self._ends:
+            make(end)
         while not self.saves.is_idle():  # somebody still copies, or finds out how a save has ended
-            make_all(queue_of(partial(self.saves.wait_posted, _LISTEN_S), self.saves.take_posted))
+            make(self._take_last)
+
+    def _take_last(self) -> None:
+        self.saves.wait_posted(_LISTEN_S)
+        self.saves.take_posted()
+
+    def _tell_death(self) -> None:
+        if not self._closing:
+            self._on_death()
 
     def _note_death(self) -> None:
         code = self._process.wait(0 if self._detaching else _END_S)

@@ -104,6 +104,7 @@ class RunningSaves:
         """Whether a save waits for a slot. For the thread that listens to the worker."""
         self._posted: SimpleQueue[_Posted] = SimpleQueue()
         self._taken: _Posted | None = None
+        self._is_left = False
         self._jobs: set[threading.Thread] = set()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -136,8 +137,10 @@ class RunningSaves:
     def _post(self, posted: _Posted) -> None:
         """Post once. After an exception nothing is posted."""
         self._posted.put(posted)
-        with contextlib.suppress(OSError, MemoryError):  # then it is found after a second
+        try:  # noqa: SIM105
             os.eventfd_write(self._wake, 1)
+        except (OSError, MemoryError):
+            pass  # it is found after a second; to suppress would need memory, too
 
     def is_free(self, save: int) -> bool:
         """Return whether the slot of a save is free."""
@@ -150,7 +153,7 @@ class RunningSaves:
     def wait_for_jobs(self, timeout: float) -> None:
         """Wait until the other ranks have been told what they are to be told, at most ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
-        for job in list(self._jobs):
+        for job in [each for each in list(self._jobs) if each.ident is not None]:
             job.join(max(0.0, deadline - time.monotonic()))
 
     # What follows is for the thread that listens to the worker.
@@ -168,6 +171,9 @@ class RunningSaves:
             thread.start()
         except RuntimeError:  # no thread can be started
             make_all(calls)
+        except BaseException:
+            self._jobs.discard(thread)
+            raise
 
     def wait_posted(self, timeout: float) -> None:
         """Wait until something is posted, at most ``timeout`` seconds."""
@@ -228,6 +234,7 @@ class RunningSaves:
 
     def handle(self, event: TrainerEvent) -> None:
         """Have the machine take an event, and carry out what it says."""
+        self._is_left = self._is_left or (isinstance(event, machines.WorkerGone) and event.left)
         events: deque[TrainerEvent] = deque([event])
         while events:
             for action in self._machine.handle(events.popleft(), time.monotonic()):
@@ -236,9 +243,10 @@ class RunningSaves:
                 except Exception as error:  # each save is to get what is its own
                     self._on_error(action, error, events)
         for save in self._work.keys() - self._machine.saves.keys():
-            work = self._work.pop(save)
+            work = self._work[save]
             if not work.done.is_set():  # there was no memory for what the machine had to say
-                self.run(partial(_end_lost, work))
+                self.run(partial(_end_lost, work, is_left=self._is_left))
+            del self._work[save]
         self.is_waiting = any(save.stage is machines.Stage.WAITING for save in self._machine.saves.values())
 
     def _on_error(
@@ -297,12 +305,12 @@ class RunningSaves:
                 self.run(lambda: self.post(machines.FoundOut(save, _found_out(work, error))))
 
 
-def _end_lost(work: SaveWork) -> None:
-    failure = _found_out(work, CheckpointError("this process had no memory to take note of the end of the save"))
+def _end_lost(work: SaveWork, *, is_left: bool) -> None:
+    error = CheckpointError("this process had no memory to take note of the end of the save")
     work.release()
     work.on_slot_free()
-    work.on_end(failure, None)
-    work.on_replicated(failure)
+    work.on_replicated(error)
+    work.on_end(error if is_left else _found_out(work, error), None)  # a worker that was left may still write
 
 
 def _found_out(work: SaveWork, error: CheckpointError) -> CheckpointError | None:

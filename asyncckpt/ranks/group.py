@@ -353,6 +353,8 @@ class Group:
         is_committed = resolve(request, _RESOLVE_S, inode)
         if is_committed and self.rank == 0 and not self.alone:
             self._untold[request.save_id] = None
+            if self._client is not None and self._client.alive:  # the next worker is here already
+                self._tell_untold()
         return is_committed
 
     def close(self) -> None:
@@ -377,7 +379,7 @@ class Group:
                     self._rounds.conclude(round_name("save", number), COMMITTED)
                 else:
                     self._conclude_failed(self._rounds, number, failure)
-                del self._untold[number]  # only now: an outcome that did not arrive is told by the next call
+                self._untold.pop(number, None)  # only now: an outcome that did not arrive is told by the next call
 
     def _conclude_failed(self, rounds: Rounds, number: int, failure: CheckpointError) -> None:
         for kind in (*KINDS, "save"):  # the round in which the other ranks are waiting is not known

@@ -28,7 +28,7 @@ from asyncckpt.planning.layout import Place, TensorSpec
 from asyncckpt.planning.structure import picker
 from asyncckpt.shm.memcpy import copy_many
 from asyncckpt.shm.segment import Segment
-from asyncckpt.threads import Flag, make_all, queue_of, start
+from asyncckpt.threads import Flag, make, make_all, start
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class CopyThreads:
         An exception of the call is logged, and if there was no memory for the call, it is made again.
         """
         if self._is_closed or self._owner != os.getpid():
-            make_all(queue_of(call))
+            make(call)
         else:
             self._calls.put(call)
 

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from asyncckpt.ranks.group import own_address
 from asyncckpt.shm.slots import MAX_SLOTS, PublishedVersion
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.supervisor import Supervisor
+from asyncckpt.threads import Turn
 from asyncckpt.transfer.requests import Locator, TransferAddress
 from asyncckpt.weights.buffer import WeightBuffer
 from asyncckpt.weights.layout import copied_as
@@ -162,7 +162,7 @@ class WeightPublisher:
         self._timings: dict[str, float] = {}
         self._served = ServedPublication(self._sharding, self._config)
         self._closed = self._has_left = False
-        self._lock = threading.Lock()
+        self._turn = Turn()
         self._supervisor.register()
 
     @property
@@ -199,7 +199,7 @@ class WeightPublisher:
             RankFailedError: Another rank raised, or did not answer within the timeout of the process group.
             WeightsTimeoutError: ``when_busy`` is "wait", and readers held all slots until the timeout.
         """
-        with self._lock, self._sharding.together():
+        with self._turn.take(), self._sharding.together():
             _check(weights, dtype)
             self._running_client()  # may take over an earlier publisher's worker
             published = self._versions.admit(version, self._sharding.ranks, self._sharding.gather, roll_back=roll_back)
@@ -224,7 +224,7 @@ class WeightPublisher:
 
         All ranks call together. Raises as ``publish`` does.
         """
-        with self._lock, self._sharding.together():
+        with self._turn.take(), self._sharding.together():
             self._running_client()  # may take over an earlier publisher's worker
             plan, _ = self._planned(weights, dtype)
             self._buffer_for(plan).fill(plan)
@@ -256,7 +256,7 @@ class WeightPublisher:
         Raises:
             StorageError: Nobody can connect, or the file cannot be written. Further errors as in ``publish``.
         """
-        with self._lock, self._sharding.together():
+        with self._turn.take(), self._sharding.together():
             return str(self._served.begin(self._running_client(), address, file, key))
 
     def close(self) -> None:
@@ -264,11 +264,11 @@ class WeightPublisher:
         self._close(linger=False)
 
     def _close(self, *, linger: bool) -> None:
-        with self._lock:
+        with self._turn.take():
             if self._has_left:
                 return
             self._closed = True
-            if self.worker is not None and self.worker.is_forked:
+            if self._supervisor.is_forked:
                 return
             failure = self._supervisor.leave(linger=linger)
             while self._buffers:
@@ -312,7 +312,7 @@ class WeightPublisher:
             buffer.hand_over(client)
 
     def _replace_worker(self) -> None:
-        with self._lock:
+        with self._turn.take():
             self._running_client()
 
     def _show(self, slot: int | None, published: PublishedVersion) -> None:

@@ -56,9 +56,10 @@ _KINDS = ("files, once", "files, once, but done", "files, for ever", "anywhere, 
 # make more places.
 _PLACES = 250
 # A crash; a new thread without memory for its first lines, so that its starter waits for ever; a pool without memory
-# for a result.
+# for a result, or for the end of one of its threads.
 _FOREIGN = re.compile(
-    r"^ended with -11|threading.py\", line \d+ in wait .*threading.py\", line \d+ in start|futures/_base.py.* in result"
+    r"^ended with -11|threading.py\", line \d+ in wait .*threading.py\", line \d+ in start"
+    r"|futures/_base.py.* in result|futures/thread.py\", line \d+ in shutdown"
 )
 # No act makes so many calls.
 _NEVER = 1 << 30
