@@ -118,24 +118,20 @@ class RunningSaves:
 
     def begin(self, wanted: Wanted, work: SaveWork) -> None:
         """Begin a save. Any thread may call."""
-        self._post((wanted, work))
+        self.post((wanted, work))
 
     def interrupt(self, work: SaveWork, error: CheckpointError) -> None:
         """End a save with ``error``, unless it is staged. An exception may have come before it was begun."""
-        self._post((machines.Interrupted(work.number, error), work))
-
-    def post(self, event: TrainerEvent) -> None:
-        """Have the machine take an event. Any thread may call."""
-        self._post(event)
+        self.post((machines.Interrupted(work.number, error), work))
 
     def mark(self) -> Flag:
         """Return a flag that is set when all events that were posted before are handled."""
         handled = Flag()
-        self._post(handled)
+        self.post(handled)
         return handled
 
-    def _post(self, posted: _Posted) -> None:
-        """Post once. After an exception nothing is posted."""
+    def post(self, posted: _Posted) -> None:
+        """Have the machine take an event. Any thread may call. After an exception nothing is posted."""
         self._posted.put(posted)
         try:  # noqa: SIM105
             os.eventfd_write(self._wake, 1)
@@ -195,24 +191,21 @@ class RunningSaves:
                 return
             self._taken = None
             try:
-                self._take(posted)
+                if isinstance(posted, Flag):
+                    posted.set()
+                elif isinstance(posted, tuple):
+                    event, work = posted
+                    if isinstance(event, Wanted):
+                        self._work[work.number] = work
+                    elif work.number not in self._work:
+                        self.run(partial(work.abandon, event.error))
+                        continue
+                    self.handle(event)
+                else:
+                    self.handle(posted)
             except MemoryError:
                 self._taken = posted
                 raise
-
-    def _take(self, posted: _Posted) -> None:
-        if isinstance(posted, Flag):
-            posted.set()
-        elif isinstance(posted, tuple):
-            event, work = posted
-            if isinstance(event, Wanted):
-                self._work[work.number] = work
-            elif work.number not in self._work:
-                self.run(partial(work.abandon, event.error))
-                return
-            self.handle(event)
-        else:
-            self.handle(posted)
 
     def on_message(self, message: object) -> None:
         """Handle a message of the worker about a save."""
