@@ -278,7 +278,6 @@ def test_a_save_whose_end_cannot_be_noted_ends_all_the_same(root: Path, monkeypa
         (TrainerSaves, "handle", False),
         (TrainerSaves, "handle", True),
         (RunningSaves, "handle", False),
-        (RunningSaves, "handle", True),
         (RunningSaves, "_carry_out", False),
         (SaveOperation, "_copy", False),
     ],
