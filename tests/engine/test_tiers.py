@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -150,7 +151,7 @@ def test_what_a_worker_dies_with_is_uploaded_by_the_next(
         checkpointer.prepare(state)
         faulty_worker("")
         path = checkpointer.save(10, state).result(60)
-        with pytest.raises(WorkerDiedError):
+        with contextlib.suppress(WorkerDiedError):  # else the next worker is there already, and has uploaded it
             checkpointer.wait_uploads(60)
         for step in (11, 12):
             checkpointer.save(step, state).result(60)
