@@ -43,12 +43,8 @@ def start(thread: threading.Thread) -> None:
         raise no_thread(error) from error
 
 
-def queue_of(*calls: Callable[[], object]) -> SimpleQueue[Callable[[], object] | None]:
-    """Return a queue of ``calls`` for ``make_all``, with its end."""
-    queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-    for call in (*calls, None):
-        queue.put(call)
-    return queue
+# Seconds after which a call is made again for which there was no memory.
+_AGAIN_S = 0.01
 
 
 def make_all(calls: SimpleQueue[Callable[[], object] | None]) -> None:
@@ -79,10 +75,6 @@ def make(call: Callable[[], object]) -> None:
         except BaseException:
             logger.exception("a call failed, and nobody was told: please report this")
             return
-
-
-# Seconds after which a call is made again for which there was no memory.
-_AGAIN_S = 0.01
 
 
 class Pool(ThreadPoolExecutor):

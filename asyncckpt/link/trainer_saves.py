@@ -104,7 +104,6 @@ class RunningSaves:
         """Whether a save waits for a slot. For the thread that listens to the worker."""
         self._posted: SimpleQueue[_Posted] = SimpleQueue()
         self._taken: _Posted | None = None
-        self._is_left = False
         self._jobs: set[threading.Thread] = set()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -158,10 +157,9 @@ class RunningSaves:
         """Run a job on a thread of its own, as it may wait for another rank or for storage; ``then``: an event."""
         calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         thread = threading.Thread(target=make_all, args=(calls,), name="asyncckpt-outcome", daemon=True)
-        for call in (job, partial(self._jobs.discard, thread)):
+        following = [] if then is None else [partial(self.post, then)]
+        for call in (job, partial(self._jobs.discard, thread), *following, None):
             calls.put(call)
-        calls.put(None if then is None else partial(self.post, then))
-        calls.put(None)
         self._jobs.add(thread)
         try:
             thread.start()
@@ -227,7 +225,6 @@ class RunningSaves:
 
     def handle(self, event: TrainerEvent) -> None:
         """Have the machine take an event, and carry out what it says."""
-        self._is_left = self._is_left or (isinstance(event, machines.WorkerGone) and event.left)
         events: deque[TrainerEvent] = deque([event])
         while events:
             for action in self._machine.handle(events.popleft(), time.monotonic()):
@@ -238,7 +235,7 @@ class RunningSaves:
         for save in self._work.keys() - self._machine.saves.keys():
             work = self._work[save]
             if not work.done.is_set():  # there was no memory for what the machine had to say
-                self.run(partial(_end_lost, work, is_left=self._is_left))
+                self.run(partial(_end_lost, work, is_left=self._machine.is_left))
             del self._work[save]
         self.is_waiting = any(save.stage is machines.Stage.WAITING for save in self._machine.saves.values())
 

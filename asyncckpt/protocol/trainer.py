@@ -396,6 +396,11 @@ class TrainerSaves:
         found = self.saves.get(save)
         return found is None or (found.stage is Stage.FREE and found.outcome is not EndState.OPEN)
 
+    @property
+    def is_left(self) -> bool:
+        """Whether the worker was left, and may still write."""
+        return self._gone is not None and self._gone.left
+
     def is_idle(self) -> bool:
         """Return whether all saves have ended, and nothing uses a slot."""
         return not self.saves
@@ -533,7 +538,7 @@ class TrainerSaves:
 
     def _on_copied(self, number: int, actions: list[TrainerAction]) -> None:
         save = self.saves[number]
-        if self._gone is not None and self._gone.left:
+        if self.is_left:
             save.stage = Stage.FREE
             actions += [HandOver(number), NoteFreeSlot(number)]
         elif self._gone is not None:
@@ -657,8 +662,7 @@ class TrainerSaves:
             actions.append(End(number, error))
 
     def _report(self, number: int, error: CheckpointError, actions: list[TrainerAction], *, begun: bool) -> None:
-        is_left = self._gone is not None and self._gone.left
-        if not is_left and not self._is_given_up:
+        if not self.is_left and not self._is_given_up:
             actions.append(ReportFailure(number, error, begun))
 
     def _let_go(self, number: int, actions: list[TrainerAction]) -> None:
