@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import asyncckpt
 from asyncckpt import demo
@@ -62,6 +63,24 @@ def _run(argv: list[str]) -> int:
             args.run(answers, path, args)
     answers.show()
     return answers.status
+
+
+def _become_worker(_: Answers, root: str, args: argparse.Namespace) -> None:
+    # Other commands need none of this.
+    from asyncckpt.link.endpoint import endpoint_name
+    from asyncckpt.link.process import WorkerOptions, become_worker
+    from asyncckpt.publication import job_of_checkpoints
+
+    job = job_of_checkpoints(root, args.job_id)
+    where = endpoint_name(job, args.rank)
+    # The trainer brings the rest.
+    become_worker(WorkerOptions(nice=0, io_class="none", linger=args.wait, endpoint=where, job=job, rank=args.rank))
+
+
+def _at_least_0(parse: Callable[[str], float], text: str) -> float:
+    if not (number := parse(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return number
 
 
 def _is_unread() -> bool:
@@ -182,6 +201,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     workers.add_argument(
         "--timeout", metavar="S", type=float, default=60.0, help="with --end: seconds to wait for each (60)"
+    )
+    worker = command(
+        "worker",
+        _become_worker,
+        "start a worker ahead of its trainer, in a container or a job step of its own",
+        ". It needs the trainer's user and runtime folder (ASYNC_CKPT_RUNTIME_DIR). The trainer attaches at its first"
+        " save, or, after its death, another one. Exits with 0 when the trainer has closed, or, before one has come,"
+        " after SIGTERM, the time of --wait or a trainer of another version; and with 2 if the root and rank have"
+        " another worker.",
+        "asyncckpt worker --root checkpoints --rank 0",
+        json=False,
+    )
+    worker.add_argument("--root", dest="paths", metavar="ROOT", nargs=1, required=True, help="the trainer's folder")
+    worker.add_argument("--rank", type=partial(_at_least_0, int), default=0, help="the trainer's rank in its job (0)")
+    of_job = os.environ.get("ASYNC_CKPT_JOB_ID")
+    worker.add_argument("--job-id", metavar="ID", default=of_job, help="its Config.job_id ($ASYNC_CKPT_JOB_ID)")
+    seconds, day = partial(_at_least_0, float), 86_400.0
+    worker.add_argument(
+        "--wait", metavar="S", type=seconds, default=day, help="seconds to wait for the trainer (a day)"
     )
     commands.add_parser("demo", help="train a small transformer, kill it, resume it, show what its checkpoints cost")
     return parser

@@ -1,4 +1,4 @@
-"""Supervisor: starts a trainer's worker, lets it take over from a dead trainer's worker, and restarts it up to a limit.
+"""Supervisor: attaches to the worker that a dead trainer has left, or starts one, and replaces it up to a limit.
 
 An orderly end of the process is no crash: every owner that still has a worker is closed, and no worker lingers. After
 an uncaught error the workers linger, because the training is likely to be restarted. If the training restarts in the
@@ -42,6 +42,7 @@ from asyncckpt.link.process import WorkerOptions, detached_workers
 from asyncckpt.link.root_lock import take_root
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.storage import absolute
+from asyncckpt.storage.uploads import Uploaded
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Supervisor:
         config: Config,
         job: str | None,
         on_death: Callable[[], object],
-        hand_over: Callable[[WorkerClient, Takeover | None], object],
+        hand_over: Callable[[WorkerClient, Takeover | None, bool], object],
         close: Callable[[bool], object],
         replace: Callable[[], object],
         claim: Claim | None = None,
@@ -93,8 +94,8 @@ class Supervisor:
                 cannot be found.
             on_death: Called when the worker has died, before another is started. The memory of the dead worker has no
                 owner.
-            hand_over: Gives a new worker the memory that outlived its predecessor, or the memory of the worker that the
-                previous trainer has left.
+            hand_over: Goes on in what the previous trainer has left. The last argument says whether the worker is that
+                of the previous trainer.
             close: Closes the owner, at the end of the process, or when something else in the process wants a worker for
                 the same job. The argument says whether the worker lingers. May raise ``CheckpointError``.
             replace: Calls ``running`` for a worker that has died, and takes memory for the next save. Called on a
@@ -318,47 +319,73 @@ class Supervisor:
         self._leave_unfinished()
         if threading.current_thread() is not self._replacer:  # which nobody has asked to take over from others
             self._close_others()
-        endpoint = None if self._job is None else endpoint_name(self._job, rank)
-        predecessor, listeners = self.find_predecessor(rank), self.listeners
-        begun = time.perf_counter()
-        client = WorkerClient(
-            WorkerOptions(
-                direct_io=config.direct_io,
-                io_threads=config.io_threads,
-                nice=config.nice,
-                io_class=config.io_class,
-                start_timeout=config.start_timeout,
-                linger=config.linger,
-                endpoint=endpoint,
-                job=self._job,
-                rank=rank,
-                metrics_folder=config.metrics_folder and absolute(config.metrics_folder),
-            ),
-            lambda uploaded: listeners.tell(uploaded.event(rank)),  # without a reference to ``self``
-            self._begun.append,
-            partial(_on_worker_gone, weakref.ref(self)),
+        options = WorkerOptions(
+            direct_io=config.direct_io,
+            io_threads=config.io_threads,
+            nice=config.nice,
+            io_class=config.io_class,
+            start_timeout=config.start_timeout,
+            linger=config.linger,
+            endpoint=None if self._job is None else endpoint_name(self._job, rank),
+            job=self._job,
+            rank=rank,
+            metrics_folder=config.metrics_folder and absolute(config.metrics_folder),
         )
+        self.find_predecessor(rank)
+        begun = time.perf_counter()
+        client, is_attached = self._attach_or_start(options)
         try:
-            # Hand over the memory first. The previous worker must stay until this worker has the memory.
-            self._hand_over(client, predecessor)
-            if predecessor is not None:
-                predecessor.retire(config.timeout, longest(config.commit_timeout))
-                self._predecessor = None
+            self._hand_over(client, self._predecessor, is_attached)
+            predecessor, self._predecessor = self._predecessor, None
+            if predecessor is not None and predecessor.segments and is_attached:
                 nbytes = sum(segment.nbytes for segment in predecessor.segments.values())
                 self._tell("memory taken over", rank, time.perf_counter() - begun, nbytes)
-            with self._named():
-                self._take_endpoint(client, endpoint)
             if rank == 0 and self._claim is not None:
                 self._take_root(client, self._claim)
-            if endpoint is not None and (words := take_log(endpoint)):
+            if options.endpoint is not None and (words := take_log(options.endpoint)):
                 logger.warning("what the worker of the trainer before this one had to say: %s", words)
         except BaseException as error:
-            if is_interrupt(error):  # this worker may be the only one that has the memory
+            if is_interrupt(error) or is_attached:  # it has the memory of the previous trainer
                 client.detach()
             with contextlib.suppress(SaveTimeoutError):  # the worker ends by itself; the error at hand says why
                 client.close(config.timeout)
             raise
         return client
+
+    def _attach_or_start(self, options: WorkerOptions) -> tuple[WorkerClient, bool]:
+        """Return the worker that the previous trainer has left, or a new one; and whether it is the former.
+
+        Raises as ``running``.
+        """
+        listeners, timeout = self.listeners, self._config.timeout
+
+        def tell_uploaded(uploaded: Uploaded) -> None:  # without a reference to ``self``
+            listeners.tell(uploaded.event(options.rank))
+
+        deadline: float | None = None
+        while True:
+            process = None
+            if self._predecessor is not None:
+                process = self._predecessor.attach(options, timeout, longest(self._config.commit_timeout))
+            try:
+                with self._named():
+                    client = WorkerClient(
+                        options,
+                        tell_uploaded,
+                        self._begun.append,
+                        partial(_on_worker_gone, weakref.ref(self)),
+                        process,
+                    )
+                return client, process is not None
+            except JobTakenError:  # another trainer was faster, or its worker is just leaving
+                deadline = deadline or time.monotonic() + timeout
+                if options.endpoint is None or time.monotonic() > deadline:
+                    raise
+            with self._named():
+                other = Takeover.find(options.endpoint, timeout, detached_workers())
+            if other is not None:
+                self._forget_predecessor()
+                self._predecessor, self._has_looked = other, True
 
     def _take_root(self, client: WorkerClient, claim: Claim) -> None:
         timeout = self._config.timeout
@@ -393,23 +420,6 @@ class Supervisor:
             logger.error("while closing %s: %s", when, str(error))
             if not isinstance(error, ClosedError):  # a worker that was left goes on with the saves
                 note_loss()
-
-    def _take_endpoint(self, client: WorkerClient, endpoint: str | None) -> None:
-        """Let the worker take its endpoint.
-
-        The endpoint may still belong to the worker of a trainer that died during a takeover.
-        """
-        timeout = self._config.timeout
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                return client.listen(timeout)
-            except JobTakenError:
-                if endpoint is None or time.monotonic() > deadline:
-                    raise
-            if (left := Takeover.find(endpoint, timeout, detached_workers())) is not None:
-                with left:
-                    left.retire(timeout, longest(self._config.commit_timeout))
 
 
 def _on_worker_gone(supervisor: weakref.ref[Supervisor]) -> None:

@@ -10,10 +10,10 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from asyncckpt.errors import CheckpointError
 
@@ -75,6 +75,16 @@ def make(call: Callable[[], object]) -> None:
         except BaseException:
             logger.exception("a call failed, and nobody was told: please report this")
             return
+
+
+def settle(tasks: Iterable[Future[Any]]) -> None:
+    """Cancel the tasks that have not begun, and wait until the others have ended, well or not.
+
+    ``concurrent.futures.wait`` takes the locks of all tasks, one after the other. An exception meanwhile (no memory,
+    Ctrl-C) leaves some of the locks taken, and the threads of the pool wait for them for ever.
+    """
+    for task in [each for each in tasks if not each.cancel()]:
+        task.exception()
 
 
 class Pool(ThreadPoolExecutor):

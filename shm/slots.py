@@ -28,6 +28,7 @@ import weakref
 from enum import IntEnum
 from typing import NamedTuple
 
+from asyncckpt.errors import CheckpointError
 from asyncckpt.shm.segment import PAGE, Descriptor, Segment
 
 HEADER_BYTES = PAGE
@@ -148,7 +149,11 @@ class Claims:
     """The writer's locks on the slots of one segment."""
 
     def __init__(self, segment: Segment) -> None:
-        self._file = Descriptor.of(os.open, *_same_file(segment.fileno(), os.O_RDWR))
+        """Open the segment once more, because a lock belongs to an open file. Raises ``CheckpointError``."""
+        try:
+            self._file = Descriptor.of(os.open, *_same_file(segment.fileno(), os.O_RDWR))
+        except OSError as error:
+            raise CheckpointError(f"the shared memory of saves cannot be locked: {error}") from error
         _all_claims.add(self)
 
     def __del__(self) -> None:

@@ -1,10 +1,11 @@
-"""What every test gets: a check that it leaves nothing behind, and a few state dicts."""
+"""Fixtures for all tests: a check for leaks, and a few state dicts."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
 import os
+import subprocess
 import tempfile
 import threading
 import time
@@ -84,12 +85,13 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     place = os.environ.get("RUNTIME_FOLDERS")
     folder = (Path(tempfile.mkdtemp(dir=place)) if place else tmp_path_factory.mktemp("host")) / "runtime"
     monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(folder))
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # a worker that is aborted says where it was
     return folder
 
 
 @pytest.fixture
 def two_hosts(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Runtime folders of two hosts, as it were, the first one this one's."""
+    """Runtime folders as of two hosts. The first one is this host's."""
     other = tmp_path / "other"
     yield [str(runtime), str(other)]
     monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(other))
@@ -115,6 +117,7 @@ def no_leaks(runtime: Path) -> Iterator[None]:
     while True:
         gc.collect()
         worker_process.detached_workers()
+        subprocess._cleanup()  # type: ignore[attr-defined]  # those that an interrupt has lost
         left = {
             "files": sorted(_open_files() - before[0]),
             "processes": sorted({child.pid for child in process.children()} - before[1]),
@@ -136,7 +139,7 @@ def _ours(thread: threading.Thread) -> bool:
 
 @pytest.fixture
 def device_type() -> Iterator[str]:
-    """The type of the device that the test runs on, ready to be used; empty of what is not in use when it ends."""
+    """The type of the test's device. Unused memory of the device is given back at the end."""
     device_type = accelerators.load()
     yield device_type
     gc.collect()

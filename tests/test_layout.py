@@ -276,7 +276,7 @@ def test_no_module_is_called_worker_or_shm() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-c", "import worker"], capture_output=True, cwd="/", env=environment)
     assert done.returncode != 0
-    loaded = _loaded_by("import asyncckpt.worker.server, asyncckpt.checkpointer")
+    loaded = _loaded_by("import asyncckpt.worker.session, asyncckpt.checkpointer")
     assert "worker" not in loaded and "shm" not in loaded
 
 

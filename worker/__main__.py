@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import resource
@@ -13,29 +12,40 @@ import sys
 import threading
 import traceback
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
+from asyncckpt.errors import JobTakenError
+from asyncckpt.link.endpoint import runtime_folder
+from asyncckpt.link.endpoint_messages import Attached
+from asyncckpt.link.messages import Refused, send
+from asyncckpt.link.process import WorkerOptions, parse, watched
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.link.socket_connection import SocketConnection
-from asyncckpt.storage import storage_for
+from asyncckpt.storage import forget_clients, storage_for
 from asyncckpt.transfer.serving import Serving
-from asyncckpt.worker.endpoint_service import EndpointService
-from asyncckpt.worker.server import Server
+from asyncckpt.worker.endpoint_service import EndpointService, Trainer
+from asyncckpt.worker.session import Session
 
 if TYPE_CHECKING:
+    from asyncckpt.storage.uploader import Uploader
     from asyncckpt.worker.metrics_file import MetricsFile
 
 # Launchers send these signals to every process of a job, also to announce the end of its time (for example Slurm's
 # --signal=USR1@90). The worker ignores them, and ends after its trainer ends and all staged images are written.
 _FOR_TRAINERS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+# Without a first trainer, these end the worker.
+_ENDING = signal.SIGTERM, signal.SIGINT
 
 
 def main(argv: list[str]) -> int:
-    """Serve the trainer at the other end of the socket until it closes or dies."""
+    """Serve trainers, one after the other, until one closes, or no other comes in time. Return the exit status."""
+    if (said := parse(argv)) is None:
+        sys.exit("this is how asyncckpt starts a worker: start one by `asyncckpt worker`")
     for each in _FOR_TRAINERS:
-        signal.signal(each, signal.SIG_IGN)
+        if said.fd is not None or each not in _ENDING:
+            signal.signal(each, signal.SIG_IGN)
     # A thread that has written its chunk must continue at once, not after 5 ms of another thread's checksums.
     sys.setswitchinterval(0.0002)
     threading.excepthook = lambda args: _end(args.exc_value)
@@ -45,36 +55,85 @@ def main(argv: list[str]) -> int:
     with contextlib.suppress(ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    options = json.loads(argv[0])
-    _lower_priority(options["nice"], options["io_class"])
+    _lower_priority(said.options)  # before there are other threads, which have the same then
+    first, name, linger = None, said.options.endpoint, said.options.linger
+    if said.fd is not None:
+        first = Trainer(SocketConnection(socket.socket(fileno=said.fd)), said.trainer, said.options)
     segment_store = SegmentStore()
     serving = Serving(segment_store)
-    endpoint_service = EndpointService(options["endpoint"], options["trainer"], segment_store, serving)
-    metrics, server = None, None
+    endpoint_service = EndpointService(name, said.fingerprint, linger, segment_store, serving, is_ahead=first is None)
+    for each in _ENDING if first is None else ():
+        signal.signal(each, lambda *_: endpoint_service.terminate())
+    uploaders: dict[str, Uploader] = {}
+    is_stuck = False
     try:
-        storages = partial(storage_for, direct_io=options["direct_io"])
-        connection, trainer = SocketConnection(socket.socket(fileno=options["fd"])), options["trainer"]
-        metrics = _metrics_file(options)
-        server = Server(
-            connection, storages, segment_store, endpoint_service, serving, options["io_threads"], trainer, metrics
-        )
-        finished = server.run(_watch(trainer), options["linger"])
+        trouble = _opened(endpoint_service, said.trainer)
+        if first is None and trouble is not None:
+            return _useless(f"no trainer would find this worker: {trouble}")
+        trainer = first or endpoint_service.next_trainer()
+        while trainer is not None and not is_stuck:
+            for each in _ENDING:
+                signal.signal(each, signal.SIG_IGN)
+            its = _begin(trainer)
+            storages, metrics = partial(storage_for, direct_io=its.direct_io), _metrics_file(its)
+            threads = its.io_threads
+            session = Session(trainer, storages, segment_store, endpoint_service, serving, threads, uploaders, metrics)
+            with watched(trainer.pid) as pidfd:
+                is_stuck = not session.run(pidfd, trouble, lingers=its.linger > 0)
+            trainer.is_over.set()
+            # While a trainer is there, nothing can make the worker leave. From now on it only saves others a read.
+            signal.signal(signal.SIGTERM, lambda *_: endpoint_service.terminate())
+            trainer = None if is_stuck else endpoint_service.next_trainer()
+            session.close_metrics()
+    except JobTakenError as error:
+        if first is None:
+            return _useless(str(error))
+        send(first.connection, Refused(error))
     except Exception as error:
         _end(error)
     finally:
-        if metrics is not None:  # before another worker of this job can start, which would write the same file
-            metrics.close(in_order=server is not None and server.is_closed_in_order)
+        serving.end_following()
+        segment_store.close()
         endpoint_service.close()
         serving.close()
-    if not finished:
+    if is_stuck:
         logging.error("storage does not answer; leaving a write behind")
         os._exit(1)
-    server.finish_uploads()
+    for uploader in uploaders.values():
+        uploader.close()  # no trainer waits for it
     return 0
 
 
+def _opened(endpoint_service: EndpointService, trainer: int) -> str | None:
+    """Take the endpoint. Return the reason if there can be none. Raises ``JobTakenError``."""
+    try:
+        endpoint_service.open(trainer)
+    except OSError as error:
+        return f"{error.strerror or error}: {runtime_folder()}"
+    return None
+
+
+def _useless(why: str) -> int:
+    """Say why a worker that was started ahead of its trainer cannot serve one. Return the exit status."""
+    logging.error("%s", why)
+    return 2
+
+
+def _begin(trainer: Trainer) -> WorkerOptions:
+    """Take over the stderr and the surroundings of an attached trainer. Return its options."""
+    if trainer.surroundings is not None and trainer.stderr is not None:
+        os.dup2(trainer.stderr.fileno(), sys.stderr.fileno())
+        trainer.stderr.close()
+        trainer.surroundings.take_over()
+        forget_clients()
+        with contextlib.suppress(OSError):  # the trainer is gone, and the session notices that
+            send(trainer.connection, Attached(None))
+        _lower_priority(trainer.options)
+    return trainer.options
+
+
 def _end(error: BaseException | None) -> NoReturn:
-    """End the process at once: a part of it has failed. The trainer notices, and starts another worker."""
+    """End the process at once, because one of its threads has failed. The trainer starts another worker."""
     traceback.print_exception(error)
     os._exit(1)
 
@@ -86,36 +145,31 @@ class _LostResult(logging.Handler):
         _end(record.exc_info[1] if record.exc_info else None)
 
 
-def _metrics_file(options: dict[str, Any]) -> MetricsFile | None:
-    if options["metrics_folder"] is None:
+def _metrics_file(options: WorkerOptions) -> MetricsFile | None:
+    if options.metrics_folder is None:
         return None
     from asyncckpt.worker.metrics_file import MetricsFile  # its dependencies are optional
 
-    training = options["job"] and options["job"].replace("\n", " ").strip()  # its folder and job id
-    return MetricsFile(options["metrics_folder"], training, options["rank"])
+    training = options.job and options.job.replace("\n", " ").strip()  # its folder and job id
+    return MetricsFile(options.metrics_folder, training, options.rank)
 
 
-def _lower_priority(nice: int, io_class: str) -> None:
-    """Lower the priority, in favor of the training. If the host refuses, only log that: the checkpoint matters more."""
+def _lower_priority(options: WorkerOptions) -> None:
+    """Lower the priority of this thread, and of threads that it starts, in favor of the training. Never raise it.
+
+    If the host refuses, only log that: the checkpoint matters more.
+    """
     try:
-        if nice:
-            os.setpriority(os.PRIO_PROCESS, 0, nice)
+        if options.nice > os.getpriority(os.PRIO_PROCESS, 0):
+            os.setpriority(os.PRIO_PROCESS, 0, options.nice)
         process = psutil.Process()  # fails if /proc is that of another PID namespace
-        if io_class == "best-effort":
+        is_idle = process.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
+        if options.io_class == "best-effort" and not is_idle:
             process.ionice(psutil.IOPRIO_CLASS_BE, 7)
-        elif io_class == "idle":
+        elif options.io_class == "idle":
             process.ionice(psutil.IOPRIO_CLASS_IDLE)
     except (psutil.Error, OSError) as error:
         logging.warning("the worker keeps its priority: %s", error)
-
-
-def _watch(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the trainer dies; None if there is no such descriptor."""
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        # The kernel or Python lacks pidfds, or the trainer is already dead, which its socket shows.
-        return None
 
 
 if __name__ == "__main__":

@@ -1,80 +1,168 @@
-"""A worker's services at its endpoint: answer processes that did not start it, and linger for a new trainer.
+"""A worker's services at its endpoint: answer processes that did not start it, and linger for the next trainer.
 
-Readers can always see publications. After the trainer's death, a process that takes over gets a list of the images, and
-the memory. A trainer that takes over first hands the memory to its own worker, and then lets the old worker leave. Only
-after that its worker takes the endpoint. So at any instant one of the two workers holds the staged images and can be
-found.
+Readers can always see publications. After the trainer's death, a process that loads gets a list of the images, and the
+memory. The first save of a restarted trainer attaches to the worker by the same connection: that is the next session.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 
-from asyncckpt.errors import JobTakenError
-from asyncckpt.format.segment_layout import FileSetLayout, WeightsLayout
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link import endpoint_messages
-from asyncckpt.link.endpoint import Endpoint, redirect_log
+from asyncckpt.link.endpoint import Endpoint, peer_pid, redirect_log
 from asyncckpt.link.messages import receive, send
+from asyncckpt.link.process import Surroundings, WorkerOptions
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.link.socket_connection import SocketConnection
-from asyncckpt.link.takeover import is_leaving
+from asyncckpt.protocol.worker_life import (
+    AttachAsked,
+    BeginSession,
+    EndWorker,
+    LifeAction,
+    LifeEvent,
+    LifeState,
+    LookAgain,
+    Looked,
+    PeerCame,
+    PeerLeft,
+    Refuse,
+    RetireAsked,
+    SessionEnded,
+    SessionFinishing,
+    TellRestarted,
+    WorkerLife,
+)
+from asyncckpt.shm.segment import Descriptor
+from asyncckpt.threads import Flag
 from asyncckpt.transfer.serving import Serving, listens_at
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_ANSWER_S = 10.0
-# Timeout for the message that tells a worker to leave.
-_RETIRE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A trainer that this worker serves, or is to serve next.
+
+    Args:
+        connection: The connection to it.
+        pid: Its process id; 0 if it is in another container.
+        options: The options of its session.
+        surroundings: Where it runs; None: this worker was started there.
+        stderr: The descriptor that its worker is to write stderr to; None: this worker does so from its start.
+        is_over: Set when its session has ended.
+    """
+
+    connection: SocketConnection
+    pid: int
+    options: WorkerOptions
+    surroundings: Surroundings | None = None
+    stderr: Descriptor | None = None
+    is_over: Flag = field(default_factory=Flag)
 
 
 class EndpointService:
-    """Answers at one endpoint, on a thread for each process that connects."""
+    """Answers at one endpoint, on a thread for each process that connects.
 
-    def __init__(self, name: str | None, trainer: int, segment_store: SegmentStore, serving: Serving) -> None:
+    The life of the worker is a machine (``asyncckpt/protocol/worker_life.py``). All threads give it events, one at a
+    time. The main thread begins sessions, and ends the worker.
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        fingerprint: str,
+        linger: float,
+        segment_store: SegmentStore,
+        serving: Serving,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
         """Do not listen yet.
 
         Args:
-            name: The name of the endpoint. Without a name this object does nothing.
-            trainer: The process id of this worker's trainer.
-            segment_store: The memory to show and to hand over.
+            name: The name of the endpoint. Without a name nobody connects.
+            fingerprint: The fingerprint of this worker, see ``process.fingerprint``.
+            linger: Seconds to wait for the next trainer; 0: the worker ends with its trainer.
+            segment_store: The memory to show.
             serving: Serves the memory to other hosts.
+            is_ahead: Whether the worker has no trainer yet.
         """
-        self._name, self._trainer = name, trainer
+        self._name, self._fingerprint = name, fingerprint
         self._segment_store, self._serving = segment_store, serving
         self._endpoint: Endpoint | None = None
-        self._lock = threading.Lock()
-        self._peers: list[SocketConnection] = []
-        self._last_left = 0.0
-        self._lingers_since: float | None = None
-        self._lingers_for = 0.0
-        # A plain flag, because a signal handler may set it.
-        self._retired = False
-        self.is_closed_in_order = False
-        """Whether the trainer has closed rather than died. If so, no other process has the unwritten images."""
-        self.unended_saves: Callable[[], tuple[WriteRequest, ...]] = tuple
-        """Returns the saves that have not ended."""
-        self.on_restart: Callable[[], object] = lambda: None
-        """Called when the job was restarted."""
+        self._trainer = 0
+        self._lock, self._following = threading.Lock(), threading.Lock()
+        self._life = WorkerLife(linger, time.monotonic() if is_ahead else None)
+        self._numbers = itertools.count(1)
+        self._peers: dict[int, SocketConnection] = {}
+        self._asking: dict[int, tuple[Trainer, SimpleQueue[LifeAction]]] = {}
+        self._decided: SimpleQueue[Trainer | None] = SimpleQueue()
+        self._is_terminated = False  # a plain flag, because a signal handler sets it
+        self._unended_saves: Callable[[], tuple[WriteRequest, ...]] = tuple
+        self._on_restart: Callable[[], object] = lambda: None
 
-    def open(self) -> None:
-        """Take the endpoint. Raises ``JobTakenError``, or ``OSError`` if there can be no endpoint."""
-        if self._name is not None and self._endpoint is None:
-            self._endpoint = Endpoint(self._name, self._trainer)
+    def open(self, trainer: int) -> None:
+        """Take the endpoint. Raises ``JobTakenError``, or ``OSError`` if there can be no endpoint.
+
+        ``trainer``: the process id of the first trainer; 0: none has come.
+        """
+        if self._name is not None:
+            self._endpoint = Endpoint(self._name, trainer)
             self._endpoint.listen(self._answer)
+
+    def begin_session(
+        self, trainer: Trainer, unended_saves: Callable[[], tuple[WriteRequest, ...]], on_restart: Callable[[], object]
+    ) -> None:
+        """Note that a session begins.
+
+        Args:
+            trainer: Its trainer.
+            unended_saves: Returns its saves that have not ended.
+            on_restart: Called when the job was restarted.
+        """
+        self._trainer, self._is_terminated = trainer.pid, False
+        self._unended_saves, self._on_restart = unended_saves, on_restart
+        if self._endpoint is not None:
+            self._endpoint.name_trainer(trainer.pid)
+        self._segment_store.begin_session()
+
+    def trainer_gone(self, *, closed: bool) -> None:
+        """Note that the trainer is gone, and that all it has staged is known. ``closed``: it has closed."""
+        self._handle(SessionFinishing(closed))
+
+    def next_trainer(self) -> Trainer | None:
+        """Wait for the first or next trainer. Return None if the worker has to end."""
+        if self._endpoint is None:  # nobody would find this worker
+            self._handle(RetireAsked(None))
+        self._handle(SessionEnded())
+        while True:
+            try:
+                return self._decided.get(timeout=_POLL_S)
+            except Empty:
+                if self._is_terminated:
+                    self._handle(RetireAsked(None))
+                self._handle(Looked(self._segment_store.holds_anything() or self._serving.follows))
+
+    def terminate(self) -> None:
+        """End the worker if it only lingers. A signal handler may call."""
+        self._is_terminated = True
 
     def close(self) -> None:
         """Give the endpoint back, and disconnect all processes. They may be waiting for this."""
         if self._endpoint is not None:
             self._endpoint.close()
-        with self._lock:
-            for peer in self._peers:
-                peer.hang_up()
+        for peer in list(self._peers.values()):
+            peer.hang_up()
 
     def redirect_log(self) -> None:
         """Send the log of this process to the endpoint's log file, because its trainer is gone."""
@@ -84,57 +172,34 @@ class EndpointService:
             except OSError as error:
                 logger.warning("there is no log: %s", error)
 
-    def retire(self) -> None:
-        """Stop lingering. A signal handler may call."""
-        self._retired = True
-        self.on_restart()
-
-    def linger(self, seconds: float) -> None:
-        """Wait for a process that takes over, until ``seconds`` after the last process has left."""
-        if not self._find_endpoint(seconds):
-            return
-        self._lingers_since, self._lingers_for = time.monotonic(), seconds
-        while not self._retired and self._lingers() > 0:
-            if not (self._segment_store.holds_anything() or self._serving.follows):
-                break
-            time.sleep(min(_POLL_S, seconds))
-
-    def _lingers(self) -> float:
-        """Return the seconds that this worker still lingers if no other process connects."""
+    def _handle(self, event: LifeEvent) -> None:
+        """Give an event to the machine, and carry out its actions."""
         with self._lock:
-            if self._peers or self._lingers_since is None:
-                return self._lingers_for
-            return max(self._lingers_since, self._last_left) + self._lingers_for - time.monotonic()
-
-    def _find_endpoint(self, seconds: float) -> bool:
-        """Take the endpoint if the trainer died before it could ask for that. Return whether this worker has it.
-
-        The worker at the endpoint may be leaving, or about to be told to leave. If it stays, it has all images that
-        this worker holds.
-        """
-        deadline = time.monotonic() + seconds
-        stays_since: float | None = None
-        while self._name is not None and self._endpoint is None and time.monotonic() < deadline:
-            if not self._segment_store.holds_anything():
-                break
-            try:
-                self.open()
-            except JobTakenError:
-                stays_since = None if is_leaving(self._name, _ANSWER_S) else stays_since or time.monotonic()
-                if self._retired or (stays_since is not None and time.monotonic() - stays_since > _RETIRE_S):
-                    break
-                time.sleep(_POLL_S)
-            except OSError as error:
-                logger.warning("nobody will find what is held here: %s", error)
-                break
-        return self._endpoint is not None
+            for action in self._life.handle(event, time.monotonic()):
+                match action:
+                    case TellRestarted():
+                        self._on_restart()
+                    case EndWorker():
+                        self._decided.put(None)
+                    case BeginSession(who):
+                        trainer, answers = self._asking[who]
+                        self._decided.put(trainer)
+                        answers.put(action)
+                    case Refuse(who):
+                        self._asking[who][1].put(action)
+                    case LookAgain(who):
+                        if who in self._asking:
+                            self._asking[who][1].put(action)
+                        else:
+                            self._peers[who].hang_up()
 
     def _answer(self, peer: SocketConnection) -> None:
         """Answer a process until it leaves. Raises ``EOFError`` or ``OSError`` when it leaves."""
         while isinstance(message := receive(peer), endpoint_messages.AskStatus):  # keeps no worker
             send(peer, self._status())
-        with self._lock:
-            self._peers.append(peer)
+        who = next(self._numbers)
+        self._peers[who] = peer
+        self._handle(PeerCame(who))
         numbers: tuple[int, ...] = ()
         try:
             while True:
@@ -143,65 +208,106 @@ class EndpointService:
                         numbers = self._show(peer)
                     case endpoint_messages.TakeSegments():
                         for number in numbers:
-                            peer.send_descriptor(self._segment_store.hosted(number).segment.fileno())
+                            self._send_descriptor(peer, self._segment_store.open(number))
+                    case endpoint_messages.Attach():
+                        if (why_not := self._attach(who, message, peer.receive_descriptor())) is None:
+                            return
+                        send(peer, endpoint_messages.Attached(why_not))
                     case endpoint_messages.Retire():
-                        self.retire()
+                        self._forget_dead_next()
+                        self._handle(RetireAsked(who))
                     case endpoint_messages.ListPublished():
                         published, trouble = self._segment_store.published(), self._serving.trouble
                         send(peer, endpoint_messages.PublishedSegments(published, trouble))
                     case endpoint_messages.OpenSegment(number):
-                        self._send_read_only(peer, number)
+                        self._send_descriptor(peer, self._segment_store.open(number, os.O_RDONLY))
                     case endpoint_messages.AskImages():
-                        trainer = self._trainer if self._segment_store.has_trainer() else None
-                        if trainer is None:  # the peer belongs to the restarted job
-                            self.on_restart()
-                        send(peer, endpoint_messages.Images(self._segment_store.summaries(), trainer))
+                        on_restart = self._on_restart  # of this session, should the next one begin just now
+                        if not (has_trainer := self._has_trainer):  # the peer belongs to the restarted job
+                            on_restart()
+                        images = self._segment_store.summaries(with_own=not has_trainer)
+                        send(peer, endpoint_messages.Images(images, self._trainer if has_trainer else None))
                     case endpoint_messages.AskImage(key):
                         send(peer, endpoint_messages.FoundImage(self._segment_store.held(key)))
                     case endpoint_messages.Follow(locator):
-                        has_trainer = self._segment_store.has_trainer() and not self._serving.follows
-                        followed = endpoint_messages.Followed("a trainer publishes here")
-                        send(peer, followed if has_trainer else self._serving.follow(locator))
+                        send(peer, self._follow(locator))
                     case endpoint_messages.Serve(secret, address):
                         send(peer, self._serving.serve(secret, listens_at(address), to_own_job=False))
                 message = receive(peer)
         finally:
-            with self._lock:
-                self._peers.remove(peer)
-                self._last_left = time.monotonic()
+            self._handle(PeerLeft(who))
+            self._asking.pop(who, None)
+            del self._peers[who]
+
+    @property
+    def _has_trainer(self) -> bool:
+        return self._life.state is LifeState.SERVING
+
+    def _attach(self, who: int, asked: endpoint_messages.Attach, stderr: Descriptor) -> str | None:
+        """Serve a trainer to the end of its session, once it comes next. Return the reason why it gets no session.
+
+        Raises ``EOFError`` if it has to look again.
+        """
+        self._forget_dead_next()
+        peer, trouble, options, surroundings = self._peers[who], None, WorkerOptions(), None
+        if asked.fingerprint == self._fingerprint:
+            options, surroundings = WorkerOptions(**asked.options), Surroundings(**asked.surroundings)
+        else:
+            trouble = "it was started by another version, or with other transports"
+        trainer = Trainer(peer, peer_pid(peer), options, surroundings, stderr)
+        answers: SimpleQueue[LifeAction] = SimpleQueue()
+        self._asking[who] = trainer, answers
+        with self._following:
+            if self._serving.follows:
+                trouble = trouble or "it has weights of another host"
+            self._handle(AttachAsked(who, asked.session, trouble, options.linger))
+        match answers.get():
+            case Refuse(_, why):
+                del self._asking[who]
+                if self._life.session == 0:  # somebody has started this worker for that one
+                    logger.warning("the trainer %d gets no session, and starts another worker: %s", trainer.pid, why)
+                return why
+            case LookAgain():
+                raise EOFError
+        trainer.is_over.wait()
+        return None
+
+    def _forget_dead_next(self) -> None:
+        """Note that the next trainer is gone, if it is: its thread waits for its turn, and does not see that."""
+        if (who := self._life.next_peer) is not None:
+            peer = self._peers.get(who)
+            if peer is None or not peer.has_other_end():
+                self._handle(PeerLeft(who))
+
+    def _follow(self, locator: str) -> endpoint_messages.Followed:
+        """Mirror a publication, unless a trainer is here, or comes next."""
+        with self._following:
+            if (self._has_trainer or self._life.next_peer is not None) and not self._serving.follows:
+                return endpoint_messages.Followed("a trainer publishes here")
+            return self._serving.follow(locator)
 
     def _status(self) -> endpoint_messages.WorkerStatus:
-        has_trainer = self._segment_store.has_trainer()
-        lingers = None if self._lingers_since is None or self._retired else max(0.0, self._lingers())
-        paths = tuple(each.path for each in self.unended_saves())
-        return endpoint_messages.WorkerStatus(os.getpid(), has_trainer, paths, lingers, self._retired)
+        life = self._life
+        lingers = None if life.is_to_leave else life.lingers_s(time.monotonic())
+        paths = tuple(each.path for each in self._unended_saves())
+        return endpoint_messages.WorkerStatus(os.getpid(), self._has_trainer, paths, lingers, life.is_to_leave)
 
     def _show(self, peer: SocketConnection) -> tuple[int, ...]:
         """Send the inventory. Return the numbers of the segments in it."""
-        images = self._segment_store.held_images()
-        if images is None:
+        session = self._life.session  # first: another may begin meanwhile
+        if self._has_trainer:
             send(peer, endpoint_messages.TrainerAlive(os.getpid(), self._trainer))
             return ()
-        numbers = {image.request.segment for image in images}
-        published = []
-        for each in self._segment_store.published():
-            match each.layout:
-                case WeightsLayout(slots):
-                    published.append(each)
-                    numbers.update((each.segment, *slots))
-                case FileSetLayout():
-                    published.append(each)
-                    numbers.add(each.segment)
-        held = tuple(sorted(numbers))
+        images = self._segment_store.held_images()
+        published, held = self._segment_store.published_alone(), self._segment_store.held_segments()
         # If one trainer of several has died, its host may be lost. Nobody should wait for the saves on that host.
-        waited_for = [each for each in self.unended_saves() if each.world_size == 1 or self.is_closed_in_order]
+        waited_for = [each for each in self._unended_saves() if each.world_size == 1 or self._life.is_closed]
         saves = tuple(each.path for each in waited_for)
-        facts = os.getpid(), self._retired, held, images, tuple(published), saves, self._serving.follows
+        facts = os.getpid(), session, held, images, published, saves, self._serving.follows
         send(peer, endpoint_messages.Inventory(*facts))
         return held
 
-    def _send_read_only(self, peer: SocketConnection, number: int) -> None:
-        fd = self._segment_store.open_read_only(number)
+    def _send_descriptor(self, peer: SocketConnection, fd: int | None) -> None:
         if fd is None:
             raise EOFError  # released meanwhile, so the reader has to start over
         try:

@@ -25,20 +25,20 @@ from asyncckpt.telemetry.prometheus import PrometheusMetrics
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
-# The metrics that the next worker continues with.
+# The metrics that the next session continues with.
 _LAST_STEP, _LAST_TIME = "asyncckpt_last_durable_step", "asyncckpt_last_durable_timestamp_seconds"
 
 
 class MetricsFile:
-    """The metrics file of one worker. A thread writes it after each event. An error is logged only once."""
+    """The metrics file of a worker's session. A thread writes it after each event. An error is logged only once."""
 
     def __init__(self, folder: str, training: str | None, rank: int) -> None:
         """Write nothing yet.
 
         Args:
             folder: The folder of the file, created if it is missing.
-            training: Identifies the training in the metrics and in the file's name, so that its next worker writes the
-                same file. If None, the file is always removed, because there is no next worker.
+            training: Identifies the training in the metrics and in the file's name, so that its next session writes the
+                same file. If None, the file is always removed, because there is no next session.
             rank: The trainer's rank.
         """
         self._stays, self._rank = training is not None, rank
@@ -51,7 +51,7 @@ class MetricsFile:
         self._metrics.begin(rank)
         started = Gauge(
             "asyncckpt_started_timestamp_seconds",
-            "When the worker was started.",
+            "When the worker began to serve its trainer.",
             ["training", "rank"],
             registry=self.registry,
         )

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncckpt.errors import (
     CheckpointError,
@@ -35,9 +35,21 @@ from asyncckpt.format.manifest import note
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link import messages
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.protocol import commit
+from asyncckpt.protocol import commit, replication
 from asyncckpt.protocol import saves as machines
-from asyncckpt.ranks.rounds import COMMITTED, UNKNOWN, Rounds, keys_to_clear, opened, round_name, sealed_outcome
+from asyncckpt.ranks.rounds import (
+    COMMITTED,
+    COPIES_BEGIN,
+    PATIENCE_S,
+    REPLICATED,
+    SAVE,
+    UNKNOWN,
+    Rounds,
+    keys_to_clear,
+    opened,
+    round_name,
+    sealed_outcome,
+)
 from asyncckpt.ranks.store import ENDS, Operation, Store
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.shm.slots import State
@@ -52,20 +64,16 @@ from asyncckpt.worker.durable_files import DurableFiles
 from asyncckpt.worker.replica_check import ReplicaCheck
 from asyncckpt.worker.staged_image import StagedImage
 
+if TYPE_CHECKING:
+    from asyncckpt.transfer.replicator import Replicator
+
 logger = logging.getLogger(__name__)
 
 # Seconds that the first rank's worker waits at its end, for others that may still ask how the last save ended.
 _LEAVE_S = 5.0
-# Seconds to look for the store, which the first rank may be starting again in the same save. All saves under way share
-# this time.
-_PATIENCE_S = 20.0
 # Seconds to tell the first rank's worker at the end of failures (otherwise it waits for this rank until its timeout),
 # and that this rank has left, which is less important. A worker that is gone refuses at once.
 _TELL_S, _TELL_LEFT_S = 10.0, 1.0
-# Seconds to find out whether a store is gone, or only the connection to it. A store that is gone refuses at once.
-_PROBE_S = 10.0
-# Seconds for one question to the first rank's worker, with the time to look for it.
-_HEAR_S = _PATIENCE_S + _PROBE_S
 # Seconds that the storage may take to say how a save has ended.
 _RESOLVE_S = 30.0
 # Maximum time that a write may continue after its save has failed, if the trainer is gone.
@@ -74,7 +82,6 @@ _STUCK_S = 30.0
 _TICK_S = 0.25
 # Number of events after which time passes even if there are more: a report that has arrived counts before a deadline.
 _MOST_EVENTS = 1000
-_KIND = "save"
 _REVOKED = (
     "the files of this save were removed while it was written: another rank has failed it, or somebody has removed them"
 )
@@ -97,7 +104,6 @@ class SavesOfTrainer:
         storage_for: Callable[[str], Storage],
         segment_store: SegmentStore,
         send: Callable[[messages.FromWorker], None],
-        on_staged: Callable[[WriteRequest], None],
         on_end: Callable[[WriteRequest, messages.Committed | messages.Failed], None],
         io_threads: int,
     ) -> None:
@@ -105,22 +111,23 @@ class SavesOfTrainer:
 
         Args:
             storage_for: Returns the storage of a path.
-            segment_store: The memory. It is told the checksums of images.
+            segment_store: The memory. It is told which images are complete, and their checksums.
             send: Sends to the trainer.
-            on_staged: Called when the image of a save is complete.
             on_end: Called when a save has ended. It tells the trainer.
             io_threads: Number of threads that write at once.
         """
         self._storage_for, self._segment_store = storage_for, segment_store
-        self._send, self._on_staged, self._on_end = send, on_staged, on_end
+        self._send, self._on_end = send, on_end
         self._pool = Pool(io_threads, thread_name_prefix="asyncckpt-io")
         self.uploader: Uploader | None = None
         """First rank: copies committed checkpoints to another root, if there is one."""
+        self.replicator: Replicator | None = None
+        """Copies the images of other hosts, if the ranks have copies on other hosts."""
         self._rendezvous: messages.Rendezvous | None = None
         self._rounds: Rounds | None = None  # other ranks than the first
         self._store: Store | None = None  # first rank
         self._secret = b""
-        self._patience = Patience(_PATIENCE_S)
+        self._patience = Patience(PATIENCE_S)
         self._replicas = ReplicaCheck()
         self._durable = DurableFiles()
         self._machines = machines.WorkerSaves()
@@ -186,7 +193,8 @@ class SavesOfTrainer:
         self._open[save] = self._untold[save] = request
         hosted = self._segment_store.hosted(request.segment)
         self._images[save] = StagedImage(request, hosted, lambda: save in self._open)
-        self._events.put(commit.Begun(save, request.rank, request.world_size, request.timeout))
+        is_copied = request.is_copied and self.replicator is not None
+        self._events.put(commit.Begun(save, request.rank, request.world_size, request.timeout, is_copied))
         if request.rank > 0:
             self._patience.renew()
             self._to_hear.put(request)
@@ -198,6 +206,10 @@ class SavesOfTrainer:
             staged.timings.update(message.timings)
         self._events.put(machines.ImageStaged(message.save_id))
 
+    def post(self, event: machines.SaveEvent) -> None:
+        """Give an event to the machines. Does not wait."""
+        self._events.put(event)
+
     def cancel(self, save_id: int, reason: CheckpointError) -> None:
         """Cancel a save for the trainer, for ``reason``. The answer says whether it was cancelled in time."""
         self._events.put(machines.ImageCancelled(save_id, reason))
@@ -205,6 +217,11 @@ class SavesOfTrainer:
     def forget(self, segment: int) -> None:
         """Forget a segment that is released."""
         self._durable.forget(segment)
+
+    def stop_copying(self) -> None:
+        """Copy nothing any more. The copies that are here stay."""
+        if self.replicator is not None:
+            self.replicator.close()
 
     def finish(self) -> None:
         """Write all staged images after the trainer's end, also images that it did not report, and no more."""
@@ -239,7 +256,7 @@ class SavesOfTrainer:
             thread.join()
         if self._rounds is not None:
             # If this fails, the first rank's worker waits a little longer, and nothing is lost.
-            with _logged("leaving", logging.INFO), _probe(self._rounds, _TELL_LEFT_S) as rounds:
+            with _logged("leaving", logging.INFO), self._rounds.probe(_TELL_LEFT_S) as rounds:
                 rounds.leave()
         if self._store is not None:
             self._store.close()
@@ -256,7 +273,7 @@ class SavesOfTrainer:
         tick_at, events = 0.0, 0
         while True:
             now = time.monotonic()
-            if not (self._open or is_closing):
+            if not (self._open or is_closing or self._machines.needs_ticks()):
                 event = self._events.get()
                 tick_at = time.monotonic() + _TICK_S
             elif now >= tick_at and (self._events.empty() or events >= _MOST_EVENTS):
@@ -281,21 +298,27 @@ class SavesOfTrainer:
             if has_left and not self._machines.uses_slots():
                 self._to_write.put(None)
 
-    def _translated(self, stored: _Stored) -> commit.CommitEvent | None:
-        """Return what a field of the store means; None: nothing for a commit."""
+    def _translated(self, stored: _Stored) -> machines.SaveEvent | None:
+        """Return what a field of the store means; None: nothing for a save."""
         key, field, value = stored
         match key.split("/")[2:]:
             case ["left"]:
                 return commit.Left(field)
             case ["gone"]:
                 return commit.RankGone(field, self._error_in(key, value))
-            case [name, "failure"] if (save := _save_of(name)) is not None:
-                return commit.RankFailed(save, self._error_in(key, value))
-            case [name, "reports"] if (save := _save_of(name)) is not None and field != ENDS:
+            case [name, rank] if name == COPIES_BEGIN:
+                begins = self._opened(key, value)
+                if not isinstance(begins, CheckpointError):
+                    return replication.CopiesBegin(int(begins), int(rank))
+            case [name, "failure"] if (its := _round_of(name)) is not None:
+                return _failed(*its, self._error_in(key, value))
+            case [name, "reports"] if (its := _round_of(name)) is not None and field != ENDS:
                 report = self._opened(f"{key.removesuffix('reports')}value/{field}", value)
                 if isinstance(report, CheckpointError):
-                    return commit.RankFailed(save, report)
-                return commit.Reported(save, field, report)
+                    return _failed(*its, report)
+                kind, save = its
+                is_of_save = kind == SAVE
+                return commit.Reported(save, field, report) if is_of_save else replication.CopiesReported(save, field)
         return None
 
     def _error_in(self, key: str, value: bytes) -> CheckpointError:
@@ -319,23 +342,25 @@ class SavesOfTrainer:
             case machines.StopWriting(save, reason):
                 self._images[save].stop(reason)
             case machines.HoldImage(save):
-                self._on_staged(self._images[save].request)
+                self._segment_store.image_staged(self._images[save].request)
             case machines.FreeSlot(save, tell):
                 self._free(self._images.pop(save), tell=tell)
             case machines.AnswerCancel(save, in_time, slot_free):
                 self._send(messages.Cancelled(save, in_time, slot_free))
             case commit.SendReport(save, report) if self._rounds is not None:
                 # In the background: a slow worker of the first rank must not delay the next write.
-                self._rounds.report_soon(round_name(_KIND, save), report, self._untold[save].timeout)
+                self._rounds.report_soon(round_name(SAVE, save), report, self._untold[save].timeout)
             case commit.SendFailure(save, error) if self._rounds is not None:
                 request = self._untold[save]
-                self._rounds.fail_soon(round_name(_KIND, save), located_in(request, error), request.timeout)
+                self._rounds.fail_soon(round_name(SAVE, save), located_in(request, error), request.timeout)
             case commit.SendGone(why) if self._rounds is not None:
                 self._rounds.gone_soon(why, _TELL_S)
             case commit.Conclude(save, error):
-                self._conclude(save, COMMITTED if error is None else located_in(self._untold[save], error))
+                self._conclude(SAVE, save, COMMITTED if error is None else located_in(self._untold[save], error))
             case commit.ConcludeUnknown(save):
-                self._conclude(save, UNKNOWN)
+                self._conclude(SAVE, save, UNKNOWN)
+            case replication.ConcludeCopies(save, error):
+                self._conclude(REPLICATED, save, error or COMMITTED)
             case commit.Finalize(save, reports):
                 self._jobs.put(partial(self._finalize, save, reports))
             case commit.FollowUp(save):
@@ -349,17 +374,27 @@ class SavesOfTrainer:
             case commit.Tell(save, error, trouble):
                 self._open.pop(save)
                 self._jobs.put(partial(self._tell, save, error, trouble))
+            case (
+                replication.AllowCopy()
+                | replication.SayBegin()
+                | replication.ReportCopies()
+                | replication.FailCopies()
+                | replication.AwaitCopies()
+                | replication.ProtectCopies()
+                | replication.TellCopies()
+            ) if self.replicator is not None:
+                self.replicator.carry_out(action)
 
     def _free(self, freed: StagedImage, *, tell: bool) -> None:
         freed.set_slot_state(State.FREE)
         if tell:
             self._send(messages.Written(freed.request.save_id, freed.inode, dict(freed.timings)))
 
-    def _conclude(self, save: int, outcome: bytes | CheckpointError) -> None:
+    def _conclude(self, kind: str, save: int, outcome: bytes | CheckpointError) -> None:
         """Tell the other ranks the outcome, through the store in this process."""
         if self._store is not None and self._rendezvous is not None:
-            self._store.post(Operation.PUT, *sealed_outcome(self._rendezvous, round_name(_KIND, save), outcome))
-            for key in keys_to_clear(self._rendezvous, _KIND, save):
+            self._store.post(Operation.PUT, *sealed_outcome(self._rendezvous, round_name(kind, save), outcome))
+            for key in keys_to_clear(self._rendezvous, kind, save):
                 self._store.post(Operation.REMOVE, key)
 
     # The thread that writes
@@ -390,8 +425,10 @@ class SavesOfTrainer:
                 logger.exception("writing %s failed", request.path)
             if attempt is not None:
                 self._attempts[save] = attempt
-                if request.world_size > 1 and isinstance(error, StorageError) and attempt.opened.is_revoked():
-                    error = RankFailedError(_REVOKED)
+                # Its files go first, and then its folder.
+                is_revoked = isinstance(error.__cause__, FileNotFoundError) or attempt.opened.is_revoked()
+                if request.world_size > 1 and isinstance(error, StorageError) and is_revoked:
+                    error = RankFailedError(_REVOKED, rank=0)  # which removes them
             error.__traceback__ = None  # the traceback would keep its memory alive long after the segment is released
             self._events.put(commit.PartFailed(save, located_in(request, error)))
         else:
@@ -483,49 +520,30 @@ class SavesOfTrainer:
 
     def _heard_of(self, request: WriteRequest, rounds: Rounds) -> commit.CommitEvent | None:
         """Wait for the outcome of a save; None: it has ended here. Let the first rank hear from this rank often."""
-        name, store, often_s = round_name(_KIND, request.save_id), b"", commit.silence(request.world_size) / 5
-        while request.save_id in self._open:
-            try:
-                store = store or rounds.store_id(_HEAR_S)
-                outcome = rounds.outcome(name, often_s, _HEAR_S)
-            except WorkerDiedError as error:
-                if request.save_id in self._open and not (store and _is_there(rounds, store)):
-                    return commit.FirstLost(request.save_id, error)
-            except SaveTimeoutError:
-                continue
-            except CheckpointError as error:  # not of the first rank
-                return commit.FirstLost(request.save_id, error)
-            else:
-                if outcome == UNKNOWN:
-                    return commit.FirstLost(request.save_id, CheckpointError(_NOT_KNOWN, rank=0))
-                return commit.Outcome(request.save_id, outcome if isinstance(outcome, CheckpointError) else None)
-        return None
+        save = request.save_id
+        try:
+            outcome = rounds.hear(
+                round_name(SAVE, save), commit.silence(request.world_size) / 5, lambda: save in self._open
+            )
+        except CheckpointError as error:
+            return commit.FirstLost(save, error)
+        if outcome == UNKNOWN:
+            return commit.FirstLost(save, CheckpointError(_NOT_KNOWN, rank=0))
+        return (
+            None if outcome is None else commit.Outcome(save, outcome if isinstance(outcome, CheckpointError) else None)
+        )
 
 
-@contextlib.contextmanager
-def _probe(rounds: Rounds, timeout: float) -> Iterator[Rounds]:
-    """Yield other rounds of the same job that do not wait for a store that is gone."""
-    others = Rounds(rounds.rendezvous, timeout, Patience(0.0))
-    try:
-        yield others
-    finally:
-        others.close(0.0)
-
-
-def _is_there(rounds: Rounds, store: bytes) -> bool:
-    """Return whether the same store still answers."""
-    try:
-        with _probe(rounds, _PROBE_S) as others:
-            return others.store_id(_PROBE_S) == store
-    except CheckpointError:
-        return False
-
-
-def _save_of(name: str) -> int | None:
-    """Return the number of the save that the round ``name`` commits. Other rounds give None."""
+def _round_of(name: str) -> tuple[str, int] | None:
+    """Return the kind of the round ``name``, and the number of its save; None: a round of another kind."""
     kind, _, number = name.rpartition("-")
     is_number = number.isascii() and number.isdigit() and len(number) < 19
-    return int(number) if kind == _KIND and is_number else None
+    return (kind, int(number)) if kind in (SAVE, REPLICATED) and is_number else None
+
+
+def _failed(kind: str, save: int, error: CheckpointError) -> machines.SaveEvent:
+    """Return the event of a rank that has failed a round."""
+    return commit.RankFailed(save, error) if kind == SAVE else replication.CopiesFailed(save, error)
 
 
 def located_in(request: WriteRequest, error: BaseException) -> CheckpointError:

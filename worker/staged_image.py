@@ -7,7 +7,7 @@ knows no tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import round_up
 from asyncckpt.shm.slots import State
 from asyncckpt.storage.storage import OutputFile
-from asyncckpt.threads import Flag
+from asyncckpt.threads import Flag, settle
 
 # Polling interval for more data. Frequent enough to always have something to write, at tens of gigabytes a second.
 _POLL_S = 0.002
@@ -180,8 +180,7 @@ class ImageFile:
     def finish(self, nbytes: int) -> None:
         """Write the unwritten rest of the first ``nbytes`` of the image, and wait. Raises ``StorageError``."""
         self.write_rest(nbytes)
-        done, _ = wait(self._pieces, return_when=FIRST_EXCEPTION)
-        for piece in done:
+        for piece in self._pieces[self._good :]:
             piece.result()
         if nbytes < round_up(nbytes):
             self._file.truncate(nbytes)
@@ -194,9 +193,7 @@ class ImageFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for piece in self._pieces:
-            piece.cancel()
-        wait(self._pieces)
+        settle(self._pieces)
         self._file.close()
 
     def _submit(self, end: int) -> None:

@@ -413,10 +413,13 @@ class Engine(AbstractContextManager["Engine"]):
         else:
             self._saves.on_failure(failure, is_raised=not was_begun)
 
-    def _hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
+    def _hand_over(self, _: WorkerClient, predecessor: Takeover | None, is_attached: bool) -> None:
         wait_for_copies(self.config.timeout)  # of an engine before this in the same process, into the same memory
         self._inherit(predecessor)
-        self._buffers.hand_over(client, predecessor)
+        if predecessor is None:
+            self._buffers.on_worker_lost()
+        else:
+            self._buffers.inherit(predecessor, is_attached=is_attached)
 
     def _inherit(self, predecessor: Takeover | None) -> None:
         """Go on with the memory and the versions of the trainer before this one."""
@@ -427,7 +430,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _replace_worker(self) -> None:
         """Start another worker for one that has died, and take memory for the next save. Raises as ``save``.
 
-        Images that are held for a load stay: the worker that has died had adopted them.
+        Images that are held for a load stay mapped here.
         """
         with self._turn.take():
             may_start = self._group is not None and self._group.has_met and self._memory is None

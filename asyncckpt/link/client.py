@@ -25,7 +25,6 @@ from asyncckpt.errors import (
     WorkerDiedError,
     is_interrupt,
 )
-from asyncckpt.format.write_request import HeldImage
 from asyncckpt.link import messages
 from asyncckpt.link.messages import Claim, Claimed
 from asyncckpt.link.process import WorkerOptions, WorkerProcess, how_it_ended
@@ -160,18 +159,24 @@ class WorkerClient:
         on_uploaded: _Told = _ignore,
         begun: _Told = _ignore,
         on_death: Callable[[], object] = _nothing,
+        attached: WorkerProcess | None = None,
     ) -> None:
-        """Start a worker. Raises ``WorkerDiedError`` when it is not ready in ``options.start_timeout`` seconds.
+        """Start a worker, or begin with one that runs already.
 
         Args:
             options: How it runs.
+            attached: The worker that runs already.
             on_uploaded: Is told of each upload.
             begun: Is told of this before a thread keeps it: an exception may come before its maker has it.
             on_death: Called when the worker has died, and all that it had to do has failed.
+
+        Raises:
+            WorkerDiedError: It is not ready in ``options.start_timeout`` seconds.
+            JobTakenError: Another worker has its endpoint.
         """
-        self._owner, self._process, self._on_uploaded = os.getpid(), WorkerProcess(options), on_uploaded
-        self._on_death = on_death
-        self._connection, self._endpoint = self._process.connection, options.endpoint
+        self._owner, self._on_uploaded, self._on_death = os.getpid(), on_uploaded, on_death
+        self._process = WorkerProcess(options) if attached is None else attached
+        self._connection = self._process.connection
         self.pid = self._process.pid
         """The worker's process id."""
         self.saves = RunningSaves(self.tell, self._kill_stopped)
@@ -192,10 +197,13 @@ class WorkerClient:
         try:
             # The listener sends, too, and is the one to notice a worker that has stopped.
             self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
-            self._process.wait_ready(options.start_timeout)
+            trouble = self._process.wait_ready(options.start_timeout)
+            self.has_endpoint = trouble is None and options.endpoint is not None
             begun(self)
             self._listener.start()
             _clients.add(self)
+            if trouble is not None:
+                logger.warning("a trainer that is started in the place of this one will not find it: %s", trouble)
         except BaseException as error:
             self._process.end()
             if isinstance(error, RuntimeError):
@@ -228,26 +236,14 @@ class WorkerClient:
             raise CheckpointError("the worker sent no memory: please report this")
         return answer.segment, segment
 
-    def listen(self, timeout: float) -> None:
-        """Have the worker take its endpoint, if it has one. Raises ``JobTakenError`` where another worker has it."""
-        trouble = self.ask(messages.Listen(), messages.Listening, timeout, "making the worker known").trouble
-        self.has_endpoint = trouble is None and self._endpoint is not None
-        if trouble is not None:
-            logger.warning("a trainer that is started in the place of this one will not find it: %s", trouble)
-
     def claim(self, claim: Claim, timeout: float) -> Claimed:
         """Have the worker take the lock of a root, if it is free. Raises ``JobTakenError``: the root is of another."""
         return self.ask(claim, Claimed, timeout, "taking the lock of the folder")
 
-    def adopt(self, segment: Segment, held: tuple[HeldImage, ...], timeout: float) -> int:
-        """Have the worker take over a segment of a dead worker. Return its number in this one.
-
-        Args:
-            segment: The memory; it stays mapped here too.
-            held: The images in it that the worker is to keep for now.
-        """
+    def adopt(self, segment: Segment, timeout: float) -> int:
+        """Have the worker take over a segment of weights of a dead worker. Return its number in this one."""
         fd = segment.fileno()
-        return self.ask(messages.Adopt(held), messages.Adopted, timeout, "handing over shared memory", fd).segment
+        return self.ask(messages.Adopt(), messages.Adopted, timeout, "handing over shared memory", fd).segment
 
     def take(self, request: messages.Take, taken: Callable[[CheckpointError | None], object]) -> None:
         """Have the worker take more memory of a segment.
@@ -411,6 +407,8 @@ class WorkerClient:
                 continue
             try:
                 message: messages.FromWorker = messages.receive(self._connection)
+            except messages.OtherVersionError:
+                raise
             except (EOFError, ConnectionError):  # any other failure is of this end, and the worker lives
                 break
             self._on_message(message)

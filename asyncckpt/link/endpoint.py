@@ -1,7 +1,7 @@
-"""The endpoint of a worker: a named socket by which processes that did not start it find it, in a folder of this user.
+"""The endpoint of a worker: a named socket in a folder of this user. Processes that did not start the worker use it.
 
-The name says which rank of which job the worker serves. Two workers never have the same name: the one that has it holds
-a lock, which the kernel releases when the worker dies, however it dies.
+The name stands for a rank of a job. Two workers never have the same name: a worker holds a lock on its name, and the
+kernel releases the lock when the worker dies, however it dies.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 _BACKLOG = 64
 _MEMORY = ".memory"
 ROOT_LOCK = ".root"
-"""How the name of the lock of a root ends that is on an object store."""
+"""The end of the names of locks of roots on object stores."""
 _LOG_BYTES = 10_000
+_HOLDERS_BYTES = 100
 _PAUSE_S = 0.1
 # How long a worker may take to accept a connection.
 _CONNECT_S = 10.0
 
 
 def endpoint_name(job: str, rank: int) -> str:
-    """The name of the endpoint of ``rank`` of ``job``, any text."""
+    """Return the name of the endpoint of ``rank`` of ``job``. The job may be any text."""
     return f"{xxhash.xxh3_128_hexdigest(os.fsencode(job))}-{rank}"
 
 
 def runtime_folder() -> str:
-    """Where the endpoints are: ``$ASYNC_CKPT_RUNTIME_DIR``, else a folder of this user in that for temporary files.
+    """Return the folder of the endpoints: ``$ASYNC_CKPT_RUNTIME_DIR``, or one of this user among the temporary files.
 
     Not ``$XDG_RUNTIME_DIR``: that is removed when the user logs out, and a training goes on.
     """
@@ -56,7 +57,7 @@ def runtime_folder() -> str:
 
 
 def endpoint_scope() -> str:
-    """A text that is the same for two processes if they find each other's endpoints. Makes the runtime folder.
+    """Return a text that two processes have in common if they find each other's endpoints. Make the runtime folder.
 
     Raises ``OSError`` where that cannot be used.
     """
@@ -68,7 +69,7 @@ def endpoint_scope() -> str:
 
 
 class Endpoint:
-    """The worker's side: it has the name, and listens there. ``close`` leaves nothing behind."""
+    """The worker's side: holds the name, and listens. ``close`` leaves nothing behind."""
 
     def __init__(self, name: str, trainer: int) -> None:
         """Take ``name`` for the trainer with that process id.
@@ -91,8 +92,13 @@ class Endpoint:
             self._give_back()
             raise
 
+    def name_trainer(self, trainer: int) -> None:
+        """Note that the worker serves the trainer with that process id from now on."""
+        with contextlib.suppress(OSError):  # no space: who is refused is told less
+            _write_holders(self._lock, trainer)
+
     def listen(self, answer: Callable[[SocketConnection], None]) -> None:
-        """From now on have ``answer`` called with each connection of this user, on a thread of its own."""
+        """Call ``answer`` with each connection of this user from now on, each time on another thread."""
         start(threading.Thread(target=self._accept, args=[answer], name="asyncckpt-endpoint", daemon=True))
 
     def close(self) -> None:
@@ -128,7 +134,7 @@ class Endpoint:
 
 
 def redirect_log(name: str) -> None:
-    """Have all that this worker says go to the log of its endpoint, and what it has said to its trainer, who is gone.
+    """Redirect stderr of this worker to the log of its endpoint, with everything that the dead trainer has not read.
 
     Raises ``OSError``.
     """
@@ -144,7 +150,7 @@ def redirect_log(name: str) -> None:
 
 
 def take_log(name: str) -> str:
-    """What workers of that endpoint have said to nobody, which is gone from there then; "" where that is nothing."""
+    """Remove the log of an endpoint, and return its text; "" if there is no log."""
     with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
         fd = os.open(f"{name}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         os.unlink(f"{name}.log", dir_fd=folder)
@@ -155,7 +161,7 @@ def take_log(name: str) -> str:
 
 @contextlib.contextmanager
 def host_lock(timeout: float) -> Iterator[bool]:
-    """Hold what only one worker of this user may have at a time, on this host.
+    """Hold the lock that only one worker of this user has at a time, on this host.
 
     Gives whether it is held: not after ``timeout`` seconds, nor where the runtime folder cannot be used.
     """
@@ -171,7 +177,7 @@ def host_lock(timeout: float) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def announce_memory(fd: int, end: int) -> Iterator[None]:
-    """While this lasts, the memory file ``fd`` of this process counts for ``announced_bytes``, up to byte ``end``."""
+    """Let the memory file ``fd`` of this process count for ``announced_bytes`` in the block, up to byte ``end``."""
     name = f"{os.getpid()}-{fd}{_MEMORY}"
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
@@ -188,7 +194,7 @@ def announce_memory(fd: int, end: int) -> Iterator[None]:
 
 
 def announced_bytes() -> int:
-    """How many bytes workers of this user on this host are about to take, and have not yet."""
+    """Return the number of bytes that workers of this user on this host are about to take."""
     total = 0
     with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
         for name in os.listdir(folder):
@@ -200,13 +206,13 @@ def announced_bytes() -> int:
 
 
 def _announced_end(name: str, folder: int) -> int:
-    """Up to where the memory is taken; 0: that is not written yet. Raises ``OSError``."""
+    """Return the end of the announced memory, in bytes; 0 if it is not written yet. Raises ``OSError``."""
     with opened(name, os.O_NOFOLLOW, folder) as fd:
         return int(os.read(fd, 32) or b"0")
 
 
 def _is_stale(name: str, folder: int) -> bool:
-    """Whether nobody holds the lock of that file, which is removed then. Raises ``OSError``."""
+    """Return whether nobody holds the lock of a file. Such a file is removed. Raises ``OSError``."""
     with opened(name, os.O_RDWR | os.O_NOFOLLOW, folder) as fd:
         is_stale = _flock(fd)
         if is_stale and is_at(fd, name, folder):
@@ -215,7 +221,7 @@ def _is_stale(name: str, folder: int) -> bool:
 
 
 def endpoint_names(job: str | None = None) -> list[str]:
-    """The names that workers of this user have on this host: those of that ``job``, or all."""
+    """Return the names of the endpoints of this user on this host, of ``job`` or of all jobs."""
     begin = "" if job is None else endpoint_name(job, 0)[:-1]
     with contextlib.suppress(OSError), _opened_folder(make=False) as folder:
         return sorted(name for entry in _locks(folder) if (name := entry.removesuffix(".lock")).startswith(begin))
@@ -225,13 +231,13 @@ def endpoint_names(job: str | None = None) -> list[str]:
 def connect(
     name: str, timeout: float | None = None, runtime: str | None = None, *, strict: bool = False
 ) -> SocketConnection | None:
-    """A connection to the worker that has ``name``, if there is one of this user that accepts it.
+    """Return a connection to the worker with an endpoint; None if no worker of this user accepts it.
 
     Args:
-        name: That of the endpoint.
-        timeout: Seconds that it may take to accept; None: 10.
-        runtime: The runtime folder; None: that of this process.
-        strict: Raise ``SaveTimeoutError`` where there is one, and it has not accepted in that time.
+        name: The name of the endpoint.
+        timeout: Seconds that the worker may take to accept; None: 10.
+        runtime: The runtime folder; None: the folder of this process.
+        strict: Raise ``SaveTimeoutError`` if a worker is there and has not accepted in that time.
     """
     timeout = _CONNECT_S if timeout is None else timeout
     is_full = False
@@ -270,7 +276,7 @@ def _serve(peer: socket.socket, answer: Callable[[SocketConnection], None]) -> N
 
 
 def _open_folder(*, make: bool, path: str | None = None) -> int:
-    """The runtime folder (at ``path``), opened, if it is this user's alone. Raises ``OSError``."""
+    """Open the runtime folder (at ``path``) if it is this user's alone. Raises ``OSError``."""
     path = path or runtime_folder()
     if make:
         with contextlib.suppress(FileExistsError):
@@ -286,20 +292,24 @@ def _open_folder(*, make: bool, path: str | None = None) -> int:
 
 
 def _lock(folder: int, name: str, trainer: int) -> int:
-    """Lock ``name``. Returns the descriptor that holds the lock."""
+    """Lock ``name``. Return the descriptor that holds the lock."""
     while True:
         fd = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
         try:
             if not _flock(fd):
                 raise job_taken_error(*_holders(fd))
             if is_at(fd, f"{name}.lock", folder):  # else its last holder has just removed it
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, json.dumps({"worker": os.getpid(), "trainer": trainer}).encode(), 0)
+                _write_holders(fd, trainer)
                 return fd
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _write_holders(fd: int, trainer: int) -> None:
+    # In one call: it is read at any moment.
+    os.pwrite(fd, json.dumps({"worker": os.getpid(), "trainer": trainer}).ljust(_HOLDERS_BYTES).encode(), 0)
 
 
 def _flock(fd: int) -> bool:
@@ -314,23 +324,54 @@ def _flock(fd: int) -> bool:
 
 
 def job_taken_error(worker: int, trainer: int) -> JobTakenError:
-    """The error for a name that another worker has; both arguments are process ids."""
+    """Return the error for a name that another worker has.
+
+    Args:
+        worker: The process id of the worker.
+        trainer: The process id of its trainer; 0: the worker waits for one, or the trainer is in another container.
+    """
+    if not trainer:
+        return JobTakenError(
+            f"this rank of this job has a worker already ({worker}; its trainer may be in another container): end it"
+            " (asyncckpt workers --end), or save to another folder"
+        )
     return JobTakenError(
         f"another trainer (process {trainer}, its worker {worker}) saves as this rank of this job, or has just died;"
         " end it, or save to another folder"
     )
 
 
+def trainer_of(name: str, worker: int, runtime: str) -> tuple[int, float] | None:
+    """Return the trainer of a worker with an endpoint, whatever state the worker is in; None if it has no trainer.
+
+    Args:
+        name: The name of the endpoint.
+        worker: The process id of the worker.
+        runtime: The runtime folder.
+
+    Returns:
+        The process id of the trainer, and the time when its session began (Unix time in seconds).
+    """
+    with (
+        contextlib.suppress(OSError),
+        _opened_folder(make=False, path=runtime) as folder,
+        opened(f"{name}.lock", os.O_NOFOLLOW, folder) as fd,
+    ):
+        holder, trainer = _holders(fd)
+        return (trainer, os.fstat(fd).st_mtime) if holder == worker else None
+    return None
+
+
 def _holders(fd: int) -> tuple[int, int]:
     try:
-        holders = json.loads(os.pread(fd, 1000, 0))
+        holders = json.loads(os.pread(fd, _HOLDERS_BYTES, 0))
         return holders["worker"], holders["trainer"]
     except (ValueError, KeyError):  # it is just writing that
         return 0, 0
 
 
 def _sweep(folder: int) -> None:
-    """Remove what workers left that were killed."""
+    """Remove the files of workers that were killed."""
     for entry in os.listdir(folder):
         with contextlib.suppress(OSError):
             if entry.endswith((_MEMORY, ROOT_LOCK)):
@@ -365,21 +406,21 @@ def _socket_name(name: str) -> str:
 
 
 def _path(folder: int, name: str) -> str:
-    """A path to the socket of any length: the kernel takes 107 bytes."""
+    """Return a short path to the socket, because the kernel takes 107 bytes."""
     return f"/proc/self/fd/{folder}/{_socket_name(name)}"
 
 
 def peer_pid(connection: SocketConnection) -> int:
-    """The process at the other end of a connection to an endpoint, as the kernel says."""
+    """Return the process id of the other end of a connection to an endpoint; 0 if it is in another container."""
     return _credentials(connection.socket)[0]
 
 
 def _is_ours(peer: socket.socket) -> bool:
-    """Whether a process of this user is at the other end, as the kernel says."""
+    """Return whether a process of this user is at the other end."""
     return _credentials(peer)[1] == os.geteuid()
 
 
 def _credentials(peer: socket.socket) -> tuple[int, int]:
-    """The process id and the user of the peer."""
+    """Return the process id and the user of the peer, as the kernel knows them."""
     pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return pid, uid

@@ -1,24 +1,26 @@
-"""The messages between a worker and processes that did not start it. Data only, no logic.
+"""The messages at the endpoint of a worker. Data only, no logic.
 
-At the endpoint (see ``endpoint.py``) other processes connect. One that takes over from a dead trainer:
+Other processes than its trainer connect there, see ``endpoint.py``. A restarted trainer:
 
     client   Inspect                      what do you hold?
     worker   Inventory                    these images, in these segments    (or TrainerAlive: my trainer lives)
     client   TakeSegments
     worker   descriptors                  of these segments
-    client   Retire                       I have them; finish what is staged and leave
+    client   Attach + descriptor          be my worker, and write stderr here
+    worker   Attached                     the session begins (see ``messages.py``), or a reason
+    client   Retire                       finish what is staged, and leave
 
-One that reads published weights:
+A reader of published weights:
 
     client   ListPublished
     worker   PublishedSegments            something is published in these segments; their header pages say what
     client   OpenSegment
     worker   descriptor                   of one segment, for reading alone
 
-    client   Follow                       have here what is published on another host
-    worker   Followed                     (not where it has a trainer, which publishes here)
+    client   Follow                       mirror a publication of another host
+    worker   Followed                     done, or a reason (its trainer publishes here, for example)
 
-One that loads, and looks what there is in memory:
+A process that loads from memory:
 
     client   AskImages                    which images do you hold?
     worker   Images
@@ -27,22 +29,24 @@ One that loads, and looks what there is in memory:
     client   Serve
     worker   Served
 
-One that lists workers, which keeps none of them from leaving:
+A process that lists workers. Its connection keeps no worker from leaving:
 
     client   AskStatus
-    worker   WorkerStatus                 this is what I do, and wait for
+    worker   WorkerStatus
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, WeightsLayout
 from asyncckpt.format.write_request import HeldImage, ImageKey, ImageSummary
 
 
 class Inspect:
-    """Tell what is held."""
+    """Ask for the inventory."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class TrainerAlive:
 
 @dataclass(frozen=True)
 class PublishedSegment:
-    """A segment in which something is published; its header page says what, and in which slots."""
+    """A segment with publications. Its header page has the versions and their slots."""
 
     segment: int
     layout: CheckpointLayout | FileSetLayout | WeightsLayout
@@ -63,13 +67,20 @@ class PublishedSegment:
 
 @dataclass(frozen=True)
 class Inventory:
-    """``leaving``: it was told to retire, and is finishing. ``published``: segments of weights and of sets of files,
-    which have no images here. ``saves``: the paths of those that no other rank takes part in, and have not ended.
-    ``follows``: it has them from another host, for whoever reads here.
+    """The memory of a worker without a trainer.
+
+    Args:
+        worker: The process id of the worker.
+        session: The number of the last session.
+        segments: The numbers of the segments with something in them.
+        images: The images.
+        published: The segments with weights or sets of files. They have no images.
+        saves: The paths of saves under way without other ranks.
+        follows: Whether the worker mirrors a publication of another host.
     """
 
     worker: int
-    leaving: bool
+    session: int
     segments: tuple[int, ...]
     images: tuple[HeldImage, ...]
     published: tuple[PublishedSegment, ...]
@@ -78,20 +89,44 @@ class Inventory:
 
 
 class TakeSegments:
-    """Answered by the descriptors of the ``segments`` of ``Inventory``, in that order."""
+    """Ask for the descriptors of the ``segments`` of ``Inventory``, in that order."""
+
+
+@dataclass(frozen=True)
+class Attach:
+    """Ask for a session. A descriptor for stderr follows. The worker answers after everything staged is written.
+
+    Args:
+        fingerprint: The fingerprint of the worker that this trainer would start, see ``process.fingerprint``.
+        session: The ``session`` of the inventory.
+        options: The fields of ``process.WorkerOptions``. Another version may have others.
+        surroundings: The fields of ``process.Surroundings``.
+    """
+
+    fingerprint: str
+    session: int
+    options: Mapping[str, Any]
+    surroundings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """The answer. ``trouble``: the reason why there is no session; None: it begins."""
+
+    trouble: str | None
 
 
 class Retire:
-    """Leave, once all that is staged is written."""
+    """Tell the worker to leave after everything staged is written."""
 
 
 class ListPublished:
-    """Tell where something is published."""
+    """Ask for the segments with publications."""
 
 
 @dataclass(frozen=True)
 class PublishedSegments:
-    """``trouble``: why nothing newer comes from another host; "": no reason is known."""
+    """The answer. ``trouble``: the reason why a mirror gets nothing newer; "": none is known."""
 
     published: tuple[PublishedSegment, ...]
     trouble: str = ""
@@ -99,19 +134,20 @@ class PublishedSegments:
 
 @dataclass(frozen=True)
 class OpenSegment:
-    """Answered by a descriptor of that ``segment``, or by an end of file where it was released."""
+    """Ask for a descriptor of that ``segment``. The worker hangs up if the segment was released."""
 
     segment: int
 
 
 class AskImages:
-    """Tell which images are held."""
+    """Ask for the list of images."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Those that are whole, the oldest first. ``trainer``: the process id of the worker's trainer, whose own images are
-    not among them; None: it is gone.
+    """The complete images, the oldest first.
+
+    ``trainer``: the process id of the trainer; None: it is gone. The images of a trainer that lives are left out.
     """
 
     images: tuple[ImageSummary, ...]
@@ -120,19 +156,26 @@ class Images:
 
 @dataclass(frozen=True)
 class AskImage:
+    """Ask for one image with its layout and checksums."""
+
     key: ImageKey
 
 
 @dataclass(frozen=True)
 class FoundImage:
-    """``held``: None where it is not held any more."""
+    """The answer. ``held``: None if the worker no longer holds the image."""
 
     held: HeldImage | None
 
 
 @dataclass(frozen=True)
 class Serve:
-    """Serve images to those who know ``key``. ``address``: a numeric one, to be reached there alone; "": at all."""
+    """Serve images to processes of other hosts.
+
+    Args:
+        key: The key that those processes know.
+        address: The numeric address to listen at; "": all addresses.
+    """
 
     key: bytes
     address: str
@@ -140,7 +183,7 @@ class Serve:
 
 @dataclass(frozen=True)
 class Served:
-    """``trouble``: why not; None: at that ``port``."""
+    """The answer. ``trouble``: the reason why there is no ``port``; None: there is one."""
 
     port: int
     trouble: str | None = None
@@ -148,29 +191,32 @@ class Served:
 
 @dataclass(frozen=True)
 class Follow:
-    """``locator``: where it is published, see ``transfer/requests.py``."""
+    """Mirror a publication. ``locator``: see ``transfer/requests.py``."""
 
     locator: str
 
 
 @dataclass(frozen=True)
 class Followed:
-    """``trouble``: why not; None: it is."""
+    """The answer. ``trouble``: the reason why there is no mirror; None: there is one."""
 
     trouble: str | None = None
 
 
 class AskStatus:
-    """Tell what you do."""
+    """Ask for the status of the worker."""
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What a worker does, and waits for.
+    """The status of a worker.
 
-    ``has_trainer``: its trainer lives, as far as it knows, and may ask for more. ``saving``: where the saves go that
-    have not ended. ``lingers``: for how many seconds more it waits for somebody to take over what it holds; None: it
-    does not, yet or any more. ``leaving``: it was told to retire.
+    Args:
+        worker: Its process id.
+        has_trainer: Whether its trainer lives, as far as the worker knows.
+        saving: The paths of the saves that have not ended.
+        lingers: The seconds that the worker still waits for the next trainer; None: it does not wait.
+        leaving: Whether it leaves as soon as everything is written.
     """
 
     worker: int

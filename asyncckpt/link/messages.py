@@ -3,16 +3,14 @@
 One socket pair joins trainer and worker. A message with a * travels as a ``Question``, and the next one as the
 ``Answer`` of the same number. The messages in the order of a worker's life:
 
-    worker   Ready                        it runs
-    trainer  Listen *                     take your endpoint: the worker before you has left
-    worker   Listening                                             (or Refused)
+    worker   Ready                        it runs, and others can find it; or why not    (or Refused: it has to end)
     trainer  Claim * -> Claimed, Refused  first rank: lock the folder that is saved to; or somebody has it
     trainer  Host *                       many ranks: the first rank's worker hosts the store that joins them
     worker   Hosting                      at this port             (or Refused)
     trainer  Join                         many ranks: where the store is, and which rank this is
     trainer  Allocate *                   make a segment
     worker   Allocated + descriptor       here it is, touched      (or Refused)
-    trainer  Adopt + descriptor *         take over a segment whose worker is gone
+    trainer  Adopt + descriptor *         take over a segment of weights whose worker is gone
     worker   Adopted                      under this number
     trainer  Describe *                   the layout of a segment, after its constant parts are written
     worker   Described                    other processes are told so from now on
@@ -34,7 +32,8 @@ One socket pair joins trainer and worker. A message with a * travels as a ``Ques
     worker   Uploaded                     an attempt to copy one has ended, at any time
     worker   Logged                       what it has to say, for the trainer's log, at any time
     trainer  Release                      forget a segment (none of its saves is under way)
-    trainer  Close                        finish the staged saves and leave; at an end of file without it, linger first
+    trainer  Close                        finish the staged saves and leave; at an end of file without it, linger for
+                                          the next trainer, which attaches at the endpoint
 
 What others say at its endpoint stands in ``endpoint_messages.py``.
 """
@@ -47,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.format.segment_layout import SegmentLayout
-from asyncckpt.format.write_request import CopiedRank, HeldImage, WriteRequest
+from asyncckpt.format.write_request import CopiedRank, WriteRequest
 from asyncckpt.link.endpoint_messages import Follow, Followed, Serve, Served
 from asyncckpt.storage.uploads import AskUploads, Uploaded, UploadsUnderWay
 
@@ -104,10 +103,6 @@ class Rendezvous:
     world_size: int
 
 
-class Listen:
-    """Take the endpoint."""
-
-
 @dataclass(frozen=True)
 class Host:
     """``port``: 0 for any. ``address``: a numeric one to be reached at alone; "": at all. ``secret``: of the ranks."""
@@ -133,11 +128,8 @@ class Allocate:
     end: int
 
 
-@dataclass(frozen=True)
 class Adopt:
-    """The segment's descriptor follows on the same socket. ``held``: the images in it, which are kept for now."""
-
-    held: tuple[HeldImage, ...]
+    """Take over a segment. Its descriptor follows on the same socket."""
 
 
 @dataclass(frozen=True)
@@ -221,19 +213,15 @@ class Question:
     """No other has its ``number``."""
 
     number: int
-    question: Listen | Claim | Host | Allocate | Adopt | Describe | AskUploads | Serve | Follow | KeepCopies
+    question: Claim | Host | Allocate | Adopt | Describe | AskUploads | Serve | Follow | KeepCopies
 
 
 @dataclass(frozen=True)
 class Ready:
+    """``trouble``: the reason why others cannot find the worker; None: they can, if it has an endpoint."""
+
     pid: int
-
-
-@dataclass(frozen=True)
-class Listening:
-    """``trouble``: why there is no endpoint all the same; None: there is."""
-
-    trouble: str | None
+    trouble: str | None = None
 
 
 @dataclass(frozen=True)
@@ -325,22 +313,16 @@ class Answer:
 
     number: int
     answer: (
-        Listening
-        | Claimed
-        | Hosting
-        | Allocated
-        | Adopted
-        | Described
-        | UploadsUnderWay
-        | Served
-        | Followed
-        | CopiesKept
-        | Refused
+        Claimed | Hosting | Allocated | Adopted | Described | UploadsUnderWay | Served | Followed | CopiesKept | Refused
     )
 
 
 FromTrainer = Question | Join | Begin | Staged | Cancel | Take | GiveBack | Release | Close
 FromWorker = Ready | Answer | Taken | Written | Cancelled | Replicated | Committed | Failed | Uploaded | Logged
+
+
+class OtherVersionError(EOFError):
+    """The message is of another version of asyncckpt."""
 
 
 def send(connection: Connection, message: object) -> None:
@@ -350,5 +332,12 @@ def send(connection: Connection, message: object) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """Wait for the next message. Raises ``EOFError`` or ``OSError`` when the other end is gone."""
-    return pickle.loads(connection.recv_bytes())
+    """Wait for the next message.
+
+    Raises ``OtherVersionError``; ``EOFError`` or ``OSError`` when the other end is gone.
+    """
+    received = connection.recv_bytes()
+    try:
+        return pickle.loads(received)
+    except (AttributeError, ImportError, TypeError, pickle.UnpicklingError) as error:
+        raise OtherVersionError("a message of another version") from error

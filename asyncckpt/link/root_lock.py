@@ -66,7 +66,8 @@ class RootLock:
                 if is_at(fd, path):  # else somebody has removed it meanwhile
                     _check_job(claim, found)
                     job_id = claim.job_id or found.job_id
-                    own = RootHolder(socket.gethostname(), _scope(), os.getpid(), trainer, job_id, leaving=False)
+                    scope = _scope() if trainer else ""  # of a trainer in another container nobody knows the id
+                    own = RootHolder(socket.gethostname(), scope, os.getpid(), trainer, job_id, leaving=False)
                     lock = cls(fd, path, own)
                     fd = -1
                     return lock

@@ -1,7 +1,7 @@
-"""The workers of this user on this host: what each is for, what it waits for, and how one is ended.
+"""The workers of this user on this host: find them, ask them for their status, and end them.
 
-They are found by their command lines, so that those are known too that have no endpoint, or do not answer. What a
-worker does it says itself, at its endpoint.
+Workers are found by their command lines. So the list has workers without an endpoint, and workers that do not answer.
+A worker tells its activity at its endpoint.
 """
 
 from __future__ import annotations
@@ -16,34 +16,42 @@ from typing import Literal, TypeAlias
 import psutil
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
-from asyncckpt.link.endpoint import connect, peer_pid
+from asyncckpt.link.endpoint import connect, peer_pid, trainer_of
 from asyncckpt.link.endpoint_messages import AskStatus, Retire, WorkerStatus
-from asyncckpt.link.messages import send
+from asyncckpt.link.messages import OtherVersionError, send
 from asyncckpt.link.process import CommandLine, parse
 from asyncckpt.link.takeover import ask, is_running
 
-# How long a worker may take to say what it does, and to end when it is killed.
+# Seconds that a worker may take to tell its status, and to end when it is killed.
 _ANSWER_S, _END_S = 2.0, 5.0
 _POLL_S = 0.05
-# Side by side: those that do not answer take their time.
+# Number of workers to ask at once: some may not answer.
 _ASKED_AT_ONCE = 32
 
 Doing: TypeAlias = Literal["serving", "writing", "lingering", "leaving", "stopped", "unknown"]
-"""What a worker does: it waits for what its trainer wants next; it writes; its trainer is gone, and it waits for
-another; it is about to end; it was stopped by a signal; or it does not say."""
+"""The activity of a worker: it waits for the next request of its trainer; it writes; it has no trainer, and waits for
+one; it is about to end; it was stopped by a signal; or it does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunningWorker:
-    """A worker, as it was found.
+    """A worker at the time of the look.
 
-    ``command_line``: what it was started for, and by whom. ``has_trainer``: whether its trainer lives, or may live.
-    ``nbytes``: of shared memory, taken. ``age``: in seconds. ``status``: what it says itself; None: ``trouble`` says
-    why it does not.
+    Args:
+        process: The process.
+        command_line: Its command line.
+        trainer: The process id of its trainer; 0: it has none yet, or the trainer is in another container.
+        has_trainer: Whether the trainer lives, or may live.
+        nbytes: Number of bytes of its shared memory.
+        age: Its age in seconds.
+        doing: Its activity.
+        status: Its answer; None if it does not answer.
+        trouble: The reason why it does not answer.
     """
 
     process: psutil.Process
     command_line: CommandLine
+    trainer: int
     has_trainer: bool
     nbytes: int
     age: float
@@ -53,12 +61,12 @@ class RunningWorker:
 
     @property
     def pid(self) -> int:
-        """Its process id, by which users name it."""
+        """Its process id."""
         return self.process.pid
 
 
 def running_workers() -> list[RunningWorker]:
-    """All that this process can see, the oldest first. Takes a few seconds where some do not answer."""
+    """Return all workers that this process can see, the oldest first. Takes a few seconds if some do not answer."""
     started = []
     for process in psutil.process_iter():
         try:
@@ -72,16 +80,16 @@ def running_workers() -> list[RunningWorker]:
 
 
 def end_worker(worker: RunningWorker, timeout: float, *, force: bool = False) -> None:
-    """Have a worker end, and wait until it has. It writes first what it has to write.
+    """End a worker, and wait for its end. It first writes the staged saves.
 
     Args:
-        worker: As it was found.
-        timeout: Seconds to wait; it ends by itself later, where that is too short.
-        force: End it at once, whatever it does, also where its trainer lives. What is not written is lost.
+        worker: The worker.
+        timeout: Seconds to wait. Later the worker ends by itself.
+        force: Kill the worker, whatever it does, also if its trainer lives. Unwritten saves are lost.
 
     Raises:
-        CheckpointError: It is not ended, because its trainer lives, or because it is stopped.
-        SaveTimeoutError: It still writes, or cannot even be killed.
+        CheckpointError: The trainer lives, or the worker is stopped by a signal. The worker goes on.
+        SaveTimeoutError: The worker still writes, or it cannot even be killed.
     """
     if force:
         _signal(worker, kill=True)
@@ -95,8 +103,9 @@ def end_worker(worker: RunningWorker, timeout: float, *, force: bool = False) ->
         )
     if worker.has_trainer:
         raise CheckpointError(
-            f"the trainer {worker.command_line.trainer} of the worker {worker.pid} lives, and saves by it: end the"
-            " trainer; or kill the worker (--force), which fails the save under way, and the trainer starts another"
+            f"the trainer {worker.trainer or '(in another container)'} of the worker {worker.pid} lives, and saves by"
+            " it: end the trainer; or kill the worker (--force), which fails the save under way, and the trainer starts"
+            " another"
         )
     deadline = time.monotonic() + timeout
     # One without an endpoint that answers understands SIGTERM: as long as it writes, it takes no notice of that.
@@ -114,7 +123,7 @@ def end_worker(worker: RunningWorker, timeout: float, *, force: bool = False) ->
 
 
 def _look(process: psutil.Process, said: CommandLine) -> RunningWorker | None:
-    """None: it has ended meanwhile."""
+    """Look at a worker. Return None if it has ended meanwhile."""
     try:
         with process.oneshot():
             state, created = process.status(), process.create_time()
@@ -122,13 +131,15 @@ def _look(process: psutil.Process, said: CommandLine) -> RunningWorker | None:
             return None
         is_stopped = state == psutil.STATUS_STOPPED
         status, trouble = (None, "by a signal") if is_stopped else _ask(process.pid, said)
-        has_trainer = _may_have_trainer(process.pid, said.trainer, created) if status is None else status.has_trainer
+        trainer, since = _trainer(process.pid, said) or (said.trainer, created)
+        has_trainer = _may_have_trainer(process.pid, trainer, since) if status is None else status.has_trainer
         nbytes = _shared_memory(process.pid)
     except psutil.Error:
         return None
     return RunningWorker(
         process=process,
         command_line=said,
+        trainer=trainer,
         has_trainer=has_trainer,
         nbytes=nbytes,
         age=max(0.0, time.time() - created),
@@ -152,6 +163,8 @@ def _ask(pid: int, said: CommandLine) -> tuple[WorkerStatus | None, str | None]:
             status: WorkerStatus = ask(connection, AskStatus(), _ANSWER_S, WorkerStatus)
         except CheckpointError as error:
             return None, error.message
+        except OtherVersionError as error:
+            return None, str(error)
         except (EOFError, OSError):
             return None, "it is just leaving"
     return status, None
@@ -168,21 +181,25 @@ def _doing(status: WorkerStatus | None, trouble: str | None, *, has_trainer: boo
     return "leaving" if status.lingers is None else "lingering"
 
 
-def _may_have_trainer(worker: int, trainer: int, created: float) -> bool:
-    """Whether the ``trainer`` of a worker lives that was ``created`` then and does not say it; where nobody can say,
-    it may.
-    """
+def _trainer(pid: int, said: CommandLine) -> tuple[int, float] | None:
+    """Return the trainer of a worker with an endpoint, and the time when its session began; None if unknown."""
+    name = said.options.endpoint
+    return None if name is None else trainer_of(name, pid, said.runtime)
+
+
+def _may_have_trainer(worker: int, trainer: int, since: float) -> bool:
+    """Return whether the trainer of a worker may live. ``since``: the time when its session began."""
     try:
         if os.readlink(f"/proc/{worker}/ns/pid") != os.readlink("/proc/self/ns/pid"):
             return True  # that number is of another container
         # One of that number that came later is another process.
-        return is_running(trainer) and psutil.Process(trainer).create_time() <= created
+        return is_running(trainer) and psutil.Process(trainer).create_time() <= since
     except (OSError, psutil.Error):
         return False
 
 
 def _shared_memory(pid: int) -> int:
-    """How many bytes of its segments are taken."""
+    """Return the number of bytes of its segments that are taken."""
     total = 0
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
         for entry in entries:
@@ -193,7 +210,7 @@ def _shared_memory(pid: int) -> int:
 
 
 def _ask_to_retire(worker: RunningWorker) -> bool:
-    """Whether it was told, by its endpoint."""
+    """Ask a worker at its endpoint to retire. Return whether it was told."""
     said = worker.command_line
     if said.options.endpoint is None or (connection := connect(said.options.endpoint, _ANSWER_S, said.runtime)) is None:
         return False
@@ -205,7 +222,7 @@ def _ask_to_retire(worker: RunningWorker) -> bool:
 
 
 def _signal(worker: RunningWorker, *, kill: bool) -> None:
-    """psutil looks whether it is still the same process that has the number."""
+    """Send a signal. psutil checks that the process id still means the same process."""
     with contextlib.suppress(psutil.Error):  # it has ended
         worker.process.kill() if kill else worker.process.terminate()
 
@@ -218,7 +235,7 @@ def _is_there(worker: RunningWorker) -> bool:
 
 
 def _wait_end(worker: RunningWorker, timeout: float) -> bool:
-    """Whether it has ended within so many seconds."""
+    """Return whether it ends within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while _is_there(worker):
         if time.monotonic() >= deadline:

@@ -132,10 +132,10 @@ class SegmentStore:
         self._next = 1
         self._images: dict[tuple[int, int], _ImageRecord] = {}  # by segment and slot
         self._released: list[HostedSegment] = []
-        self._trainer_is_gone = self._is_closed = False
+        self._is_closed = False
         self._ended: dict[int, bool] = {}  # of the last saves, whether they are committed
         self._staged = 0  # how many images were, of the trainer's own
-        self._is_staged, self._is_ending = threading.Condition(self._lock), False
+        self._is_staged, self._ended_waits = threading.Condition(self._lock), 0
 
     def allocate(self, nbytes: int, end: int | None = None) -> tuple[int, Segment]:
         """Make a segment, touched up to ``end`` (None: all). Returns its number, and itself.
@@ -153,17 +153,9 @@ class SegmentStore:
             raise
         return self._add(segment), segment
 
-    def adopt(self, segment: Segment, held: tuple[HeldImage, ...]) -> int:
-        """Take over a segment of another worker, with the images it held there. Returns its number here."""
-        number = self._add(segment)
-        with self._lock:
-            for each in held:
-                self._hosted[number].layout, self._hosted[number].constants = each.layout, each.constants
-                request, checksums = replace(each.request, segment=number), array("Q", each.checksums)
-                self._images[number, request.slot] = _ImageRecord(
-                    request, each.layout, each.staged_at, checksums, each.committed, True, each.is_copy
-                )
-        return number
+    def adopt(self, segment: Segment) -> int:
+        """Take over a segment of a worker that is gone. Returns its number here."""
+        return self._add(segment)
 
     def take(self, number: int, begin: int, end: int) -> None:
         """Take more of the memory of a segment. Raises ``OutOfMemoryError``."""
@@ -173,8 +165,8 @@ class SegmentStore:
                 take_memory(hosted.segment, lambda: self._wait_released(GIVE_BACK_S), end, begin)
             except OutOfMemoryError:
                 with self._lock:
-                    # But not what was there already, as it was asked for twice; nor what another trainer may have now.
-                    if hosted.taken_end < end and not self._trainer_is_gone:
+                    # But not what was there already, as it was asked for twice.
+                    if hosted.taken_end < end:
                         hosted.segment.give_back(begin)
                 raise
             with self._lock:
@@ -222,16 +214,17 @@ class SegmentStore:
         Returns how many it has, and which is the newest of them that is here; None: no other.
         """
         with self._lock:
-            self._is_staged.wait_for(lambda: self._staged > after or self._is_ending, timeout)
+            ended = self._ended_waits
+            self._is_staged.wait_for(lambda: self._staged > after or self._ended_waits != ended, timeout)
             own = [each for each in self._images.values() if not each.adopted and not each.is_copy]
             if self._staged <= after or not own:
                 return None
             return self._staged, max(own, key=lambda each: each.staged_at).key
 
     def end_waits(self) -> None:
-        """Nobody waits any more for what is staged: this worker ends."""
+        """End all waits for what is staged, because a server ends."""
         with self._lock:
-            self._is_ending = True
+            self._ended_waits += 1
             self._is_staged.notify_all()
 
     def copy_begun(self, number: int, slot: int) -> None:
@@ -261,29 +254,51 @@ class SegmentStore:
                 if image.request.save_id == save_id and not image.adopted:
                     image.committed = committed
 
-    def on_trainer_gone(self, *, keep: bool) -> None:
-        """The trainer is gone. Unless ``keep``, nothing is held for another."""
+    def begin_session(self) -> None:
+        """Begin the session of a trainer. What the trainer before it has left stays, and all other memory is free."""
         with self._lock:
-            self._trainer_is_gone = True
-            if not keep:
-                self._images.clear()
+            for hosted in self._hosted.values():
+                hosted.taken_end = 0
+            self._ended.clear()  # the numbers of saves begin anew
+            self._staged = 0
+            self._images = {place: image for place, image in self._images.items() if self._is_whole(image)}
+            for image in self._images.values():
+                image.adopted = True
+            for number in self._hosted.keys() - set(self.held_segments()):
+                self.release(number)
 
-    def has_trainer(self) -> bool:
-        """Whether the trainer is there, as far as is known."""
-        return not self._trainer_is_gone
+    def drop_images(self) -> None:
+        """Hold nothing for another trainer."""
+        with self._lock:
+            self._images.clear()
+
+    def held_segments(self) -> tuple[int, ...]:
+        """Return the numbers of the segments with images, or with something published."""
+        with self._lock:
+            numbers = {number for number, _ in self._images}
+            for each in self.published_alone():
+                numbers |= {each.segment, *(each.layout.slots if isinstance(each.layout, WeightsLayout) else ())}
+            return tuple(sorted(numbers & self._hosted.keys()))
+
+    def copies_before(self) -> dict[int, list[HeldImage]]:
+        """Return the images of other hosts that an earlier session has left, by their segments."""
+        with self._lock:
+            images = [image for image in self._images.values() if image.is_copy and image.adopted]
+        found: dict[int, list[HeldImage]] = {}
+        for image in images:
+            found.setdefault(image.request.segment, []).append(self._held(image))
+        return found
 
     def holds_anything(self) -> bool:
         """Whether there is an image, or something published, that somebody may come for."""
         with self._lock:
             return bool(self._images or self.published())
 
-    def held_images(self) -> tuple[HeldImage, ...] | None:
-        """The images that are whole; None while the trainer lives."""
+    def held_images(self) -> tuple[HeldImage, ...]:
+        """The images that are whole. Not to be called while there is a trainer, which stages others."""
         with self._lock:
-            if not self._trainer_is_gone:
-                return None
             whole = [image for image in self._images.values() if self._is_whole(image)]
-        # Nothing is staged any more: what is whole stays so.
+        # Nothing is staged until the next trainer is here.
         return tuple(map(self._held, whole))
 
     def held(self, key: ImageKey) -> HeldImage | None:
@@ -292,11 +307,11 @@ class SegmentStore:
             image = next((each for each in self._images.values() if each.key == key and self._is_whole(each)), None)
         return None if image is None else self._held(image)
 
-    def summaries(self) -> tuple[ImageSummary, ...]:
-        """The images that are whole, the oldest first; while the trainer lives, but those that are not its own."""
+    def summaries(self, *, with_own: bool) -> tuple[ImageSummary, ...]:
+        """The images that are whole, the oldest first. ``with_own``: also those that the trainer itself has staged."""
         with self._lock:
             whole = [each for each in self._images.values() if self._is_whole(each)]
-            whole = [each for each in whole if each.adopted or self._trainer_is_gone]
+            whole = [each for each in whole if each.adopted or with_own]
             whole.sort(key=lambda image: image.staged_at)
             return tuple(ImageSummary(replace(each.request, small_files=()), each.committed) for each in whole)
 
@@ -338,11 +353,15 @@ class SegmentStore:
                 and hosted.slots.publications(len(hosted.layout.slots))
             )
 
-    def open_read_only(self, number: int) -> int | None:
-        """A new descriptor of a segment, through which nobody can write; None where it was released."""
+    def published_alone(self) -> tuple[endpoint_messages.PublishedSegment, ...]:
+        """Return what is published in segments that have no images here: of weights, and of sets of files."""
+        return tuple(each for each in self.published() if isinstance(each.layout, WeightsLayout | FileSetLayout))
+
+    def open(self, number: int, flags: int = os.O_RDWR) -> int | None:
+        """Return a new descriptor of a segment; None if it was released. ``flags``: of ``open``."""
         with self._lock:
             hosted = self._hosted.get(number)
-            return None if hosted is None else reopen(hosted.segment.fileno(), os.O_RDONLY)
+            return None if hosted is None else reopen(hosted.segment.fileno(), flags)
 
     def close(self) -> None:
         """Give all back."""
@@ -375,11 +394,18 @@ class SegmentStore:
         return slots.save_id(request.slot) == request.save_id and slots.state(request.slot) is not State.STAGING
 
     def _held(self, image: _ImageRecord, *, with_checksums: bool = True) -> HeldImage:
-        hosted = self._hosted[image.request.segment]
+        with self._lock:
+            hosted = self._hosted.get(image.request.segment)
+            if hosted is None:
+                raise ConnectionAbortedError("the next trainer has released this image")
+            hosted.use()
         checksums, layout = image.checksums, image.layout
-        if checksums is None and with_checksums:  # not written yet, or writing failed
-            checksums = array("Q", (checksum(span) for span in _spans(hosted, layout, image.request.slot)))
-            image.checksums = checksums  # whole: somebody else may ask meanwhile
+        try:
+            if checksums is None and with_checksums:  # not written yet, or writing failed
+                checksums = array("Q", (checksum(span) for span in _spans(hosted, layout, image.request.slot)))
+                image.checksums = checksums  # whole: somebody else may ask meanwhile
+        finally:
+            hosted.close()
         return HeldImage(
             image.request,
             image.layout,

@@ -81,7 +81,10 @@ class SocketConnection(Connection):
     def has_other_end(self) -> bool:
         """Whether the other end is open, whatever has come from there and was not received."""
         poll = select.poll()
-        poll.register(self.socket, select.POLLRDHUP)
+        try:
+            poll.register(self.socket, select.POLLRDHUP)
+        except ValueError:  # it was closed here
+            return False
         return not poll.poll(0)
 
     def send_descriptor(self, fd: int) -> None:

@@ -1,4 +1,4 @@
-"""What a process asks a worker that it did not start: the memory of a dead trainer, to leave, or what is published."""
+"""Clients of a worker that runs already: a restarted trainer, and processes that only read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import logging
 import os
 import signal
 import time
+import weakref
 from collections.abc import Collection
+from dataclasses import asdict
 from typing import Any
 
 import psutil
 
-from asyncckpt.errors import CheckpointError, SaveTimeoutError
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, is_interrupt
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout
 from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.link.endpoint import connect, endpoint_names, job_taken_error, peer_pid
@@ -20,6 +22,8 @@ from asyncckpt.link.endpoint_messages import (
     AskImage,
     AskImages,
     AskStatus,
+    Attach,
+    Attached,
     Follow,
     Followed,
     FoundImage,
@@ -37,6 +41,14 @@ from asyncckpt.link.endpoint_messages import (
     WorkerStatus,
 )
 from asyncckpt.link.messages import receive, send
+from asyncckpt.link.process import (
+    Surroundings,
+    WorkerOptions,
+    WorkerProcess,
+    fingerprint,
+    not_started,
+    stderr_file,
+)
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
@@ -44,54 +56,62 @@ from asyncckpt.storage.history import was_removed
 
 logger = logging.getLogger(__name__)
 
-# How long a worker may take to see that its trainer is dead, where nobody here can say whether it is, and how often it
-# is asked.
+# Seconds for a worker to notice the death of its trainer, if this process cannot know of that; and the interval of
+# questions.
 _NOTICE_S = 5.0
 _POLL_S = 0.02
-# How long a worker may take to end when it is killed.
+# Seconds for the end of a worker that was killed.
 _END_S = 5.0
-# How long it may take to make the checksums of an image, some GB/s, beside others that do.
+# Seconds for the checksums of an image: a worker makes some GB/s, for all readers together.
 _CHECKSUMS_S = 300.0
 
 
 class Takeover:
-    """A connection to a worker whose trainer is gone: the ``images`` and ``published`` it holds, and ``copies`` of the
-    images of other hosts; and the ``segments`` they are in, mapped here.
+    """A connection to the worker that a dead trainer has left, with what the worker holds.
 
-    The worker stays as long as the connection is open, and its ``linger`` beyond it.
+    The worker stays while the connection is open, and lingers after that.
+
+    Attributes:
+        worker: The process id of the worker.
+        segments: The segments that hold something, mapped here, by their numbers in the worker.
+        images: The images of the dead trainer.
+        copies: The copies of images of other hosts.
+        published: The published weights and sets of files.
     """
 
     def __init__(self, connection: SocketConnection, inventory: Inventory, segments: dict[int, Segment]) -> None:
-        """Begin; ``find`` does.
+        """Use a connection; ``find`` makes one.
 
         Args:
-            connection: To the worker.
-            inventory: What it has answered.
-            segments: By the numbers of the worker.
+            connection: The connection.
+            inventory: The answer of the worker to ``Inspect``.
+            segments: The segments of the inventory, by their numbers.
         """
         self._connection = connection
+        self._session = inventory.session
         self.worker = inventory.worker
         self.segments = segments
         self.images = [each for each in inventory.images if not each.is_copy]
         self.copies = [each for each in inventory.images if each.is_copy]
         self.published = list(inventory.published)
         self._not_held = set(inventory.saves) - {image.request.path for image in self.images}
+        _connected.add(self)
 
     @classmethod
     def find(cls, endpoint: str, timeout: float, left: Collection[int] = ()) -> Takeover | None:
         """Connect to the worker that a dead trainer has left.
 
         Args:
-            endpoint: The name of its endpoint.
-            timeout: Seconds that each answer may take.
-            left: Process ids of workers that this process itself has left: they may still be writing.
+            endpoint: The name of the endpoint.
+            timeout: Timeout in seconds for each answer.
+            left: The process ids of workers that this process itself has left. They may take a while to notice that.
 
         Returns:
-            The connection; None where there is no worker.
+            The connection; None if there is no worker.
 
         Raises:
-            JobTakenError: Its trainer lives.
-            SaveTimeoutError: It does not answer.
+            JobTakenError: The trainer of the worker lives.
+            SaveTimeoutError: The worker does not answer.
         """
         noticed, left_by = time.monotonic() + _NOTICE_S, time.monotonic() + timeout
         while (connection := connect(endpoint, strict=True)) is not None:
@@ -99,17 +119,18 @@ class Takeover:
                 reply = _inspect(connection, timeout)
                 if isinstance(reply, Inventory):
                     return cls(connection, reply, _take_segments(connection, reply, timeout))
-                is_left = reply.worker in left
-                # It may be busy (taking memory, say) before it takes note that its trainer is gone. That the trainer
-                # is not found means this only where process ids are the same for that worker and for us.
-                limit = left_by if is_left or peer_pid(connection) == reply.worker else noticed
+                is_left = reply.worker in left and reply.trainer == os.getpid()
+                # A busy worker notices the death of its trainer late. A trainer that is not found may also live in
+                # another container, unless the worker is in this one.
+                is_near = reply.trainer > 0 and peer_pid(connection) == reply.worker
+                limit = left_by if is_left or is_near else noticed
                 if time.monotonic() > limit or (not is_left and is_running(reply.trainer)):
                     raise job_taken_error(reply.worker, reply.trainer)
             except CheckpointError:
                 connection.close()
                 raise
             except (EOFError, OSError) as error:
-                connection.close()  # it has just left
+                connection.close()  # the worker has just left
                 if time.monotonic() > noticed:
                     raise SaveTimeoutError(f"a worker cannot be talked to at its endpoint: {error}") from error
             connection.close()
@@ -117,21 +138,16 @@ class Takeover:
         return None
 
     def images_in(self, number: int) -> tuple[HeldImage, ...]:
-        """Those in the segment of that number."""
+        """Return the images in the segment with that number."""
         return tuple(each for each in self.images if each.request.segment == number)
 
-    def copies_by_segment(self) -> dict[int, tuple[HeldImage, ...]]:
-        """The copies in each segment that has any."""
-        numbers = {each.request.segment for each in self.copies}
-        return {number: tuple(each for each in self.copies if each.request.segment == number) for number in numbers}
-
     def layouts(self) -> dict[int, CheckpointLayout | FileSetLayout]:
-        """Those of the segments that saves were staged in, by their numbers."""
+        """Return the layouts of the segments that saves were staged in, by their numbers."""
         published = {each.segment: each.layout for each in self.published if isinstance(each.layout, FileSetLayout)}
         return {**published, **{each.request.segment: each.layout for each in self.images}}
 
     def published_versions(self) -> dict[PublishedVersion, bool]:
-        """What is published where saves were staged, and whether its checkpoint was not removed (of sets: yes)."""
+        """Return the versions published in segments of saves, each with False if its checkpoint was removed."""
         found: dict[PublishedVersion, bool] = {}
         places = {(each.request.segment, each.request.slot): each for each in self.images}
         for number, layout in self.layouts().items():
@@ -142,41 +158,84 @@ class Takeover:
             table.close()
         return found
 
-    def retire(self, timeout: float, longest: float = 0.0) -> None:
-        """Have the worker leave once all is written, and wait for that. What is mapped here stays.
+    def attach(self, options: WorkerOptions, timeout: float, longest: float = 0.0) -> WorkerProcess | None:
+        """Open a session with the worker. The worker first writes everything that is staged.
 
         Args:
-            timeout: Seconds after which one that has not left (storage may be stalled, or a host of the job be lost) is
-                killed: what it was writing is held here.
-            longest: The same, if it is more, for one that was writing what is not held: sets of files, and all of a
-                trainer that has closed. Where one of several has died that counts for nothing: another may be lost, and
-                those that are there would wait for this one.
+            options: The options of the session.
+            timeout, longest: See ``retire``.
+
+        Returns:
+            The worker; None if it has left, was killed, or has another trainer. The segments stay mapped.
 
         Raises:
-            SaveTimeoutError: Not even that ends it.
+            SaveTimeoutError: The worker cannot be killed.
+        """
+        if self._connection.closed:  # an earlier call was interrupted
+            return None
+        try:
+            process = WorkerProcess.attached(peer_pid(self._connection), self._connection, stderr_file())
+        except OSError as error:
+            raise not_started("the worker of the trainer before this one cannot be used:", error) from error
+        try:
+            send(self._connection, Attach(fingerprint(), self._session, asdict(options), asdict(Surroundings.here())))
+            process.send_stderr()
+            is_there = self._wait(timeout, longest)
+            answer: Attached | None = _receive(self._connection, Attach, Attached) if is_there else None
+        except BaseException as error:
+            process.end()  # the session may have begun
+            if isinstance(error, CheckpointError) or not isinstance(error, EOFError | OSError) or is_interrupt(error):
+                raise
+            return None  # the worker has left
+        if answer is not None and answer.trouble is None:
+            return process
+        if answer is not None:
+            level = logging.INFO if self._session > 0 else logging.WARNING  # somebody has started it for this trainer
+            logger.log(level, "the worker %d, which was there before, is not used: %s", self.worker, answer.trouble)
+            self.retire(timeout, longest)
+        process.end()
+        return None
+
+    def retire(self, timeout: float, longest: float = 0.0) -> None:
+        """Tell the worker to leave, and wait until everything is written. The mapped segments stay.
+
+        Args:
+            timeout: Seconds after which the worker is killed: storage may be stalled, or a host of the job lost.
+            longest: Seconds in the place of a smaller ``timeout``, if the worker writes saves without images here: sets
+                of files, and saves of a trainer that has closed.
+
+        Raises:
+            SaveTimeoutError: The worker cannot be killed.
+        """
+        try:
+            send(self._connection, Retire())
+            self._wait(timeout, longest)  # for the end of file
+        except CheckpointError:
+            raise
+        except OSError:
+            pass  # the worker has left
+        self._connection.close()
+
+    def _wait(self, timeout: float, longest: float) -> bool:
+        """Wait for the worker, which may still write. After the timeout kill it, and return False.
+
+        Raises ``SaveTimeoutError``, ``OSError``.
         """
         if self._not_held:
             timeout = max(timeout, longest)
             logger.info("waiting for the worker %d, which writes %s", self.worker, ", ".join(sorted(self._not_held)))
-        try:
-            send(self._connection, Retire())
-            if not self._connection.poll(timeout):  # nothing comes but the end of file
-                logger.warning(
-                    "the worker %d of the trainer before this one is killed, after %g s", self.worker, timeout
-                )
-                # Where its process ids are none here (another container), that is 0, which would be our own group.
-                if (pid := peer_pid(self._connection)) > 0:
-                    os.kill(pid, signal.SIGKILL)
-                if not self._connection.poll(_END_S):
-                    raise SaveTimeoutError(f"the worker {self.worker} of the trainer before this one cannot be killed")
-        except CheckpointError:
-            raise
-        except OSError:
-            pass  # it has left
-        self._connection.close()
+        if self._connection.poll(timeout):
+            return True
+        logger.warning("the worker %d of the trainer before this one is killed, after %g s", self.worker, timeout)
+        # The process id is 0 if the worker is in another container. A signal to 0 would go to our own process group.
+        if (pid := peer_pid(self._connection)) > 0:
+            os.kill(pid, signal.SIGKILL)
+        if not self._connection.poll(_END_S):
+            raise SaveTimeoutError(f"the worker {self.worker} of the trainer before this one cannot be killed")
+        return False
 
     def close(self) -> None:
-        """Drop the connection, and let go of the memory."""
+        """Close the connection, and unmap the memory."""
         self._connection.close()
         for segment in self.segments.values():
             segment.close()
@@ -188,61 +247,73 @@ class Takeover:
         self.close()
 
 
-class ReaderClient:
-    """A process that only reads, connected to the worker at one endpoint until one of the two leaves.
+_connected: weakref.WeakSet[Takeover] = weakref.WeakSet()
 
-    For one thread at a time. All questions raise ``EOFError`` or ``OSError`` when the worker has left, and
-    ``SaveTimeoutError`` when it does not answer.
+
+def _after_fork_in_child() -> None:
+    """Close the connections in a fork. A connection may become that of a session, and show the death of its trainer."""
+    for each in list(_connected):
+        each._connection.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class ReaderClient:
+    """A connection of a process that only reads to the worker at one endpoint. For one thread at a time.
+
+    All questions raise ``EOFError`` or ``OSError`` if the worker has left, and ``SaveTimeoutError`` if it does not
+    answer.
     """
 
     def __init__(self, connection: SocketConnection, endpoint: str) -> None:
         self._connection, self._endpoint = connection, endpoint
         self.timeout = 10.0
-        """Seconds that each answer may take."""
+        """Timeout in seconds for each answer."""
 
     @classmethod
     def connect(cls, endpoint: str) -> ReaderClient | None:
-        """None where no worker has that endpoint."""
+        """Connect to the worker with that endpoint. Return None if there is none."""
         connection = connect(endpoint)
         return None if connection is None else cls(connection, endpoint)
 
     def published(self) -> PublishedSegments:
-        """Where something is published now."""
+        """Return the segments in which something is published now."""
         answer: PublishedSegments = ask(self._connection, ListPublished(), self.timeout, PublishedSegments)
         return answer
 
     def follow(self, locator: str) -> Followed:
-        """Have it have here what is published on another host, where ``locator`` says."""
+        """Let the worker mirror the publication of ``locator``, which is on another host."""
         answer: Followed = ask(self._connection, Follow(locator), self.timeout, Followed)
         return answer
 
     def images(self) -> Images:
-        """What it holds, the oldest first."""
+        """Return the images that the worker holds, the oldest first."""
         answer: Images = ask(self._connection, AskImages(), self.timeout, Images)
         return answer
 
     def image(self, key: ImageKey) -> HeldImage | None:
-        """What one image is; None where it is not held any more."""
+        """Return one image with its layout and checksums; None if the worker does not hold it any more."""
         send(self._connection, AskImage(key))
         until = time.monotonic() + max(self.timeout, _CHECKSUMS_S)
         while not self._connection.poll(self.timeout / 2):
-            self._check_answers()  # one that is stopped makes no checksums
+            self._check_answers()  # a stopped worker makes no checksums
             if time.monotonic() > until:
                 _await_answer(self._connection, 0)
         found: FoundImage = _receive(self._connection, AskImage(key), FoundImage)
         return found.held
 
     def _check_answers(self) -> None:
-        """See that it is there: on a connection of its own it answers whatever else it does."""
+        """Raise an error if the worker is stopped. It answers on a second connection whatever it does."""
         if (connection := connect(self._endpoint)) is None:
             raise EOFError("the worker has left")
         with connection:
             ask(connection, AskStatus(), self.timeout / 2, WorkerStatus)
 
     def serve(self, key: bytes, address: str) -> int:
-        """Have it serve its images to those on other hosts who know ``key``. Returns the port.
+        """Let the worker serve its images to processes of other hosts that know ``key``. Return the port.
 
-        Raises ``OSError`` also where it cannot.
+        Raises ``OSError`` also if the worker cannot serve.
         """
         served: Served = ask(self._connection, Serve(key, address), self.timeout, Served)
         if served.trouble is not None:
@@ -250,19 +321,19 @@ class ReaderClient:
         return served.port
 
     def open_segment(self, number: int) -> Segment:
-        """The segment of that number, mapped here for reading, to be closed."""
+        """Map the segment with that number for reading. The caller has to close it."""
         send(self._connection, OpenSegment(number))
         return _receive_segment(self._connection, self.timeout, writable=False)
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connection."""
         self._connection.close()
 
 
 def retire_idle_workers(timeout: float) -> bool:
-    """Have the workers leave that only linger, with nothing that is not in storage. Returns whether one has.
+    """Tell workers to leave that only linger and hold nothing that is not in storage. Return whether one has left.
 
-    ``timeout``: seconds that each may take.
+    ``timeout``: timeout in seconds for each.
     """
     found = False
     for endpoint in endpoint_names():
@@ -270,31 +341,19 @@ def retire_idle_workers(timeout: float) -> bool:
             continue
         with connection, contextlib.suppress(CheckpointError, EOFError, OSError):
             noticed = time.monotonic() + _NOTICE_S
-            # It may not have taken note yet that its trainer is gone; see ``find``.
+            # A worker may notice the death of its trainer late, see ``Takeover.find``.
             while isinstance(reply := _inspect(connection, timeout), TrainerAlive):
-                is_near = peer_pid(connection) == reply.worker
+                is_near = reply.trainer > 0 and peer_pid(connection) == reply.worker
                 if not is_near or is_running(reply.trainer) or time.monotonic() > noticed:
                     break
                 time.sleep(_POLL_S)
-            if isinstance(reply, Inventory) and not reply.follows and all(each.committed for each in reply.images):
+            # A worker without a session yet has no memory to give.
+            if not isinstance(reply, Inventory) or reply.session == 0 or reply.follows:
+                continue
+            if all(each.committed for each in reply.images):
                 send(connection, Retire())
                 found |= connection.poll(timeout)
     return found
-
-
-def is_leaving(endpoint: str, timeout: float) -> bool:
-    """Whether the worker with that ``endpoint`` is about to leave, or has left. ``timeout``: seconds to wait for it."""
-    connection = connect(endpoint)
-    if connection is None:
-        return True
-    with connection:
-        try:
-            reply = _inspect(connection, timeout)
-        except CheckpointError:
-            return False
-        except (EOFError, OSError):
-            return True
-    return isinstance(reply, Inventory) and reply.leaving
 
 
 def _inspect(connection: SocketConnection, timeout: float) -> TrainerAlive | Inventory:
@@ -313,17 +372,17 @@ def _take_segments(connection: SocketConnection, inventory: Inventory, timeout: 
 
 
 def ask(connection: SocketConnection, question: object, timeout: float, *expected: type) -> Any:
-    """Ask a worker, and wait for its answer.
+    """Ask a worker, and return its answer.
 
     Args:
-        connection: To its endpoint.
-        question: One of ``py``.
-        timeout: Seconds.
-        expected: The classes that the answer may be of.
+        connection: The connection to its endpoint.
+        question: A question of ``endpoint_messages.py``.
+        timeout: Timeout in seconds.
+        expected: The possible classes of the answer.
 
     Raises:
-        SaveTimeoutError: It does not answer.
-        EOFError, OSError: It has left.
+        SaveTimeoutError: The worker does not answer.
+        EOFError, OSError: The worker has left.
     """
     send(connection, question)
     _await_answer(connection, timeout)
@@ -348,7 +407,7 @@ def _await_answer(connection: SocketConnection, timeout: float) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is a process of that id on this host, and it has not ended."""
+    """Return whether a process with that id runs on this host."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

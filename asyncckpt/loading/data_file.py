@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
@@ -22,7 +22,7 @@ from asyncckpt.shm.memcpy import Destinations, memory_at
 from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import FileIdentity, InputFile
-from asyncckpt.threads import Pool
+from asyncckpt.threads import Pool, settle
 
 
 def sharing(folder: str, name: str) -> list[str]:
@@ -166,9 +166,7 @@ class FileReading:
 
     def close(self) -> None:
         """Begin no more runs, and wait for the runs under way."""
-        for task in self._tasks:
-            task.cancel()
-        wait(self._tasks)
+        settle(self._tasks)
 
     def __enter__(self) -> FileReading:
         return self

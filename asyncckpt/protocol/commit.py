@@ -75,12 +75,16 @@ _ENDED = (CommitState.COMMITTED, CommitState.FAILED, CommitState.UNKNOWN)
 
 @dataclass(frozen=True)
 class Begun:
-    """A save begins on this rank. ``timeout``: seconds until all ranks must have written their parts."""
+    """A save begins on this rank.
+
+    ``timeout``: seconds until all ranks must have written their parts. ``is_copied``: other hosts are to have copies.
+    """
 
     save: int
     rank: int
     ranks: int
     timeout: float
+    is_copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -311,6 +315,8 @@ CommitAction: TypeAlias = (
     | Leave
 )
 
+KEPT_SAVES = 64
+"""Number of newer saves after which the outcome of a save is forgotten."""
 SILENCE_S = 5.0
 """Seconds of silence after which a rank is lost, if the job was started again meanwhile."""
 RANKS_PER_SILENCE = 1000
@@ -393,7 +399,7 @@ class _First(_Save):
         if missing == [0]:
             text = f"not written within {self.begun.timeout:g} s; the storage may be stalled"
         else:
-            text = f"{_ranks(missing)} did not get here within {self.begun.timeout:g} s"
+            text = f"{in_words(missing)} did not get here within {self.begun.timeout:g} s"
         return self.fail(SaveTimeoutError(text, rank=missing[0]))
 
     def missing(self) -> list[int]:
@@ -564,6 +570,7 @@ class Commits:
                     actions += save.fail(self._gone[lost])
 
 
-def _ranks(ranks: list[int]) -> str:
+def in_words(ranks: list[int]) -> str:
+    """Return a text that names the first of the ``ranks``."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + more

@@ -1,6 +1,6 @@
 """The saves of a worker: which image is written next, when its slot is free, and how the save ends.
 
-The commits are in ``commit.py``. This is about the images.
+The commits are in ``commit.py``, and the copies on other hosts in ``replication.py``. This is about the images.
 
 The trainer copies a state into a slot: the image arrives. One thread of the worker, the writer, writes one image after
 the other. If nothing else is to be written, the writer follows an image that still arrives.
@@ -39,7 +39,25 @@ from enum import Enum, auto
 from typing import TypeAlias
 
 from asyncckpt.errors import CheckpointError, RankFailedError
-from asyncckpt.protocol.commit import Begun, CommitAction, CommitEvent, Commits, PartFailed, PartWritten
+from asyncckpt.protocol.commit import (
+    Begun,
+    CommitAction,
+    CommitEvent,
+    Commits,
+    PartFailed,
+    PartWritten,
+    RankGone,
+    Tell,
+    Tick,
+)
+from asyncckpt.protocol.replication import (
+    OF_COPIES,
+    CopyAction,
+    CopyEvent,
+    ImageHere,
+    OfCopies,
+    Replication,
+)
 
 
 class ImageState(Enum):
@@ -137,8 +155,10 @@ class AnswerCancel:
 ImageEvent: TypeAlias = ImageStaged | ImageCancelled | LetGo | TrainerLeft
 ImageAction: TypeAlias = WriteImage | CompleteImage | StopWriting | HoldImage | FreeSlot | AnswerCancel | PartFailed
 
-SaveEvent: TypeAlias = CommitEvent | ImageEvent
-SaveAction: TypeAlias = CommitAction | ImageAction
+SaveEvent: TypeAlias = CommitEvent | ImageEvent | OfCopies
+SaveAction: TypeAlias = CommitAction | ImageAction | CopyAction
+
+_OF_IMAGES = ImageStaged, ImageCancelled, LetGo, TrainerLeft
 
 _LEFT = "its trainer ended before the state was staged"
 
@@ -236,11 +256,13 @@ class _Slots:
 
 
 class WorkerSaves:
-    """All saves of one worker: their images, and their commits."""
+    """All saves of one worker: their images, their commits, and their copies on other hosts."""
 
     def __init__(self) -> None:
         self._slots = _Slots()
         self._commits = Commits()
+        self._replication: Replication | None = None  # made when something is to be copied
+        self._rank = 0
 
     def is_open(self, save: int) -> bool:
         """Return whether a save may still be committed."""
@@ -249,6 +271,10 @@ class WorkerSaves:
     def open_saves(self) -> tuple[int, ...]:
         """Return the saves that may still be committed."""
         return self._commits.open_saves()
+
+    def needs_ticks(self) -> bool:
+        """Return whether time is to pass."""
+        return bool(self._commits.open_saves()) or (self._replication is not None and self._replication.is_waiting())
 
     def uses_slots(self) -> bool:
         """Return whether any slot is in use."""
@@ -261,8 +287,18 @@ class WorkerSaves:
             event: The event.
             now: The time in seconds, on any clock that does not jump.
         """
+        if isinstance(event, OF_COPIES):
+            return [*self._copies().handle(event, now)]
+        actions = self._handle(event, now)
+        if self._replication is not None or (isinstance(event, Begun) and event.is_copied):
+            for each in self._followed(event, actions):
+                actions += self._copies().handle(each, now)
+        return actions
+
+    def _handle(self, event: CommitEvent | ImageEvent, now: float) -> list[SaveAction]:
+        """Change the state of the images and the commits by an event."""
         actions: list[SaveAction] = []
-        if isinstance(event, (ImageStaged, ImageCancelled, LetGo, TrainerLeft)):
+        if isinstance(event, _OF_IMAGES):
             of_images: list[ImageAction] = []
             self._slots.handle(event, of_images)
             for action in of_images:
@@ -273,8 +309,25 @@ class WorkerSaves:
                 self._slots.writer_is_idle = True
             elif isinstance(event, Begun):
                 self._slots.states[event.save] = ImageState.ARRIVING
-        if not self._slots.writer_is_idle:
-            return actions
-        following: list[ImageAction] = []
-        self._slots.pick(self._commits.is_open, following)
-        return [*actions, *following]
+                self._rank = event.rank
+        if self._slots.writer_is_idle:
+            picked: list[ImageAction] = []
+            self._slots.pick(self._commits.is_open, picked)
+            actions += picked
+        return actions
+
+    def _copies(self) -> Replication:
+        if self._replication is None:
+            self._replication = Replication()
+        return self._replication
+
+    def _followed(self, event: CommitEvent | ImageEvent, actions: list[SaveAction]) -> list[CopyEvent]:
+        """Return what an event, and the actions by it, mean for the copies."""
+        events: list[CopyEvent] = [event] if isinstance(event, (Begun, RankGone, Tick)) else []
+        for action in actions:
+            match action:
+                case HoldImage(save):
+                    events.append(ImageHere(save, self._rank))
+                case Tell(save, CheckpointError() as error):
+                    events.append(ImageHere(save, self._rank, error))
+        return events

@@ -11,20 +11,28 @@ rank of this job. An attacker in the network can make saves fail, and no more.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, decode, encode
+from asyncckpt.errors import (
+    CheckpointError,
+    RankFailedError,
+    SaveTimeoutError,
+    WorkerDiedError,
+    decode,
+    encode,
+)
 from asyncckpt.link.messages import Rendezvous
-from asyncckpt.protocol.commit import grace
+from asyncckpt.protocol.commit import KEPT_SAVES, grace, in_words
 from asyncckpt.ranks.store import ENDS
 from asyncckpt.ranks.store_connection import Patience, StoreClient, StoreConnection
 
@@ -41,14 +49,25 @@ def unpack(data: bytes) -> Any:
 
 T = TypeVar("T")
 
+SAVE, REPLICATED = "save", "replicated"
+"""Kinds of rounds among the workers: the commit of a save, and its copies on other hosts."""
+COPIES_BEGIN = "copies"
+"""The key of the first save with copies by a worker."""
 COMMITTED, UNKNOWN = b"", b"unknown"
 """Outcomes of the commit of a save. ``UNKNOWN``: the first rank cannot ask storage."""
-KEPT_ROUNDS = 64
+KEPT_ROUNDS = KEPT_SAVES
 """Number of rounds to keep in the store for each kind, for ranks that lag behind."""
 
 # Interval at which the first rank checks whether a missing rank has reported that it is gone.
 _CHECK_GONE_S = 0.5
 _SEAL_CHARACTERS = 32
+# Seconds to look for the store, which the first rank may be starting again in the same save. All saves under way share
+# this time.
+PATIENCE_S = 20.0
+# Seconds to find out whether a store is gone, or only the connection to it. A store that is gone refuses at once.
+_PROBE_S = 10.0
+# Seconds for one question to the first rank's worker, with the time to look for it.
+_HEAR_S = PATIENCE_S + _PROBE_S
 # First byte of an outcome.
 _FOR_ALL, _FOR_EACH, _FAILED = b"+", b"=", b"-"
 
@@ -200,10 +219,6 @@ class Rounds:
             raise failure
         return [self._opened(f"{keys}/value/{rank}", reports.get(rank, b"")) for rank in range(every)]
 
-    def who_reported(self, name: str) -> set[int]:
-        """Return the ranks that have reported in the round ``name``, which nobody collects yet."""
-        return self._call(lambda store: store.fields(f"{self._keys(name)}/reports"))
-
     def conclude(self, name: str, outcome: bytes) -> None:
         """First rank: conclude the round ``name`` with one ``outcome`` for all ranks."""
         concluded = sealed_outcome(self.rendezvous, name, outcome)
@@ -230,11 +245,8 @@ class Rounds:
 
     def conclude_failed(self, name: str, error: CheckpointError) -> None:
         """First rank: tell all that the round ``name`` has failed with ``error``, unless it is concluded already."""
-        self._call(self._concluding_failed(name, error))
-
-    def conclude_failed_soon(self, name: str, error: CheckpointError, timeout: float) -> Future[None]:
-        """As ``conclude_failed`` of ``name`` with ``error``; ``timeout``: see ``report_soon``."""
-        return self._behind.start(self._concluding_failed(name, error), timeout)
+        outcome = sealed_outcome(self.rendezvous, name, error)
+        self._call(lambda store: store.offer(*outcome))
 
     def outcome(self, name: str, timeout: float, limit: float = 0.0) -> bytes | CheckpointError:
         """Wait for the outcome of a round.
@@ -262,6 +274,52 @@ class Rounds:
     def store_id(self, timeout: float) -> bytes:
         """Return which store this is, in ``timeout`` seconds: a worker in the place of a dead one hosts another."""
         return self._call(lambda store: store.id, timeout)
+
+    def hear(self, name: str, often_s: float, is_open: Callable[[], bool]) -> bytes | CheckpointError | None:
+        """Wait for the outcome of a round until the store is gone.
+
+        Args:
+            name: Name of the round.
+            often_s: Interval in seconds between two questions. The first rank takes a silent rank for lost.
+            is_open: Whether the outcome is still needed.
+
+        Returns:
+            The outcome, as ``outcome`` returns it; None: it is not needed any more.
+
+        Raises:
+            CheckpointError: The store is gone, or another one is in its place.
+        """
+        store = b""
+        while is_open():
+            try:
+                found = self.store_id(_HEAR_S)
+                if store and found != store:
+                    raise WorkerDiedError("the worker of rank 0 died, and another one is in its place", rank=0)
+                store = found
+                return self.outcome(name, often_s, _HEAR_S)
+            except SaveTimeoutError:
+                continue
+            except WorkerDiedError:
+                if is_open() and not (store and self._is_there(store)):
+                    raise
+        return None
+
+    @contextlib.contextmanager
+    def probe(self, timeout: float) -> Iterator[Rounds]:
+        """Yield other rounds of the same job that do not wait for a store that is gone. ``timeout``: of their calls."""
+        others = Rounds(self.rendezvous, timeout, Patience(0.0))
+        try:
+            yield others
+        finally:
+            others.close(0.0)
+
+    def _is_there(self, store: bytes) -> bool:
+        """Return whether the same store still answers."""
+        try:
+            with self.probe(_PROBE_S) as others:
+                return others.store_id(_PROBE_S) == store
+        except CheckpointError:
+            return False
 
     def impatient(self, silence: float) -> Rounds:
         """Return rounds on the same connection that do not wait for a store that is gone.
@@ -334,18 +392,16 @@ class Rounds:
         sealed = self._sealed(f"{keys}/value/{rank}", value)
         return lambda store: store.put(f"{keys}/reports", rank, sealed)
 
-    def _concluding_failed(self, name: str, error: CheckpointError) -> Callable[[StoreClient], None]:
-        outcome = sealed_outcome(self.rendezvous, name, error)
-        return lambda store: store.offer(*outcome)
-
     def _get(self, key: str) -> bytes | None:
         return self._call(lambda store: store.get(key)).get(0)
 
     def _take(self, key: str) -> bytes:
         """Return the value of ``key``, and remove the key."""
         value = self._get(key)
+        if value is None:
+            raise WorkerDiedError("the worker of rank 0 died with the answer for this rank", rank=0)
         self._call(lambda store: store.remove(key))
-        return value or b""
+        return value
 
     def _check_missing(self, keys: str, timed_out: float | None, lost: Callable[[int], CheckpointError | None]) -> None:
         """Raise the known error of a rank that has not reported: it has said that it is gone, or the time is up."""
@@ -361,7 +417,7 @@ class Rounds:
         if losses := [*filter(None, map(lost, missing))]:
             raise losses[0]
         if timed_out is not None and missing:
-            raise SaveTimeoutError(f"{_ranks(missing)} did not get here within {timed_out:g} s", rank=missing[0])
+            raise SaveTimeoutError(f"{in_words(missing)} did not get here within {timed_out:g} s", rank=missing[0])
 
     def _failure(self, keys: str) -> CheckpointError | None:
         text = self._get(f"{keys}/failure")
@@ -392,8 +448,3 @@ def check_same_call(calls: Sequence[Call]) -> None:
                 " same order",
                 rank=rank,
             )
-
-
-def _ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + more

@@ -29,10 +29,10 @@ def show_workers(answers: Answers, _: None, args: argparse.Namespace) -> None:
     for each in found:
         said, status = each.command_line, each.status
         job = facts_of_job(said.options.job)
-        trainer = f"{said.trainer}{'' if each.has_trainer else ' (gone)'}"
+        trainer = f"{each.trainer}{'' if each.has_trainer else ' (gone)'}" if each.trainer else "-"
         age = f"{datetime.timedelta(seconds=int(each.age))}"
         answers.row(headers, each.pid, said.options.rank, _of(job), trainer, size_of(each.nbytes), age, _does(each))
-        facts: dict[str, Any] = {"id": each.pid, "rank": said.options.rank, **job, "trainer": said.trainer}
+        facts: dict[str, Any] = {"id": each.pid, "rank": said.options.rank, **job, "trainer": each.trainer}
         facts |= {"has_trainer": each.has_trainer, "bytes": each.nbytes, "age_s": each.age, "does": each.doing}
         facts |= {"lingers_s": status and status.lingers, "saving": list(status.saving) if status else None}
         answers.add(facts | {"leaving": status and status.leaving, "trouble": each.trouble})
@@ -62,6 +62,6 @@ def _does(worker: RunningWorker) -> str:
             then = "" if worker.has_trainer else ", then leaves" if status.leaving else ", then lingers"
             return f"writes {status.saving[0]}{more}{then}"
         case "lingering":
-            return f"lingers for another trainer, {status.lingers:.0f} s more"
+            return f"lingers for {'another' if worker.trainer else 'a'} trainer, {status.lingers:.0f} s more"
         case _:
             return "leaves"

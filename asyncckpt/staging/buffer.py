@@ -45,7 +45,7 @@ Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
 class InheritedMemory:
     """A segment of the worker that the trainer before this one has left: its layout, and the images that it holds.
 
-    ``number``: the segment's number in the worker that has adopted it; 0: no worker has.
+    ``number``: the segment's number in the worker; 0: that worker is gone.
     """
 
     segment: Segment
@@ -62,7 +62,7 @@ class InheritedMemory:
 
 
 def give_back(inherited: list[InheritedMemory], client: WorkerClient) -> None:
-    """Give back all ``inherited`` memory, which ``client`` has adopted."""
+    """Give back all ``inherited`` memory, to ``client`` if the worker has it."""
     while inherited:
         unfit = inherited[-1]  # taken from the list when it is gone, for an exception may come in between
         unfit.segment.close()
@@ -194,7 +194,7 @@ class StagingBuffer:
 
         Args:
             plan: The plan of the images.
-            client: The worker; it has adopted ``inherited``.
+            client: The worker.
             slots: The number of images, at most.
             timeout: Seconds that each answer of the worker may take.
             inherited: Memory of the trainer before this one. If none fits, all is given back.
@@ -239,7 +239,7 @@ class StagingBuffer:
         self._memory = SlotMemory(self.client, self.number, self.segment, [*self._offsets, nbytes], taken)
         if adopted is not None:
             needed = {each.request.slot for each in adopted.held} | {*self._published.publications().values()}
-            # What is being read stays, too: by somebody who has found it while another worker held it.
+            # What is being read stays, too: by somebody who has found it before.
             others = (slot for slot in range(len(self.saves)) if slot not in needed)
             needed |= {slot for slot in others if not self._published.claim(slot)}
             self._memory.taken = max(taken, *(slot + 1 for slot in needed), 0)

@@ -106,22 +106,29 @@ class BufferPool:
                     return buffer, slot
         return None
 
-    def hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
-        """Make ``client`` adopt the memory of a ``predecessor``. Raises as ``WorkerClient.adopt`` does."""
-        if predecessor is not None:
-            self.inherited = self.inherited or [
-                InheritedMemory(predecessor.segments[number], layout, predecessor.images_in(number))
-                for number, layout in predecessor.layouts().items()
-            ]
-            for number, copies in predecessor.copies_by_segment().items():
-                if (
-                    segment := predecessor.segments.get(number)
-                ) is not None:  # otherwise an interrupted call has done it
-                    client.adopt(segment, copies, self._config.timeout)
-                    predecessor.segments.pop(number).close()
-        self.inherited = [each for each in self.inherited if not each.segment.closed]  # of an interrupted call
+    def inherit(self, predecessor: Takeover, *, is_attached: bool) -> None:
+        """Go on in the memory of the trainer before this one.
+
+        Args:
+            predecessor: What that trainer has left.
+            is_attached: Whether its worker goes on for this trainer. If not, the memory is only read.
+        """
+        for each in self.inherited:  # of an interrupted call
+            if each.segment not in predecessor.segments.values():
+                each.segment.close()
+        self.inherited = []
+        layouts = predecessor.layouts()
+        for number, segment in list(predecessor.segments.items()):
+            if number in layouts:
+                held = predecessor.images_in(number)
+                self.inherited.append(InheritedMemory(segment, layouts[number], held, number if is_attached else 0))
+            else:  # of copies, which are the worker's own affair
+                predecessor.segments.pop(number).close()
+
+    def on_worker_lost(self) -> None:
+        """Note that the worker is gone that has the inherited memory."""
         for each in self.inherited:
-            each.number = client.adopt(each.segment, each.held, self._config.timeout)
+            each.number = 0
 
     def renew(self, client: WorkerClient) -> None:
         """Take memory for the plan used last, if the worker that had it has died. Raises as ``find`` does."""

@@ -24,7 +24,7 @@ from asyncckpt.format.manifest import MANIFEST_NAME
 from asyncckpt.format.write_request import Existing, WriteRequest
 from asyncckpt.storage.local import LocalStorage
 from asyncckpt.storage.object_store import ObjectStorage
-from asyncckpt.storage.objects import SCHEMES, objects_at
+from asyncckpt.storage.objects import SCHEMES, forget_connections, objects_at
 from asyncckpt.storage.record import PARTS, PROBE
 from asyncckpt.storage.storage import Storage
 
@@ -44,6 +44,12 @@ def storage_for(path: str, *, direct_io: bool = True) -> Storage:
     Raises ``StorageError`` if the client for this kind of storage is missing.
     """
     return _object_storage(objects_at(path)) if is_address(path) else _local_storage(direct_io)
+
+
+def forget_clients() -> None:
+    """Have the next ``storage_for`` make new clients, because the environment has changed."""
+    _object_storage.cache_clear()
+    forget_connections()
 
 
 def is_address(path: str) -> bool:

@@ -246,6 +246,11 @@ def _connect(base: str, endpoint: str, process: int) -> Objects:
         raise StorageError(f"the store cannot be asked: {said}; look at the environment", path=base) from error
 
 
+def forget_connections() -> None:
+    """Have the next ``objects_at`` make new clients."""
+    _connect.cache_clear()
+
+
 @functools.cache
 def _first_process() -> int:
     """Return the process that used obstore first, among the processes forked from each other since."""

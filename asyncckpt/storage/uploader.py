@@ -52,7 +52,7 @@ _READ_BYTES = 16 << 20  # bytes of one read; a multiple of the page
 _FILES_AT_ONCE = 4
 # Pause before a failed upload is retried, if there is no save meanwhile.
 _RETRY_S = 60.0
-# Interval to check whether another worker, whose trainer is gone, has finished its uploads.
+# Interval to check whether another uploader, of a trainer that is gone, has finished its upload.
 _LOCK_S = 0.5
 # Minimum age of leftovers of killed workers at the root, which a later upload removes.
 _ORPHAN_S = 60.0
@@ -111,6 +111,10 @@ class Uploader:
         with self._changed:
             loss, self._loss = self._loss, None
             return UploadsUnderWay(tuple(waiting), loss or (self._failure if waiting else None))
+
+    def trainer_came(self, storage_for: Callable[[str], Storage], tell: Callable[[Uploaded], object]) -> None:
+        """Go on for the next trainer, and ``tell`` it of uploads. Old checkpoints are removed for it."""
+        self._storage_for, self._tell, self._prunes = storage_for, tell, True
 
     def trainer_gone(self) -> None:
         """Remove no old checkpoints from the root from now on, because another job may use the root."""

@@ -69,10 +69,10 @@ class Copies:
         self._lock = threading.Lock()
         self._segments: dict[tuple[int, int], _CopySegment] = {}  # by rank and plan
         self._inherited: dict[int, tuple[int, list[int]]] = {}  # by segment: its rank, and the saves in its slots
-        self._replicated: dict[int, int] = {}  # by plan: the newest save that all ranks have copies of
+        self._replicated = -1  # the newest save that all ranks have copies of; before it, the newest inherited image
 
     def inherit(self, number: int, held: Sequence[HeldImage]) -> None:
-        """Keep a segment of copies that was taken over from another worker, with the images ``held`` there.
+        """Keep a segment of copies of an earlier session, with the images ``held`` there.
 
         The newest of these images stays until all ranks have copies of a newer save.
         """
@@ -94,6 +94,7 @@ class Copies:
             OutOfMemoryError: There is too little memory.
         """
         with self._lock:
+            self._release_inherited()
             for place in [place for place in self._segments if place[1] not in plans]:
                 self._release(self._segments.pop(place))
             for each in ranks:
@@ -107,14 +108,14 @@ class Copies:
         """Choose the slot to copy an image to. Raises ``CheckpointError`` if there is no memory for the image."""
         request = held.request
         with self._lock:
+            self._release_inherited()
             segment = self._segments.get((request.rank, request.plan))
             need = held.layout.slots[0] + COPY_SLOTS * held.layout.data_bytes
             if segment is None or segment.nbytes < need:
                 raise CheckpointError(f"no memory was taken for copies of plan {request.plan}", rank=request.rank)
             # Never overwrite the last save that all ranks have copies of. Prefer the slot with the oldest save.
-            last = self._replicated.get(request.plan, -1)
             slots = sorted(range(COPY_SLOTS), key=segment.saves.__getitem__)
-            free = (slot for slot in slots if segment.saves[slot] != last)
+            free = (slot for slot in slots if segment.saves[slot] != self._replicated)
             slot = next((slot for slot in free if segment.claims.claim(slot)), None)
             if slot is None:
                 raise CheckpointError("both copies of its last images are being read", rank=request.rank)
@@ -143,14 +144,12 @@ class Copies:
         """Return the memory of a segment."""
         return self._store.hosted(number).segment.view
 
-    def on_replicated(self, plan: int, save_id: int) -> None:
-        """Protect the copy of a save that all ranks have copies of, until they all have copies of a later save."""
-        with self._lock:
-            self._replicated[plan] = save_id
-            # Images of the job before are older than that save.
-            for number in self._inherited:
-                self._store.release(number)
-            self._inherited.clear()
+    def on_replicated(self, save_id: int) -> None:
+        """Protect the copy of a save that all ranks have copies of, until they all have copies of a later save.
+
+        This does not wait for memory.
+        """
+        self._replicated = save_id
 
     def close(self) -> None:
         """Stop copying. The images stay."""
@@ -158,6 +157,13 @@ class Copies:
             for segment in self._segments.values():
                 segment.claims.close()
             self._segments.clear()
+
+    def _release_inherited(self) -> None:
+        """Release the images of the job before, if all ranks have copies of a save of this one."""
+        if self._replicated > 0:
+            for number in self._inherited:
+                self._store.release(number)
+            self._inherited.clear()
 
     def _inherited_of(self, wanted: CopiedRank) -> tuple[int, list[int]] | None:
         """Return an inherited segment of that rank and size, and the saves in its slots; None if there is none."""

@@ -6,13 +6,14 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.format.manifest import DIGEST_BYTES, checksums_in, digest_of
 from asyncckpt.shm.memcpy import address_of, memcpy
+from asyncckpt.threads import settle
 from asyncckpt.transfer.copies import Incoming
 from asyncckpt.transfer.holder import RemoteImage
 
@@ -77,9 +78,7 @@ class ImageCopy:
                 checksums.extend(found)
         finally:
             # After a failure no thread may write here any more, because the next image uses the same memory.
-            for fetch in fetches:
-                fetch.cancel()
-            wait(fetches)
+            settle(fetches)
         return bytes(digests), checksums
 
     def _fetch(self, chunk: _Chunk) -> tuple[bytes, array[int]]:

@@ -170,7 +170,7 @@ class Mirror:
             locator: The locator of the publication, see ``requests.py``.
         """
         self.locator = locator
-        """May be replaced by another locator, which takes effect when the current publisher's worker is gone."""
+        """May be replaced by another locator. The mirror looks at it before each version."""
         self._server = server
         self._buffer = MirrorBuffer(segment_store, server.versions)
         self._own = TransferAddress("", server.port)
@@ -211,10 +211,13 @@ class Mirror:
             self._give_up()
 
     def _follow(self, locator: Locator, pool: ThreadPoolExecutor) -> None:
-        """Fetch version after version. Raises ``OSError`` when the publisher's worker is gone."""
+        """Fetch version after version, until the locator changes.
+
+        Raises ``OSError`` when the publisher's worker is gone.
+        """
         publisher = self._holder(locator.addresses[0], locator)
         refused: tuple[TransferAddress, ...] = ()
-        while not self._closed.is_set():
+        while not self._closed.is_set() and self._is_current(locator):
             after = None if self._last is None else self._last.version
             found = publisher.next_version(after, _NEXT_S, self._own, refused)
             self.trouble = ""
@@ -235,6 +238,13 @@ class Mirror:
             except CheckpointError as error:
                 self._say(str(error))
                 self._closed.wait(_PAUSE_S)
+
+    def _is_current(self, locator: Locator) -> bool:
+        """Return whether the ranks that publish are the same. Those of a restarted trainer may have the same worker."""
+        try:
+            return Locator.read(self.locator) == locator
+        except (OSError, ValueError):
+            return True
 
     def _get(
         self, version: PublishedVersion, holder: TransferAddress | None, locator: Locator, pool: ThreadPoolExecutor

@@ -1,48 +1,44 @@
 """The replicator: a worker keeps copies of the images that ranks of other hosts stage, so that a host may be lost.
 
-A thread for each copied rank waits for the rank's next image, and fetches it while the rank's worker writes it to
-storage. When a worker has the images of all its ranks, it reports that. Once all workers have reported, the step is
-*replicated*: the first rank's worker concludes the round, and each worker tells its trainer. Trainers do nothing.
+The machine in ``asyncckpt/protocol/replication.py`` decides which image is copied, and when a save is replicated. Here
+a thread for each copied rank waits for the rank's next image, and fetches it while the rank's worker writes it to
+storage. Trainers do nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import threading
-import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from queue import SimpleQueue
 
-from asyncckpt.errors import CheckpointError, SaveDroppedError
-from asyncckpt.format.write_request import CopiedRank, ImageKey, WriteRequest
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
+from asyncckpt.format.write_request import CopiedRank, ImageKey
 from asyncckpt.link.messages import Rendezvous, Replicated
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.protocol.commit import grace
-from asyncckpt.ranks.rounds import Rounds, round_name
+from asyncckpt.protocol import replication
+from asyncckpt.ranks.rounds import COPIES_BEGIN, KEPT_ROUNDS, REPLICATED, Rounds, round_name
 from asyncckpt.ranks.store_connection import Patience
+from asyncckpt.threads import start
 from asyncckpt.transfer.copies import Copies
-from asyncckpt.transfer.holder import Holder
+from asyncckpt.transfer.holder import Holder, RemoteImage
 from asyncckpt.transfer.image_copy import ImageCopy, RateLimit
 from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.sockets import CONNECTIONS
 
 logger = logging.getLogger(__name__)
 
-_KIND = "replicated"
 _ADDRESS = "serves"
 # Maximum time to wait for the next image in one question, and the pause before a failed puller retries.
 _NEXT_S = 3.0
 _PAUSE_S = 0.5
-# Timeout for the end of the threads, and the least time to wait for an outcome.
-_END_S, _LEAST_S = 3.0, 1.0
-# Number of saves that are remembered as staged or failed here.
-_REMEMBERED = 64
-_NEWER = "a newer image of this rank was copied first"
-# Number of newer saves that are examined for copies on all ranks.
-_LATER = 4
+# Timeout for the end of the threads.
+_END_S = 3.0
+# Interval at which a missing outcome is asked for.
+_OUTCOME_S = 5.0
 
 
 class Replicator:
@@ -56,6 +52,7 @@ class Replicator:
         transport: str,
         rate: float | None,
         send: Callable[[Replicated], object],
+        post: Callable[[replication.OfCopies], object],
     ) -> None:
         """Copy nothing yet.
 
@@ -66,26 +63,20 @@ class Replicator:
             transport: The name of the transport kind.
             rate: Maximum bytes a second to fetch; None: no limit.
             send: Tells the trainer which saves are replicated.
+            post: Gives an event to the machines. Does not wait.
         """
         self.copies = Copies(segment_store)
         self._rendezvous, self._timeout = rendezvous, timeout
-        self._transport, self._limit, self._send = transport, RateLimit(rate), send
+        self._transport, self._limit, self._send, self._post = transport, RateLimit(rate), send, post
         self._rounds = Rounds(rendezvous, timeout, Patience(timeout))
         self._outcomes = Rounds(rendezvous, timeout, Patience(timeout))
-        self._lock = threading.Condition()
         self._announced: TransferAddress | None = None
-        self._missing: dict[int, set[int]] = {}  # by save: the ranks whose images are missing here
-        self._waiting: set[int] = set()  # saves with an unknown outcome
-        self._staged: set[int] = set()  # the last saves that this rank has staged
-        self._failed: set[int] = set()  # the last saves that failed before staging; their failure is already reported
-        self._known = 0  # the last save with a known outcome
-        self._concluded = 0  # all saves up to this one are concluded, though failed saves may conclude out of order
-        self._here: dict[int, int] = {}  # by rank: the save of its newest image here
         self._pullers: dict[int, _Puller] = {}
-        self._queue: SimpleQueue[tuple[WriteRequest, float] | None] = SimpleQueue()
+        self._to_hear: SimpleQueue[int | None] = SimpleQueue()
+        self._newest = 0  # the newest save whose outcome is awaited
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._conclude_all, name="asyncckpt-replicated", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._hear, name="asyncckpt-replicated", daemon=True)
+        start(self._thread)
 
     def announce(self, address: TransferAddress) -> None:
         """Tell the other ranks' workers where this worker serves its images."""
@@ -95,60 +86,48 @@ class Replicator:
     def keep(self, plan: int, ranks: Collection[CopiedRank], plans: Collection[int]) -> None:
         """Keep copies of images of ``plan`` from ``ranks``. Raises ``OutOfMemoryError``. See ``Copies.keep``."""
         self.copies.keep(plan, ranks, plans)
-        with self._lock:
-            for each in ranks:
-                if each.rank not in self._pullers:
-                    self._pullers[each.rank] = _Puller(each.rank, self._address_of, self._fetch)
+        for each in ranks:
+            if each.rank not in self._pullers:
+                puller = self._pullers[each.rank] = _Puller(each.rank, self._address_of, self._fetch, self._post)
+                try:
+                    puller.start()
+                except CheckpointError:
+                    del self._pullers[each.rank]
+                    raise
+                self._post(replication.Copying(each.rank))
 
-    def expect(self, request: WriteRequest) -> None:
-        """Await the copies of a save that this rank has staged."""
-        save_id = request.save_id
-        if self._announced is not None:  # repeat, because another worker may host the store now
-            self.announce(self._announced)
-        with self._lock:
-            if save_id in self._failed:
-                return
-            missing = {rank for rank in self._pullers if self._here.get(rank, 0) != save_id}
-            passed = any(self._here.get(rank, 0) > save_id for rank in missing)
-            if not passed:
-                self._missing[save_id] = missing
-            self._staged = {number for number in self._staged if number > save_id - _REMEMBERED} | {save_id}
-            self._waiting.add(save_id)
-        self._queue.put((request, time.monotonic() + request.timeout))
-        if passed:
-            self._rounds.fail_soon(round_name(_KIND, save_id), SaveDroppedError(_NEWER), self._timeout)
-        elif not missing:
-            self._report(save_id)
-
-    def on_failed(self, request: WriteRequest, error: CheckpointError) -> None:
-        """Handle a failed save. If this rank has staged the save, copies are still possible; otherwise they are not."""
-        save_id = request.save_id
-        with self._lock:
-            is_staged = save_id in self._staged
-            if not is_staged:
-                self._failed = {number for number in self._failed if number > save_id - _REMEMBERED} | {save_id}
-        if not is_staged:
-            name = round_name(_KIND, request.save_id)
-            if request.rank > 0:
-                self._rounds.fail_soon(name, error, self._timeout)
-            else:
-                self._rounds.conclude_failed_soon(name, error, self._timeout)
-            self._conclude(request.save_id)
-            self._send(Replicated(request.save_id, error))
+    def carry_out(self, action: replication.CopyAction) -> None:
+        """Carry out what the machine has decided. Waits for nobody but a trainer that reads no messages."""
+        match action:
+            case replication.AllowCopy(source):
+                self._pullers[source].allow()
+            case replication.SayBegin(save, timeout):
+                self._rounds.put_soon(COPIES_BEGIN, b"%d" % save, timeout)
+            case replication.ReportCopies(save, timeout):
+                self._rounds.report_soon(round_name(REPLICATED, save), b"", timeout)
+            case replication.FailCopies(save, error, timeout):
+                self._rounds.fail_soon(round_name(REPLICATED, save), error, timeout)
+            case replication.AwaitCopies(save):
+                if self._announced is not None:  # repeat, because another worker may host the store now
+                    self.announce(self._announced)
+                self._newest = save
+                self._to_hear.put(save)
+            case replication.ProtectCopies(save):
+                self.copies.on_replicated(save)
+            case replication.TellCopies(save, error):
+                self._send(Replicated(save, error))
 
     def close(self) -> None:
-        """Stop copying. The copies that are here stay."""
+        """Stop copying. The copies that are here stay, and the other ranks are told nothing more."""
         self._closed.set()
+        self._to_hear.put(None)
         # Close these first, so that no thread waits for a store that may be gone for good.
         self._rounds.close()
         self._outcomes.close()
-        with self._lock:
-            self._lock.notify_all()
         for puller in self._pullers.values():
             puller.stop()
         for puller in self._pullers.values():
             puller.wait(_END_S)
-        self._queue.put(None)
         self._thread.join(_END_S)  # the thread may wait for a store that is alive but silent
         self.copies.close()
 
@@ -159,105 +138,41 @@ class Replicator:
         host, port = pickle.loads(found)
         return TransferAddress(host, port), self._rendezvous.secret, self._transport
 
-    def _fetch(self, holder: Holder, key: ImageKey, pool: ThreadPoolExecutor) -> None:
-        """Copy an image unless it is here already, and report the copy."""
-        if not self._may_copy(key.rank):
-            return
-        image = holder.open(key, with_checksums=False)
+    def _fetch(self, image: RemoteImage, pool: ThreadPoolExecutor) -> replication.OfCopies:
+        """Copy an image. Return the event for the machine."""
+        save, rank = image.held.request.save_id, image.held.request.rank
         try:
-            request = image.held.request
-            if self._here.get(key.rank, 0) >= request.save_id:
-                return
-            try:
-                incoming = self.copies.begin(image.held)
-                incoming.finish(*ImageCopy(image, incoming, self._limit).run(pool))
-            except CheckpointError as error:
-                logger.warning("save %d of rank %d is not copied: %s", request.save_id, key.rank, error)
-                self._rounds.fail_soon(round_name(_KIND, request.save_id), error, self._timeout)
-                return
-        finally:
-            image.close()
-        self._on_copied(key.rank, request.save_id)
-
-    def _may_copy(self, rank: int) -> bool:
-        """Wait until it is known whether the newest copy of ``rank`` is replicated, because it may be needed till then.
-
-        Return False if nothing is to be copied any more.
-        """
-        with self._lock:
-            self._lock.wait_for(lambda: self._closed.is_set() or self._here.get(rank, 0) <= self._concluded)
-        return not self._closed.is_set()
-
-    def _conclude(self, save_id: int) -> None:
-        """Note that the outcome of a save is known."""
-        with self._lock:
-            self._missing.pop(save_id, None)
-            self._waiting.discard(save_id)
-            self._known = max(self._known, save_id)
-            self._concluded = max(self._concluded, min([self._known, *(number - 1 for number in self._waiting)]))
-            self._lock.notify_all()
-
-    def _on_copied(self, rank: int, save_id: int) -> None:
-        with self._lock:
-            self._here[rank] = save_id
-            passed = [number for number, missing in self._missing.items() if number < save_id and rank in missing]
-            self._missing.get(save_id, set()).discard(rank)
-            is_done = self._missing.get(save_id) == set()
-            for number in passed:
-                del self._missing[number]
-        for number in passed:
-            newer = SaveDroppedError(_NEWER, rank=rank)
-            self._rounds.fail_soon(round_name(_KIND, number), newer, self._timeout)
-        if is_done:
-            self._report(save_id)
-
-    def _report(self, save_id: int) -> None:
-        self._rounds.report_soon(round_name(_KIND, save_id), b"", self._timeout)
-
-    def _conclude_all(self) -> None:
-        while (entry := self._queue.get()) is not None and not self._closed.is_set():
-            request, deadline = entry
-            failure = self._outcome(request, max(_LEAST_S, deadline - time.monotonic()))
-            if self._closed.is_set():
-                return
-            if failure is None:
-                self.copies.on_replicated(request.plan, request.save_id)
-            self._conclude(request.save_id)
-            self._send(Replicated(request.save_id, failure))
-
-    def _superseded(self, save_id: int, rank: int) -> CheckpointError | None:
-        """Return why the image of ``rank`` will not be copied for this save; None if it still may be. First rank only.
-
-        A worker that has not seen a save, for example after the death of another worker, copies the next save. It
-        reports nothing about the missed save.
-        """
-        if self._closed.is_set():
-            return SaveDroppedError("nothing is copied any more", rank=rank)
-        with self._lock:
-            later = sorted(number for number in self._waiting if number > save_id)[-_LATER:]
-        for number in later:
-            if len(self._outcomes.who_reported(round_name(_KIND, number))) == self._rendezvous.world_size:
-                return SaveDroppedError(_NEWER, rank=rank)
-        return None
-
-    def _outcome(self, request: WriteRequest, timeout: float) -> CheckpointError | None:
-        """Wait at most ``timeout`` seconds. Return why the save is not replicated; None if it is."""
-        name = round_name(_KIND, request.save_id)
-        try:
-            if request.rank > 0:
-                outcome = self._outcomes.outcome(name, timeout + grace(timeout))
-                return outcome if isinstance(outcome, CheckpointError) else None
-            try:
-                self._outcomes.collect(name, timeout, lost=partial(self._superseded, request.save_id))
-                self._outcomes.conclude(name, b"")
-            except CheckpointError as error:
-                self._outcomes.conclude_failed(name, error)
-                return error
-            finally:
-                self._outcomes.clear(_KIND, request.save_id)
+            incoming = self.copies.begin(image.held)
+            incoming.finish(*ImageCopy(image, incoming, self._limit).run(pool))
         except CheckpointError as error:
-            return error
-        return None
+            logger.warning("save %d of rank %d is not copied: %s", save, rank, error)
+            return replication.ImageHere(save, rank, error)
+        return replication.ImageHere(save, rank)
+
+    def _hear(self) -> None:
+        """Wait for what the first rank decides about one save after the other."""
+        while (save := self._to_hear.get()) is not None:
+            store = b""
+            event: replication.OfCopies | None = None
+            while event is None and not self._closed.is_set():
+                try:
+                    before, store = store, self._outcomes.store_id(self._timeout)
+                    if before not in (b"", store) or self._newest - save >= KEPT_ROUNDS:
+                        event = replication.OutcomeLost(save)
+                    else:
+                        event = self._outcome(save)
+                except SaveTimeoutError:
+                    continue
+                except WorkerDiedError:  # or it cannot be reached, and knows the outcome
+                    self._closed.wait(_PAUSE_S)
+                except CheckpointError:  # not said by the first rank
+                    event = replication.OutcomeLost(save)
+            if event is not None:
+                self._post(event)
+
+    def _outcome(self, save: int) -> replication.OfCopies:
+        outcome = self._outcomes.outcome(round_name(REPLICATED, save), _OUTCOME_S)
+        return replication.CopiesOutcome(save, outcome if isinstance(outcome, CheckpointError) else None)
 
 
 class _Puller:
@@ -267,17 +182,28 @@ class _Puller:
         self,
         rank: int,
         address_of: Callable[[int], tuple[TransferAddress, bytes, str] | None],
-        fetch: Callable[[Holder, ImageKey, ThreadPoolExecutor], None],
+        fetch: Callable[[RemoteImage, ThreadPoolExecutor], replication.OfCopies],
+        post: Callable[[replication.OfCopies], object],
     ) -> None:
-        self._rank, self._address_of, self._fetch = rank, address_of, fetch
+        self._rank, self._address_of, self._fetch, self._post = rank, address_of, fetch, post
+        self._allowed: SimpleQueue[None] = SimpleQueue()
         self._closed = threading.Event()
         self._holder: Holder | None = None
+        self._copied = 0  # the save of the newest image
         self._thread = threading.Thread(target=self._run, name="asyncckpt-copies", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread. Raises ``CheckpointError`` if the process has reached its limit of threads."""
+        start(self._thread)
+
+    def allow(self) -> None:
+        """Let the next image be copied."""
+        self._allowed.put(None)
 
     def stop(self) -> None:
         """Stop, even in the middle of an image. Call ``wait`` afterwards."""
         self._closed.set()
+        self.allow()
         if (holder := self._holder) is not None:
             holder.close()
 
@@ -303,12 +229,21 @@ class _Puller:
         self._holder = holder
         with holder:
             count = 0
-            if self._closed.is_set():
-                return
             while not self._closed.is_set():
-                if (found := holder.next_image(count, _NEXT_S)) is not None:
-                    count, key = found
-                    try:
-                        self._fetch(holder, key, pool)
-                    except FileNotFoundError:  # the image was just overwritten
-                        continue
+                if (found := holder.next_image(count, _NEXT_S)) is None:
+                    continue
+                count, key = found
+                self._post(replication.CopyWanted(self._rank))
+                self._allowed.get()
+                if self._closed.is_set():
+                    return
+                with contextlib.suppress(FileNotFoundError):  # the image was just overwritten
+                    self._copy(holder, key, pool)
+
+    def _copy(self, holder: Holder, key: ImageKey, pool: ThreadPoolExecutor) -> None:
+        with contextlib.closing(holder.open(key, with_checksums=False)) as image:
+            save = image.held.request.save_id
+            if save > self._copied:
+                event = self._fetch(image, pool)
+                self._copied = save
+                self._post(event)

@@ -63,12 +63,22 @@ class WeightBuffer:
     def hand_over(self, client: WorkerClient) -> None:
         """Let another worker hold the memory."""
         self._client = client
-        self._number = client.adopt(self._control, (), self._timeout)
-        for slot in self._slots:
-            slot.number = client.adopt(slot.segment, (), self._timeout)
+        number = client.adopt(self._control, self._timeout)
+        self.stay(number, [client.adopt(slot.segment, self._timeout) for slot in self._slots])
+        self._describe()
+
+    def stay(self, number: int, slots: Sequence[int]) -> None:
+        """Go on with a worker that holds the memory already.
+
+        Args:
+            number: The number of the segment with the header page.
+            slots: The numbers of the slots.
+        """
+        self._number = number
+        for slot, its in zip(self._slots, slots, strict=True):
+            slot.number = its
             if not slot.segment.is_taken:
                 slot.segment.give_back()  # also memory that a dead trainer was still taking
-        self._describe()
 
     def is_for(self, plan: WeightPlan) -> bool:
         """Return whether this buffer fits images of ``plan``."""

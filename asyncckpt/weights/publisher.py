@@ -300,16 +300,21 @@ class WeightPublisher:
                 f" or, if these are the ranks of a job, all of them the process group ({error})"
             ) from error
 
-    def _hand_over(self, client: WorkerClient, predecessor: Takeover | None) -> None:
+    def _hand_over(self, client: WorkerClient, predecessor: Takeover | None, is_attached: bool) -> None:
+        while is_attached and self._buffers:  # of an interrupted call
+            self._buffers.pop().close()
         if predecessor is not None and not self._buffers:  # left by an earlier publisher
             for each in predecessor.published:
                 control = predecessor.segments[each.segment]
                 images = [predecessor.segments[number] for number in each.layout.slots]
                 self._buffers.append(WeightBuffer(control, images, client, self._config.timeout))
+                if is_attached:
+                    self._buffers[-1].stay(each.segment, each.layout.slots)
             # There is no folder that a user could remove, so all versions count until the worker has left.
             self._versions.inherit({version: True for buffer in self._buffers for version in buffer.published()})
-        for buffer in self._buffers:
-            buffer.hand_over(client)
+        if not is_attached:
+            for buffer in self._buffers:
+                buffer.hand_over(client)
 
     def _replace_worker(self) -> None:
         with self._turn.take():

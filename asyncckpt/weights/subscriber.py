@@ -79,21 +79,30 @@ class MirrorOptions:
             endpoint=endpoint,
             job=self.job,
         )
-        worker = WorkerClient(options)
+        try:
+            worker = _started(options)
+        except JobTakenError:  # another reader was faster, or a trainer publishes here
+            return
         try:
             trouble = worker.ask(Follow(self.locator), Followed, config.timeout, "following a publisher").trouble
             if trouble is not None:
                 raise CheckpointError(f"what is published elsewhere cannot be had: {trouble}")
-            worker.listen(config.timeout)
         except BaseException as error:
             worker.close(config.timeout)
-            if isinstance(error, JobTakenError):  # another reader was faster, or a trainer publishes here
-                return
             if isinstance(error, WorkerDiedError):  # it was up before, so the next question starts another
                 logger.warning("the mirror of this host was lost as it began: %s", error)
                 return
             raise
         worker.detach()
+
+
+def _started(options: WorkerOptions) -> WorkerClient:
+    """Start a worker; another one if it is lost as it starts. Raises as ``WorkerClient``."""
+    try:
+        return WorkerClient(options)
+    except WorkerDiedError as error:
+        logger.warning("the mirror of this host was lost as it started: %s", error)
+        return WorkerClient(options)
 
 
 # Timeout for the answer of a worker, long enough for a loaded machine.

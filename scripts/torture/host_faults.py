@@ -17,7 +17,7 @@ import psutil
 from asyncckpt.format.segment_layout import Region
 from asyncckpt.format.write_request import HeldImage
 from asyncckpt.link import process as worker_process
-from asyncckpt.link.endpoint import FOLDER_VARIABLE
+from asyncckpt.link.endpoint import FOLDER_VARIABLE, trainer_of
 from asyncckpt.link.takeover import Takeover
 from torture.tally import LIMIT_S, Tally
 
@@ -128,7 +128,8 @@ def workers_of(place: Path, host: int) -> dict[psutil.Process, int]:
         with contextlib.suppress(psutil.Error):
             said = worker_process.parse(process.cmdline())
             if said is not None and said.runtime == runtime and process.status() != psutil.STATUS_ZOMBIE:
-                found[process] = said.trainer
+                its = trainer_of(said.options.endpoint or "", process.pid, runtime)
+                found[process] = said.trainer if its is None else its[0]
     return found
 
 

@@ -170,7 +170,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.usefixtures("forkserver")
 def test_memory_that_is_taken_over_is_told(tmp_path: Path, heard: Heard) -> None:
     assert script(_DIES, str(tmp_path)) == -signal.SIGKILL
-    with Checkpointer(tmp_path, QUICK, on_event=heard) as checkpointer:
+    with Checkpointer(tmp_path, Config(linger=60), on_event=heard) as checkpointer:
         checkpointer.load({"w": torch.zeros(100_000, dtype=torch.int64)})
         checkpointer.save(6, STATE).result(60)
     loaded, taken, *_ = heard.events

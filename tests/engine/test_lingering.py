@@ -88,6 +88,13 @@ def test_without_a_runtime_folder_it_saves_all_the_same(
     runtime.chmod(0o700)
 
 
+def test_a_worker_without_a_runtime_folder_leaves_with_its_trainer(root: Path, runtime: Path) -> None:
+    runtime.mkdir(mode=0o755)
+    worker = train(root, 1)
+    assert worker is None or has_left(worker)
+    runtime.chmod(0o700)
+
+
 def test_the_error_for_a_runtime_folder_without_locks_names_the_folder(runtime: Path) -> None:
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

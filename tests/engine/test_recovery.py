@@ -15,20 +15,28 @@ import pytest
 import torch
 from support.checkpoints import complete_steps, step_folder, verify
 from support.ranks import alone, say
-from support.recovery import NUMBERS, empty, has_left, is_of, source, train
+from support.recovery import NUMBERS, empty, is_of, source, train
 from support.workers import Faulty
 
 from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.saves import SaveOperation
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError
-from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, endpoint_name
+from asyncckpt.link.process import WorkerOptions, WorkerProcess
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.loading import memory_source
+from asyncckpt.staging.buffer_pool import BufferPool
 from asyncckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.usefixtures("forkserver")
+
+
+def its_worker(checkpointer: Checkpointer) -> int:
+    """The process id of its worker."""
+    worker = checkpointer._engine.worker
+    assert worker is not None
+    return worker.pid
 
 
 @pytest.mark.parametrize("death", ["kill", "raise", "staged"])
@@ -41,9 +49,12 @@ def test_the_next_trainer_loads_from_memory(root: Path, death: str) -> None:
         assert source(checkpointer) == "memory" and is_of(state, 1)
         assert checkpointer.load(state := empty(), memory=False) == 2
         assert source(checkpointer) == "storage" and is_of(state, 2)
-        # The memory is taken over, and the worker that held it leaves.
         checkpointer.prepare(state)
-        assert has_left(worker)
+        assert (
+            checkpointer._engine.worker is not None
+            and worker is not None
+            and checkpointer._engine.worker.pid == worker.pid
+        )
         assert checkpointer.load(state := empty()) == 2 and source(checkpointer) == "memory" and is_of(state, 2)
         state["w"].fill_(3)
         state["step"] = 3
@@ -144,7 +155,11 @@ def test_another_structure_does_not_fit(root: Path) -> None:
     worker = train(root, 2)
     with Checkpointer(root) as checkpointer:
         checkpointer.save(3, {"v": torch.ones(NUMBERS), "step": 3}).result(60)
-        assert has_left(worker)
+        assert (
+            checkpointer._engine.worker is not None
+            and worker is not None
+            and checkpointer._engine.worker.pid == worker.pid
+        )
         checkpointer.load(into := {"v": torch.zeros(NUMBERS), "step": 0})
         assert into["step"] == 3 and bool(torch.as_tensor(into["v"]).all())
 
@@ -182,14 +197,14 @@ def test_while_the_worker_still_writes_nobody_waits(
 ) -> None:
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     train(root, 1, "staged", "write:hold")
-    retire = Takeover.retire
+    attach = Takeover.attach
     with Checkpointer(root) as checkpointer:
         assert checkpointer.latest() == 1 and checkpointer.steps() == []
         assert checkpointer.load(state := empty()) == 1 and is_of(state, 1)
         assert source(checkpointer) == "memory" and checkpointer.steps() == []
         # Nor is that worker waited for without end: what it holds is safe.
         with monkeypatch.context() as patch:
-            patch.setattr(Takeover, "retire", lambda takeover, *_: retire(takeover, 0.5, 60))
+            patch.setattr(Takeover, "attach", lambda takeover, options, *_: attach(takeover, options, 0.5, 60))
             checkpointer.prepare(state)
         assert "is killed" in caplog.text and checkpointer.steps() == []
         checkpointer.save(1, state).result(60)
@@ -202,15 +217,17 @@ def test_a_set_of_files_that_the_worker_still_writes_is_waited_for(
     """Nobody else holds it."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     train(root, 1, "staged", "write:hold", as_files=True)
-    retire = Takeover.retire
+    attach = Takeover.attach
 
-    def retire_soon(takeover: Takeover, _: float, longest: float) -> None:
+    def attach_soon(takeover: Takeover, options: WorkerOptions, _: float, longest: float) -> WorkerProcess | None:
         opening = Timer(1.0, (tmp_path / "gate").touch)
         opening.start()
-        retire(takeover, 0.1, longest)
-        opening.join()
+        try:
+            return attach(takeover, options, 0.1, longest)
+        finally:
+            opening.join()
 
-    monkeypatch.setattr(Takeover, "retire", retire_soon)
+    monkeypatch.setattr(Takeover, "attach", attach_soon)
     with Checkpointer(root, Config(commit_timeout=60)) as checkpointer:
         checkpointer.save(2, empty()).result(60)
         assert checkpointer.steps() == [1, 2]
@@ -282,9 +299,9 @@ def _take_over(root: str, when: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     owner, name = {
-        "before the memory is adopted": (WorkerClient, "adopt"),
-        "before the worker is told to leave": (Takeover, "retire"),
-        "before the other has its endpoint": (WorkerClient, "listen"),
+        "before it has attached": (Takeover, "attach"),
+        "before its session has begun": (WorkerProcess, "wait_ready"),
+        "before it has the memory": (BufferPool, "inherit"),
         "before it has staged": (SaveOperation, "claim_slot"),
     }[when]
     setattr(owner, name, die)
@@ -296,9 +313,9 @@ def _take_over(root: str, when: str) -> None:
 @pytest.mark.parametrize(
     "when",
     [
-        "before the memory is adopted",
-        "before the worker is told to leave",
-        "before the other has its endpoint",
+        "before it has attached",
+        "before its session has begun",
+        "before it has the memory",
         "before it has staged",
     ],
 )
@@ -306,11 +323,6 @@ def test_at_any_instant_somebody_holds_it(root: Path, when: str) -> None:
     """A trainer that takes over, and is killed on the way."""
     train(root, 2)
     assert alone(_take_over, str(root), when)[0] == -signal.SIGKILL
-    deadline = time.monotonic() + 60
-    while True:
-        with Checkpointer(root) as checkpointer:
-            assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
-            if source(checkpointer) == "memory":
-                return
-        assert time.monotonic() < deadline  # the new worker takes the endpoint as soon as the old one is gone
-        time.sleep(0.05)
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert source(checkpointer) == "memory"

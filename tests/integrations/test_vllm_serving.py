@@ -15,6 +15,7 @@ from asyncckpt.weights import WeightPublisher
 
 @vllm_engine.there
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("forkserver")
 def test_two_workers_that_serve(tmp_path: Path) -> None:
     vllm_engine.run(__file__, "two_workers_that_serve", tmp_path)
@@ -25,7 +26,7 @@ def test_two_workers_that_serve(tmp_path: Path) -> None:
 
 def two_workers_that_serve(folder: Path) -> None:
     """Tensor-parallel workers, in processes of their own, which generate all the time."""
-    asyncio.run(asyncio.wait_for(_serve(folder), 180))
+    asyncio.run(asyncio.wait_for(_serve(folder), 500))  # it takes 130 s beside other tests
 
 
 async def _serve(folder: Path) -> None:

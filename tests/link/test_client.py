@@ -177,7 +177,7 @@ except asyncckpt.errors.StorageError as error:
 
 _IN_WORKER = """
 import errno, sys, threading
-from asyncckpt.worker import __main__, server
+from asyncckpt.worker import __main__, session
 from asyncckpt.link import messages
 {}
 sys.exit(__main__.main(sys.argv[1:]))
@@ -194,12 +194,12 @@ threading._start_new_thread = refuse
 """
 
 _REFUSE_OUTCOME = """
-send = server.send
+send = session.send
 def refuse(connection, message):
     if isinstance(message, messages.Committed):
         raise OSError(errno.ENOBUFS, "No buffer space available")
     send(connection, message)
-server.send = refuse
+session.send = refuse
 """
 
 
@@ -618,7 +618,6 @@ def test_a_signal_to_all_processes_of_a_job_does_not_end_it(name: str) -> None:
 def test_one_that_fails_says_its_last_words() -> None:
     """Not to the log of its endpoint, which is for a trainer that is gone."""
     worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
-    worker.listen(30)
     worker.tell(messages.GiveBack(999, 0, ()))  # of a segment that it does not have
     worker.wait_for_end(30)
     with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*KeyError: 999"):
@@ -630,7 +629,7 @@ def test_one_that_the_host_refuses_something_does_not_take_its_trainer_for_gone(
     worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
     file = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)  # of no bytes, which cannot be mapped
     with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*Error"):
-        worker.ask(messages.Adopt(()), messages.Adopted, 30, "as the test wants", file)
+        worker.ask(messages.Adopt(), messages.Adopted, 30, "as the test wants", file)
     os.close(file)
 
 

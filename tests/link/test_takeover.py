@@ -1,9 +1,10 @@
-"""Whose worker it is that is found at an endpoint."""
+"""The worker at an endpoint: its trainer, and its answers."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -30,11 +31,13 @@ from asyncckpt.link.endpoint_messages import (
     TrainerAlive,
     WorkerStatus,
 )
+from asyncckpt.link.process import WorkerOptions
 from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.link.takeover import ReaderClient, Takeover, retire_idle_workers
 from asyncckpt.shm.segment import Segment
 from asyncckpt.transfer.serving import Serving
-from asyncckpt.worker.endpoint_service import EndpointService
+from asyncckpt.worker.endpoint_service import EndpointService, Trainer
 
 
 @contextlib.contextmanager
@@ -57,7 +60,7 @@ def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.Monkey
 
     def answer(connection: Connection) -> None:
         messages.receive(connection)
-        messages.send(connection, next(answers, None) or Inventory(os.getpid(), False, (), (), ()))
+        messages.send(connection, next(answers, None) or Inventory(os.getpid(), 1, (), (), ()))
         messages.receive(connection)
 
     with answering(trainer.pid, answer) as name:
@@ -79,7 +82,7 @@ def test_nor_does_it_keep_memory_that_another_needs(monkeypatch: pytest.MonkeyPa
     def answer(connection: Connection) -> None:
         while isinstance(message := messages.receive(connection), Inspect):
             asked.append(message)
-            messages.send(connection, next(answers, None) or Inventory(os.getpid(), False, (), (), ()))
+            messages.send(connection, next(answers, None) or Inventory(os.getpid(), 1, (), (), ()))
         asked.append(message)
 
     with answering(trainer, answer):
@@ -115,13 +118,13 @@ def test_checksums_are_waited_for_as_long_as_it_answers(is_stopped: bool) -> Non
 
 
 def test_nobody_is_killed_by_a_process_id_of_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a worker in another container the kernel says 0, by which a process kills its own group."""
+    """For a worker in another container the kernel returns 0. A signal to 0 would kill the own process group."""
     killed: list[int] = []
     may_end = threading.Event()
 
     def answer(connection: Connection) -> None:
         messages.receive(connection)
-        messages.send(connection, Inventory(os.getpid(), False, (), (), ()))
+        messages.send(connection, Inventory(os.getpid(), 1, (), (), ()))
         may_end.wait(60)
 
     monkeypatch.setattr(takeover, "_END_S", 0.1)
@@ -141,15 +144,16 @@ def test_nobody_is_killed_by_a_process_id_of_elsewhere(monkeypatch: pytest.Monke
 def test_what_other_ranks_save_too_is_waited_for_where_all_have_closed(
     tmp_path: Path, is_closed_in_order: bool
 ) -> None:
-    """Else one of them may be lost."""
+    """Otherwise one of them may be lost."""
     with Segment.create("test", 4 * PAGE) as segment:
         request = replace(checkpoint_attempt(tmp_path, segment).request, world_size=2)
     store = SegmentStore()
-    service = EndpointService(name := endpoint_name("job", 0), os.getpid(), store, Serving(store))
-    service.unended_saves, service.is_closed_in_order = lambda: (request,), is_closed_in_order
-    store.on_trainer_gone(keep=False)
-    with contextlib.closing(store), contextlib.closing(service):
-        service.open()
+    service = EndpointService(name := endpoint_name("job", 0), "", 60, store, Serving(store))
+    ours, theirs = map(SocketConnection, socket.socketpair())
+    service.begin_session(Trainer(ours, os.getpid(), WorkerOptions()), lambda: (request,), lambda: None)
+    service.trainer_gone(closed=is_closed_in_order)
+    with ours, theirs, contextlib.closing(store), contextlib.closing(service):
+        service.open(os.getpid())
         found = Takeover.find(name, 30)
         assert found is not None
         with found:
@@ -168,7 +172,7 @@ def test_one_that_could_start_no_thread_can_be_found_later(monkeypatch: pytest.M
 
     def answer(connection: Connection) -> None:
         messages.receive(connection)
-        messages.send(connection, Inventory(os.getpid(), False, (), (), ()))
+        messages.send(connection, Inventory(os.getpid(), 1, (), (), ()))
         messages.receive(connection)
 
     with answering(os.getpid(), answer) as name:
@@ -179,7 +183,7 @@ def test_one_that_could_start_no_thread_can_be_found_later(monkeypatch: pytest.M
 
 
 def test_one_that_is_stopped_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where more have asked it something, and left, than can wait: it may have what is newest."""
+    """Its queue of connections is full, and it may hold the newest image."""
     monkeypatch.setattr(endpoint_module, "_BACKLOG", 1)
     monkeypatch.setattr(endpoint_module, "_CONNECT_S", 0.2)
     endpoint = Endpoint(name := endpoint_name("job", 0), os.getpid())
@@ -190,3 +194,16 @@ def test_one_that_is_stopped_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPat
             Takeover.find(name, 1)
     finally:
         endpoint.close()
+
+
+def test_a_worker_of_another_version_is_not_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is of a class that is not there any more."""
+    monkeypatch.setattr(takeover, "_NOTICE_S", 0.1)
+
+    def answer(connection: Connection) -> None:
+        messages.receive(connection)
+        connection.send_bytes(b"casyncckpt.link.endpoint_messages\nGone\n.")
+        messages.receive(connection)
+
+    with answering(os.getpid(), answer) as name, pytest.raises(SaveTimeoutError, match="of another version"):
+        Takeover.find(name, 10)

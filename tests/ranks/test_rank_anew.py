@@ -125,7 +125,9 @@ def test_what_all_ranks_had_staged_is_saved_and_nothing_else(tmp_path: Path, all
     root = str(tmp_path / "root")
     found = run(2, _half_saved, root, str(tmp_path), all_save, folder=tmp_path)
     assert [loaded for loaded, _ in found] == [(2 if all_save else 1, "memory")] * 2
-    assert found[0][1].split(":")[0] in (("committed", "ClosedError") if all_save else ("ClosedError",))
+    # "RankFailedError": the other rank had begun anew before the first rank did.
+    ends = ("committed", "ClosedError") if all_save else ("ClosedError", "RankFailedError")
+    assert found[0][1].split(":")[0] in ends
     assert complete_steps(root) == ([1, 2, 3] if all_save else [1, 3])
 
 

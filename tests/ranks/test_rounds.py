@@ -17,7 +17,7 @@ from support.workers import stop
 
 from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError, decode, encode
 from asyncckpt.extension import Rendezvous, Rounds, Store
-from asyncckpt.ranks.rounds import KEPT_ROUNDS, round_name
+from asyncckpt.ranks.rounds import KEPT_ROUNDS, key_of, round_name
 from asyncckpt.ranks.store_connection import Patience
 
 WORLD = 3
@@ -40,7 +40,7 @@ def ranks(store: Store) -> Iterator[list[Rounds]]:
 
 
 def ask(rounds: Rounds, what: Callable[..., Any]) -> Any:
-    """What ``what`` returns of the store."""
+    """Return the result of ``what`` for the store."""
     return rounds.connection.call(what, 10, Patience(10))
 
 
@@ -61,6 +61,16 @@ def test_all_report_and_all_learn_the_outcome(ranks: list[Rounds]) -> None:
 def test_each_learns_its_own_outcome(ranks: list[Rounds], outcomes: dict[int, bytes]) -> None:
     ranks[0].conclude_each("round-1", outcomes)
     assert {rank: ranks[rank].outcome("round-1", 10) for rank in outcomes} == outcomes
+
+
+def test_an_answer_that_is_lost_with_its_store_names_the_first_rank(ranks: list[Rounds]) -> None:
+    """Another worker hosts the store by the time the rank asks for its own answer."""
+    ranks[0].conclude_each("round-1", {1: b"one", 2: b"two"})
+    lost = key_of(ranks[0].rendezvous, "round-1", "for", "1")
+    ranks[0].connection.call(lambda store: store.remove(lost), 10, Patience(0))
+    with pytest.raises(WorkerDiedError) as caught:
+        ranks[1].outcome("round-1", 10)
+    assert caught.value.rank == 0 and ranks[2].outcome("round-1", 10) == b"two"
 
 
 def test_values_larger_than_the_store_takes_at_once(ranks: list[Rounds]) -> None:
@@ -133,7 +143,7 @@ def test_a_store_that_does_not_answer() -> None:
 
 
 def test_what_is_changed_on_the_way_is_refused(ranks: list[Rounds]) -> None:
-    """Whoever sits in the network sees all and may change any of it, but does not have the secret."""
+    """An attacker in the network reads and changes messages, and does not know the secret."""
     keys = "asyncckpt/token/round"
     for garbage in (b"", b"forged", b"0" * 40):
         for rank in ranks:
@@ -235,7 +245,7 @@ def test_what_is_said_soon_reaches_the_store_that_comes_back(store: Store, ranks
 
 
 def test_a_store_that_is_stopped_is_noticed_and_goes_on() -> None:
-    """It listens, and says nothing: whoever has set a limit to that ends, and others get their answer in the end."""
+    """The store listens, and says nothing. A caller with a limit gives up; the others get their answer in the end."""
     code = (
         "import os, signal, sys; from asyncckpt.ranks.store import Store; store = Store(b'secret')\n"
         "print(store.port, flush=True); sys.stdin.read()"
@@ -263,7 +273,7 @@ def test_a_store_that_is_stopped_is_noticed_and_goes_on() -> None:
 
 
 def test_what_is_said_soon_is_said_in_order(ranks: list[Rounds]) -> None:
-    """A rank that closes is not gone before it has reported."""
+    """A closing rank is not gone before its report."""
     reported = ranks[1].report_soon("round-1", b"", 30)
     ranks[1].gone_soon(RankFailedError("it has closed", rank=1), 30).result(30)
     assert reported.done() and reported.exception() is None
@@ -277,7 +287,7 @@ def test_an_outcome_that_comes_soon_is_not_the_last_word(ranks: list[Rounds]) ->
 
 
 def test_one_that_is_closed_waits_for_nothing(store: Store) -> None:
-    """It was given up between two calls of a thread."""
+    """The connection was given up between two calls of a thread."""
     rounds = Rounds(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 10)
     rounds.report("round-1", b"")
     rounds.close()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import time
 
 import pytest
 from support.checkpoints import PAGE
 
+from asyncckpt.errors import CheckpointError
 from asyncckpt.shm import slots as slot_locks
 from asyncckpt.shm.segment import Descriptor, Segment
 from asyncckpt.shm.slots import HEADER_BYTES, PublishedSlots, PublishedVersion, ReadableSlots, Readers, SlotTable
@@ -41,6 +43,19 @@ def test_what_is_half_told_is_not_told() -> None:
             table.publish(0, other)
         table._words = words
         assert table.published(0) in (None, one, other)
+
+
+def test_without_a_descriptor_there_is_an_error_of_ours() -> None:
+    """The process has as many open files as it may have."""
+    with Segment.create("asyncckpt-test", PAGE) as segment:
+        os.close(free := os.dup(segment.fileno()))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            with pytest.raises(CheckpointError, match="Too many open files"):
+                PublishedSlots(segment, 2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_claim_and_leases_exclude_each_other() -> None:

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from unittest import mock
 
-from asyncckpt.protocol import commit, saves, trainer
+from asyncckpt.protocol import commit, replication, saves, trainer, worker_life
 from simulation.saves import Machines
 
 COMMIT = {
@@ -385,14 +385,250 @@ TRAINER = {
 """The same for ``asyncckpt/protocol/trainer.py``."""
 
 
+LIFE = {
+    "a trainer attaches beside another": (
+        "if self.state is LifeState.SERVING or self._next is not None or asked.session != self.session:",
+        "if self._next is not None or asked.session != self.session:",
+    ),
+    "two trainers are next": (
+        "if self.state is LifeState.SERVING or self._next is not None or asked.session != self.session:",
+        "if self.state is LifeState.SERVING or asked.session != self.session:",
+    ),
+    "a trainer attaches that has seen an older session": (
+        "if self.state is LifeState.SERVING or self._next is not None or asked.session != self.session:",
+        "if self.state is LifeState.SERVING or self._next is not None:",
+    ),
+    "a session has the number of the one before": ("        self.session += 1\n", ""),
+    "one that does not fit attaches": (
+        "        if asked.trouble is not None:\n            return [Refuse(asked.peer, asked.trouble)]\n",
+        "",
+    ),
+    "one attaches to a worker that is to leave": ("        if self.is_to_leave:\n", "        if False:\n"),
+    "nobody attaches to a worker that lingers": (
+        "if self.state is LifeState.LINGERING:\n            return [TellRestarted(), *self._begin(asked)]",
+        "if self.state is LifeState.LINGERING:\n            return [TellRestarted()]",
+    ),
+    "one that is gone is next": (
+        "                if self.next_peer == peer:\n                    self._next = None\n"
+        "                    return [LookAgain(peer)]\n",
+        "",
+    ),
+    "the next one stays the next": (
+        "        self._next = None\n        return [BeginSession",
+        "        return [BeginSession",
+    ),
+    "the next one is forgotten": (
+        "        if self._next is not None:\n            return self._begin(self._next)\n",
+        "",
+    ),
+    "a worker with a trainer is made to leave": (
+        "if self.state is LifeState.SERVING or self._next is not None:\n            return [] if",
+        "if self._next is not None:\n            return [] if",
+    ),
+    "a worker with a next trainer is made to leave": (
+        "if self.state is LifeState.SERVING or self._next is not None:\n            return [] if",
+        "if self.state is LifeState.SERVING:\n            return [] if",
+    ),
+    "a worker that lingers is not made to leave": ("if self.state is LifeState.LINGERING else []", "if False else []"),
+    "a worker whose trainer has closed lingers": (
+        "if self.is_to_leave or not self._linger:",
+        "if self._is_retired or not self._linger:",
+    ),
+    "a worker that is not to linger does": ("if self.is_to_leave or not self._linger:", "if self.is_to_leave:"),
+    "a worker lingers as the trainer before has asked": (
+        "self.state, self._linger = LifeState.SERVING, asked.linger",
+        "self.state = LifeState.SERVING",
+    ),
+    "a worker does not wait for its first trainer": (
+        "(not holds and self.session > 0) or self.lingers_s(now) == 0",
+        "not holds or self.lingers_s(now) == 0",
+    ),
+    "a worker that holds nothing lingers": (
+        "if (not holds and self.session > 0) or self.lingers_s(now) == 0:",
+        "if self.lingers_s(now) == 0:",
+    ),
+    "a worker lingers for ever": (
+        "if (not holds and self.session > 0) or self.lingers_s(now) == 0:",
+        "if not holds and self.session > 0:",
+    ),
+    "a worker lingers as if somebody were connected": (
+        "                self._peers.discard(peer)\n",
+        "                pass\n",
+    ),
+    "a worker forgets that it was asked to retire": (
+        "        self._is_retired = True\n",
+        "",
+    ),
+    "one attaches to a worker whose trainer has closed": (
+        "        if self.is_to_leave:\n            return [Refuse(",
+        "        if self.state is LifeState.LEAVING:\n            return [Refuse(",
+    ),
+    "nobody attaches": (
+        "if self.state is LifeState.SERVING or self._next is not None or asked.session != self.session:",
+        "if True:",
+    ),
+    "the session before is not told of the next": (
+        "        self._next = asked\n        return [TellRestarted()]",
+        "        self._next = asked\n        return []",
+    ),
+    "a session is told of a trainer that is sent away": (
+        "            return [LookAgain(asked.peer)]\n        if asked",
+        "            return [TellRestarted(), LookAgain(asked.peer)]\n        if asked",
+    ),
+    "a worker leaves although somebody is connected": (
+        "return self._linger if self._peers else max(",
+        "return max(",
+    ),
+}
+"""The same for ``asyncckpt/protocol/worker_life.py``."""
+
+
+REPLICATION = {
+    "a copy is overwritten before it is known whether its save is replicated": (
+        "if self._newest_images[source].save <= self._known():",
+        "if True:",
+    ),
+    "a save that has ended lets copies of an older one be overwritten": (
+        "return min(self._saves, default=self._newest + 1) - 1",
+        "return max(min(self._saves, default=self._newest + 1), self._newest) - 1",
+    ),
+    "no copy is overwritten": (
+        "return min(self._saves, default=self._newest + 1) - 1",
+        "return 0",
+    ),
+    "a save is replicated without one of the ranks": (
+        "        if len(its.reports) == its.begun.ranks:",
+        "        if len(its.reports) == max(1, its.begun.ranks - 1):",
+    ),
+    "a rank reports when it has one of its images": (
+        "                if not its.missing:\n                    self._complete(save, actions)",
+        "                self._complete(save, actions)",
+    ),
+    "a rank reports a save that it has not staged": (
+        "missing = {begun.rank, *(image.source for image in newest if image.save < number)}",
+        "missing = {image.source for image in newest if image.save < number}",
+    ),
+    "a report that comes early is lost": (
+        "                self._early[save].append(event)",
+        "                pass",
+    ),
+    "the first rank does not count its own copies": (
+        "            self._hear(CopiesReported(save, rank), actions)",
+        "            pass",
+    ),
+    "a save waits for an image that was passed over": (
+        "    if image.save > save:\n        return SaveDroppedError(_NEWER, rank=image.source)\n",
+        "",
+    ),
+    "a save that begins waits for an image that was passed over": (
+        "            if (failure := _failure(number, image)) is not None:\n"
+        "                self._fail_here(number, failure, actions)\n        for event",
+        "            pass\n        for event",
+    ),
+    "an image that could not be copied counts": (
+        "return image.error if image.save == save else None",
+        "return None",
+    ),
+    "a save fails because this rank has staged a newer one": (
+        "        if image.source in self._newest_images:  #",
+        "        if True:  #",
+    ),
+    "copies of a dead worker are waited for": (
+        "                self._begins[rank] = save\n",
+        "",
+    ),
+    "a save that begins later waits for copies of a dead worker": (
+        "        for rank in {*self._begins, *self._gone}:\n            self._lose(rank, actions)\n",
+        "",
+    ),
+    "a worker does not say with which save it begins": (
+        "            actions.append(SayBegin(number, begun.timeout))",
+        "            pass",
+    ),
+    "the first rank waits for copies for ever": (
+        "if rank == 0 and now >= its.deadline:",
+        "if False:",
+    ),
+    "nobody is told that a rank could not copy": (
+        "actions += [FailCopies(save, error, its.begun.timeout), TellCopies(save, error)]",
+        "actions += [TellCopies(save, error)]",
+    ),
+    "a rank that is gone is waited for": (
+        "                self._gone.setdefault(rank, error)\n                self._lose(rank, actions)",
+        "                pass",
+    ),
+    "the others do not wait for what the first rank says": (
+        "            actions.append(AwaitCopies(number))",
+        "            pass",
+    ),
+    "nobody is told of the copies": (
+        "        if its.missing is not None:\n            actions.append(TellCopies(save, error))",
+        "        pass",
+    ),
+    "the trainer is told twice": (
+        "        if its.missing is not None:\n            actions.append(TellCopies(save, error))",
+        "        actions.append(TellCopies(save, error))",
+    ),
+    "the trainer waits for the first rank for ever": (
+        "            elif rank > 0 and now >= its.deadline + grace(seconds):",
+        "            elif False:",
+    ),
+    "a rank that has waited for long takes its copies for worthless": (
+        "return min(self._saves, default=self._newest + 1) - 1",
+        "return min((n for n, its in self._saves.items() if its.missing is not None), default=self._newest + 1) - 1",
+    ),
+    "what a dead worker has reported counts": (
+        "            if self._begins.get(rank, 0) > save:",
+        "            if self._begins.get(rank, 0) > save and rank not in its.reports:",
+    ),
+    "a rank waits for what a dead first rank would have said": (
+        "                self._fail_here(save, error, actions)\n                self._end(save, error, actions)",
+        "                pass",
+    ),
+    "the first rank waits for a rank that has lost it": (
+        "                self._fail_here(save, error, actions)\n                self._end(save, error, actions)",
+        "                self._end(save, error, actions)",
+    ),
+    "the copies of a replicated save are not protected": (
+        "            actions.append(ProtectCopies(save))",
+        "            pass",
+    ),
+    "all copies are protected": (
+        "        if error is None:\n            actions.append(ProtectCopies(save))",
+        "        actions.append(ProtectCopies(save))",
+    ),
+    "nobody hears of a save that the first rank has not made": (
+        "                actions.append(ConcludeCopies(unmade, RankFailedError(_UNMADE, rank=0)))",
+        "                pass",
+    ),
+    "a permission is given twice": (
+        "                self._wanted.discard(source)\n",
+        "",
+    ),
+}
+"""The same for ``asyncckpt/protocol/replication.py``."""
+
+
+def mutated_life(what: str) -> ModuleType:
+    """Return the machine of a worker's life with one of ``LIFE``."""
+    old, new = LIFE[what]
+    source = inspect.getsource(worker_life)
+    if source.count(old) != 1:
+        raise ValueError(f"{old!r} is there {source.count(old)} times")
+    copied = ModuleType(worker_life.__name__)
+    with mock.patch.dict(sys.modules, {copied.__name__: copied}):  # dataclasses look there
+        exec(compile(source.replace(old, new), copied.__name__, "exec"), copied.__dict__)
+    return copied
+
+
 def mutated(module: ModuleType, old: str, new: str) -> Machines:
     """Return the machines with the text ``new`` in the place of ``old`` in the source of one module."""
     if inspect.getsource(module).count(old) < 1:
         raise ValueError(f"there is no {old!r} in {module.__name__} any more")
     copies: dict[str, ModuleType] = {}
     with mock.patch.dict(sys.modules):
-        for each in (commit, saves, trainer):  # in the order of their imports
+        for each in (commit, replication, saves, trainer):  # in the order of their imports
             source = inspect.getsource(each).replace(*((old, new) if each is module else ("", "")), 1)
             copies[each.__name__] = sys.modules[each.__name__] = ModuleType(each.__name__)
             exec(compile(source, each.__name__, "exec"), copies[each.__name__].__dict__)
-    return Machines(copies[saves.__name__], copies[commit.__name__], trainer=copies[trainer.__name__])
+    return Machines(*(copies[each.__name__] for each in (saves, commit, replication)), trainer=copies[trainer.__name__])

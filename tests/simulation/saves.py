@@ -1,25 +1,34 @@
 """The saves of several ranks, under a seeded scheduler: one seed is one history, so every failure can be replayed.
 
 A history has 1 to 8 ranks, each with a trainer and a worker, and 1 to 4 saves that may overlap. Both run the machines
-of ``asyncckpt/protocol``; copies (``trainers.py``), writers, connections and storage are modelled. Faults: trainers,
-workers and whole hosts die; processes stop and go on, or do not; copies fail or are stuck; callers are interrupted; a
-connection is cut for a while, and then messages are late, come twice, or are lost; a rank takes the first one for lost
-although it lives; storage is late, fails, and fails after it did the work. After each event the checker looks at what
-must always hold, and at the end at whether all came to an end.
+of ``asyncckpt/protocol``; copies into slots (``trainers.py``), copies on other hosts (``copies.py``), writers,
+connections and storage are modelled. Faults: trainers, workers and whole hosts die; processes stop and go on, or do
+not; copies fail or are stuck; callers are interrupted; a connection is cut for a while, and then messages are late,
+come twice, or are lost; a rank takes the first one for lost although it lives; storage is late, fails, and fails after
+it did the work. After each event the checker looks at what must always hold, and at the end at whether all came to an
+end.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError
-from asyncckpt.protocol import commit, saves, trainer
+from asyncckpt.errors import (
+    CheckpointError,
+    RankFailedError,
+    SaveDroppedError,
+    SaveTimeoutError,
+    StorageError,
+    WorkerDiedError,
+)
+from asyncckpt.protocol import commit, replication, saves, trainer
+from simulation.copies import Copier
 from simulation.trainers import LIMIT_S, SLOT_S, Answer, Trainer, died
 
 TIMEOUT_S, RESOLVE_S, LEAVE_S = 20.0, 8.0, 5.0
@@ -85,6 +94,13 @@ class Worker:
         self.used: set[int] = set()  # saves whose slots are in use
         self.written: list[int] = []
         self.said: set[int] = set()  # saves whose end it has told
+        # Copies on other hosts.
+        self.images: set[int] = set()  # saves whose images are, or were, complete here
+        self.copier = Copier(history, self, history.sources(rank))
+        # First rank: what the others have said of their copies.
+        self.copies_begin: dict[int, int] = {}  # by rank: the first save that it may have copies of
+        self.gone_copies: set[int] = set()
+        self.copy_reports: defaultdict[int, set[int]] = defaultdict(set)
 
 
 class History:
@@ -99,11 +115,14 @@ class History:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.ranks = min(self.random.randint(1, 8), self.random.randint(1, 8))
         self.saves = self.random.randint(1, 4)
+        self.is_copied = self.random.random() < 0.3
+        self._copies = self.random.randint(1, 2)  # number of hosts with a copy of each image
         self.workers = [Worker(self, rank) for rank in range(self.ranks)]
         self.trainers = [True] * self.ranks
+        self.calls: list[deque[int]] = [deque() for _ in range(self.ranks)]  # a trainer calls from one thread
         self.slots = self.random.randint(1, 2)
         self.rule = self.random.choice(("wait", "wait", "skip", "latest"))
-        self.is_copied = self.random.random() < 0.3
+        self._workers_at_first = [*self.workers]
         self.clients = [Trainer(self, worker) for worker in self.workers]
         self.clients_before: list[Trainer] = []
         self.chosen: dict[int, Any] = {}  # by save: what the first rank decides if no slot is free
@@ -120,6 +139,13 @@ class History:
         self.told_at: dict[tuple[int, int], float] = {}
         self.untold: dict[int, CheckpointError | None] = {}  # what the first rank's trainer has to tell the others
         self.is_over = False  # no more faults
+        self.replicated: tuple[int, list[Worker]] = (
+            0,
+            [],
+        )  # the last save that is replicated, and the workers with copies
+        self.copies_told: dict[tuple[int, int], CheckpointError | None] = {}  # by rank and save
+        for worker in self.workers:
+            worker.copier.begin()
         self._plan()
 
     def run(self) -> None:
@@ -133,6 +159,16 @@ class History:
         for rank, worker in enumerate(self.workers):
             if not worker.is_alive:
                 continue
+            copier = worker.copier
+            if copier.is_stuck():
+                raise Violation(f"rank {rank} copies nothing any more")
+            for save in copier.expected - copier.outcomes.keys() if self.workers == self._workers_at_first else ():
+                if (
+                    self.workers[0].is_alive
+                    and not copier.is_closed
+                    and save < max(self.workers[0].copier.expected, default=0)
+                ):
+                    raise Violation(f"rank {rank} never knows whether save {save} is replicated")
             if open_saves := worker.machine.open_saves():
                 raise Violation(f"rank {rank} never ended saves {open_saves}")
             if self.trainers[rank] and not self.clients[rank].has_lost and worker.used - worker.copying:
@@ -152,6 +188,12 @@ class History:
                 is_staged = all(save in worker.marked for worker in self.workers)
                 if is_staged and self.decisions.get(save) != "final" and save not in self.dropped:
                     raise Violation(f"save {save} was staged on all ranks, and is not persisted")
+            for save in range(1, self.saves + 1) if self.is_copied else ():
+                told = [self.copies_told.get((rank, save)) for rank in range(self.ranks)]
+                is_staged = all(save in worker.marked for worker in self.workers) and all(self.trainers)
+                is_newest = not any(later > save for worker in self.workers for later in worker.marked)
+                if is_staged and any(told) and (is_newest or not all(isinstance(e, SaveDroppedError) for e in told)):
+                    raise Violation(f"save {save} was staged on all ranks, and is not replicated: {told}")
         for save, parts in self.parts.items():
             for rank, worker in parts.items():
                 is_known = self.told.get((rank, save)) is not None
@@ -165,7 +207,7 @@ class History:
         at = 0.0
         for save in range(1, self.saves + 1):
             for rank in range(self.ranks):
-                self.at(at + between(0, 1), self._begin, rank, save)
+                self.at(at + between(0, 1), self._call, rank, save)
             at += between(1, 8)
         self.has_faults = trouble = chance() < 0.85
         self.is_over = not trouble
@@ -190,7 +232,7 @@ class History:
         self._order += 1
         heapq.heappush(self._queue, (when, self._order, what, arguments))
 
-    def _waits(self, worker: Worker, what: Callable[..., None], *arguments: Any) -> bool:
+    def waits(self, worker: Worker, what: Callable[..., None], *arguments: Any) -> bool:
         """Return whether a worker is stopped. If so, it does this when it goes on, in the order of these calls."""
         if worker.stopped_until <= self.now:
             return False
@@ -203,14 +245,31 @@ class History:
     def fails(self, probability: float) -> bool:
         return not self.is_over and self.random.random() < probability
 
+    def _call(self, rank: int, save: int) -> None:
+        """The trainer of ``rank`` calls ``save``, after its calls before this one have returned."""
+        self.calls[rank].append(save)
+        if len(self.calls[rank]) == 1:
+            self._begin(rank, save)
+
+    def _return(self, rank: int, save: int) -> None:
+        calls = self.calls[rank]
+        if calls and calls[0] == save:
+            calls.popleft()
+            if calls:
+                self._begin(rank, calls[0])
+
     def _begin(self, rank: int, save: int) -> None:
-        """The trainer of ``rank`` saves, with a new worker if it knows that the old one is gone."""
+        """Begin a save, with a new worker if the trainer knows that the old one is gone."""
         if not self.trainers[rank] or self.fails(0.02):
+            self._return(rank, save)
             return
         if self.clients[rank].has_lost:
             self.workers[rank] = Worker(self, rank)
             self.clients_before.append(self.clients[rank])
             self.clients[rank] = Trainer(self, self.workers[rank])
+            self.workers[rank].copier.begin()
+            for other in self.workers[1:] if rank == 0 else ():
+                self.at(self.little(), other.copier.find_another_first)
         if rank == 0 and self.workers[0].is_alive:
             for number, error in self.untold.items():
                 self._conclude(self.workers[0], number, error)
@@ -225,6 +284,7 @@ class History:
     def _want(self, rank: int, save: int) -> None:
         if self.trainers[rank] and (rank, save) not in self.told:
             self.clients[rank].want(save)
+        self._return(rank, save)
 
     def _give_up_choice(self, rank: int, save: int) -> None:
         """The first rank has not said in time what becomes of a save."""
@@ -232,6 +292,7 @@ class History:
             error = SaveTimeoutError("the first rank does not say", rank=0)
             self.report(rank, save, error, begun=False)
             self.tell(rank, save, error)
+            self._return(rank, save)
 
     def choose(self, save: int, decision: Any) -> None:
         """First rank: tell the others what becomes of a save for which no slot may be free."""
@@ -258,7 +319,7 @@ class History:
 
     def _follow(self, worker: Worker, save: int, fails_at: float) -> None:
         """The writer writes what arrives, until the image is complete, it is told to stop, or it fails."""
-        if not worker.is_alive or self._waits(worker, self._follow, worker, save, fails_at):
+        if not worker.is_alive or self.waits(worker, self._follow, worker, save, fails_at):
             return
         error = worker.stopped.get(save)
         if save not in worker.complete and not worker.machine.is_open(save):
@@ -274,7 +335,7 @@ class History:
             self.at(0.3, self._follow, worker, save, fails_at)
 
     def _finish_write(self, worker: Worker, save: int) -> None:
-        if not worker.is_alive or self._waits(worker, self._finish_write, worker, save):
+        if not worker.is_alive or self.waits(worker, self._finish_write, worker, save):
             return
         fails = self.fails(0.05)
         self._let_go(worker, save)
@@ -284,7 +345,7 @@ class History:
         self.at(self._delay(), self._end_write, worker, event or self.machines.PartWritten(save, b"%d" % worker.rank))
 
     def _end_write(self, worker: Worker, event: Any) -> None:
-        if worker.is_alive and not self._waits(worker, self._end_write, worker, event):
+        if worker.is_alive and not self.waits(worker, self._end_write, worker, event):
             worker.job = None
             self.give(worker, event)
 
@@ -360,21 +421,23 @@ class History:
         if with_host:
             self.kill_worker(rank)
         elif worker.is_alive:
-            self.give(worker, self.machines.TrainerGone())
-            self.at(self.little(), self._finish, worker)
+            gone_at = max(self.now, worker.sent_until)  # after all that the trainer has sent
+            self._then(gone_at, self.give, worker, self.machines.TrainerGone())
+            self._then(gone_at + self.little(), self._finish, worker)
 
     def _finish(self, worker: Worker) -> None:
         """A worker without trainer gives up the saves that are not staged, and writes the others."""
-        if not worker.is_alive or self._waits(worker, self._finish, worker):
+        if not worker.is_alive or self.waits(worker, self._finish, worker):
             return
         worker.copying.clear()
+        worker.copier.is_closed = True
         self.give(worker, self.machines.TrainerLeft(frozenset(worker.marked)))
         worker.closed_at = self.now
         self._leave(worker, self.now + _STUCK_S)
 
     def _leave(self, worker: Worker, ends_at: float) -> None:
         """A worker without trainer leaves when it has written all images. If a write is stuck, the worker ends."""
-        if not worker.is_alive or self._waits(worker, self._leave, worker, ends_at):
+        if not worker.is_alive or self.waits(worker, self._leave, worker, ends_at):
             return
         if worker.machine.uses_slots() or worker.job is not None:
             if self.now > ends_at and not worker.machine.open_saves():
@@ -395,7 +458,7 @@ class History:
 
     def give(self, worker: Worker, event: Any) -> None:
         """Give an event to the machine of a worker, and carry out what it returns."""
-        if not worker.is_alive or worker.has_left or self._waits(worker, self.give, worker, event):
+        if not worker.is_alive or worker.has_left or self.waits(worker, self.give, worker, event):
             return
         if self.is_logged:
             print(f"{self.now:7.2f} rank {worker.rank}: {event}")
@@ -408,6 +471,7 @@ class History:
         if worker.rank == 0:
             self._check_first(worker, event)
         self._check_image(worker, event, were_open)
+        worker.copier.check()
         if not worker.ticks:
             worker.ticks = True
             self.at(self.random.uniform(0.1, 2), self._tick, worker)
@@ -415,6 +479,8 @@ class History:
     def _note_arrival(self, worker: Worker, event: Any) -> None:
         m = self.machines
         match event:
+            case m.Begun(save) if self.is_copied:
+                worker.copier.expected.add(save)
             case m.Reported(save, rank):
                 worker.reports[save].add(rank)
             case m.PartWritten(save):
@@ -423,6 +489,13 @@ class History:
                 worker.gone[rank] = error
             case m.Finish(0, _, _, error):
                 worker.gone[0] = error
+            case m.CopiesReported(save, rank):
+                worker.copy_reports[save].add(rank)
+            case m.CopiesOutcome(save, error):
+                worker.copier.outcomes[save] = error
+            case m.OutcomeLost(save):
+                worker.copier.outcomes[save] = None
+                worker.copier.given_up.add(save)
             case m.Left(rank):
                 worker.left.add(rank)
             case m.Restarted():
@@ -432,7 +505,7 @@ class History:
         if not worker.is_alive or worker.has_left:
             return
         if worker.stopped_until <= self.now:
-            if not worker.machine.open_saves() and self.trainers[worker.rank]:
+            if not worker.machine.needs_ticks() and self.trainers[worker.rank]:
                 worker.ticks = False
                 return
             self.give(worker, self.machines.Tick(self._heard() if worker.rank == 0 else {}))
@@ -483,6 +556,10 @@ class History:
             case m.HoldImage(save):
                 if save not in worker.marked:
                     raise Violation(f"the image of save {save} is held while it is copied")
+                worker.images.add(save)
+                for other in self.workers:
+                    if rank in other.copier.slots:
+                        self.at(self.little(), other.copier.look, rank)
             case m.FreeSlot(save, tell):
                 self._free_slot(worker, save)
                 if tell:
@@ -528,15 +605,68 @@ class History:
                 if save in worker.said:
                     raise Violation(f"the worker of rank {rank} tells the end of save {save} twice")
                 worker.said.add(save)
+                if error is not None and save not in worker.images:
+                    worker.copier.lost.add(save)
                 self._say(worker, m.trainer.Ended(save, error))
-                if error is not None:  # the copies on other hosts are given up
-                    self._say(worker, m.trainer.CopiesMade(save, error))
+            case m.AllowCopy(source):
+                worker.copier.allow(source)
+            case m.SayBegin(save, _):
+                worker.copier.has_begun = True
+                self._send_to_first(rank, m.CopiesBegin(save, rank))
+            case m.ReportCopies(save, _):
+                if not worker.copier.holds(save):
+                    raise Violation(f"rank {rank} reports copies of save {save} that it does not have")
+                worker.copier.reported.add(save)
+                self._send_to_first(rank, m.CopiesReported(save, rank))
+            case m.FailCopies(save, error, _):
+                worker.copier.failed.add(save)
+                if error.message == _PASSED and not worker.copier.has_passed(save, error.rank):
+                    raise Violation(f"rank {rank} says that an image of rank {error.rank} passed over save {save}")
+                self._send_to_first(rank, m.CopiesFailed(save, error))
+            case m.AwaitCopies(save):
+                if not worker.copier.has_begun:
+                    raise Violation(f"rank {rank} does not say with which save it begins to copy")
+                worker.copier.await_outcome(save)
+            case m.ConcludeCopies(save, error):
+                self._conclude_copies(worker, save, error)
+            case m.ProtectCopies(save):
+                if self.workers[0].copier.outcomes.get(save) is not None and self.workers == self._workers_at_first:
+                    raise Violation(f"rank {rank} protects its copies of save {save}, which is not replicated")
+                worker.copier.replicated = save
+            case m.TellCopies(save, error):
+                self._tell_copies(worker, save, error)
             case m.Leave():
                 worker.has_left = True
                 if rank == 0:
                     self._check_left(worker)
                 else:
                     self._send_to_first(rank, m.Left(rank))
+
+    def _conclude_copies(self, first: Worker, save: int, error: CheckpointError | None) -> None:
+        if save in first.copier.outcomes:
+            raise Violation(f"the copies of save {save} are concluded twice")
+        first.copier.outcomes[save] = error
+        for other in self.workers[1:]:
+            self.at(self.little(), other.copier.hear)
+        if error is None:
+            first.copier.reported.add(save)
+            workers = [each for each in self.workers if save in each.copier.reported]
+            for other in self.workers:
+                is_new = other is not self._workers_at_first[other.rank]
+                if other not in workers and (not is_new or first.copies_begin.get(other.rank, 0) > save):
+                    raise Violation(f"save {save} is replicated, and rank {other.rank} has no copies")
+            self.replicated = save, workers
+
+    def _tell_copies(self, worker: Worker, save: int, error: CheckpointError | None) -> None:
+        if (worker.rank, save) in self.copies_told and self.workers == self._workers_at_first:
+            raise Violation(f"rank {worker.rank} is told of the copies of save {save} twice")
+        self.copies_told[worker.rank, save] = error
+        self._say(worker, self.machines.trainer.CopiesMade(save, error))
+
+    def sources(self, rank: int) -> list[int]:
+        """Return the sources of the worker of ``rank``."""
+        number = min(self._copies, self.ranks - 1) if self.is_copied else 0
+        return [(rank - each) % self.ranks for each in range(1, number + 1)]
 
     def _say(self, worker: Worker, event: Any) -> None:
         """A worker tells its trainer something."""
@@ -594,7 +724,7 @@ class History:
         return self.random.uniform(0, STALLED_S) if self.fails(0.05) else self.little()
 
     def _finalize(self, worker: Worker, save: int) -> None:
-        if not worker.is_alive or self._waits(worker, self._finalize, worker, save):
+        if not worker.is_alive or self.waits(worker, self._finalize, worker, save):
             return
         error: CheckpointError | None = None
         if self.fails(0.05):
@@ -643,6 +773,10 @@ class History:
                 raise Violation(
                     f"rank {rank} was told {said} of save {save}, and storage says {self.decisions.get(save)}"
                 )
+        replicated, workers = self.replicated
+        for worker in workers if workers and workers[0].is_alive else ():  # otherwise it may not be told to all
+            if worker.is_alive and not worker.has_left and not worker.copier.holds(replicated):
+                raise Violation(f"rank {worker.rank} has overwritten its copies of save {replicated}")
 
     def _check_first(self, first: Worker, event: Any) -> None:
         """Check that the first rank waits for nobody in vain."""
@@ -654,9 +788,21 @@ class History:
             if missing := [rank for rank in lost if rank not in first.reports[save]]:
                 raise Violation(f"save {save} waits for ranks {missing}, which are gone")
         match event:
+            case self.machines.RankGone(rank):
+                first.gone_copies.add(rank)
+            case self.machines.CopiesBegin(save, rank):
+                first.copies_begin[rank] = max(save, first.copies_begin.get(rank, 0))
             case self.machines.RankFailed(save) if save in first.machine.open_saves():
                 if len(first.reports[save]) < self.ranks:
                     raise Violation(f"save {save} goes on, although a rank has failed it")
+
+        for save in first.copier.expected - first.copier.outcomes.keys():
+            replaced = {rank for rank, begin in first.copies_begin.items() if save < begin}
+            for rank in replaced | (first.gone_copies - first.copy_reports[save]):
+                raise Violation(f"save {save} waits for copies of rank {rank}, which makes none")
+            is_here = save in first.images and first.copier.holds(save)
+            if is_here and len(first.copy_reports[save]) == self.ranks - 1:
+                raise Violation(f"save {save} is not said to be replicated, although all ranks have copies")
 
     def _check_image(self, worker: Worker, event: Any, were_open: tuple[int, ...]) -> None:
         """Check that a save goes on, or ends, as its image does."""
@@ -672,7 +818,7 @@ class History:
                         raise Violation(f"save {save} of rank {worker.rank} waits for a dead trainer")
 
     def _check_reason(self, first: Worker, save: int, error: CheckpointError | None) -> None:
-        """Check that a save does not fail for a rank that has done its part, or is there."""
+        """Check that a save does not fail because of a rank with a report, or a living rank."""
         rank = None if error is None else error.rank
         if rank in first.reports[save] and error is first.gone.get(rank):
             raise Violation(f"save {save} fails by rank {rank}, which had reported")
@@ -693,5 +839,6 @@ class History:
 _STUCK_S = 30.0
 _OFTEN_S = 1.5  # a rank that waits speaks at least so often
 _LONG_S = commit.SILENCE_S + 3.0
-_MACHINES = Machines(saves, commit, trainer=trainer)
+_MACHINES = Machines(saves, commit, replication, trainer=trainer)
+_PASSED = "a newer image of this rank was copied first"
 _LOST = "its trainer and its worker are gone"

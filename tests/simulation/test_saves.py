@@ -6,12 +6,12 @@ from types import ModuleType
 
 import pytest
 
-from asyncckpt.protocol import commit, saves, trainer
-from simulation.mutations import COMMIT, IMAGE, TRAINER, mutated
+from asyncckpt.protocol import commit, replication, saves, trainer
+from simulation.mutations import COMMIT, IMAGE, REPLICATION, TRAINER, mutated
 from simulation.saves import History, Violation
 
 HISTORIES = 8_000
-MUTATION_HISTORIES = 6_000
+MUTATION_HISTORIES = 9_000
 
 
 def test_no_history_breaks_a_promise() -> None:
@@ -22,7 +22,7 @@ def test_no_history_breaks_a_promise() -> None:
             pytest.fail(f"seed {seed}: {violation}; print it with: scripts/simulate --seed {seed}")
 
 
-MUTATIONS = {commit: COMMIT, saves: IMAGE, trainer: TRAINER}
+MUTATIONS = {commit: COMMIT, replication: REPLICATION, saves: IMAGE, trainer: TRAINER}
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,6 @@ class Trainer:
                     history.end_job(self.rank, with_host=False)
                 elif not self.has_lost:
                     self._send(history.machines.ImageStaged(save))
-                    if history.is_copied:
-                        history.at(history.random.expovariate(0.5), self._replicate, save)
             case m.ReleaseTensors(save):
                 if save in self.copying or save in self.released:
                     raise history.violation(f"save {save} of rank {self.rank} is released, and is being read")
@@ -212,7 +210,7 @@ class Trainer:
         self.told.add(save)
         worker.copying.add(save)
         worker.used.add(save)
-        self._send(history.machines.Begun(save, self.rank, history.ranks, history.timeout))
+        self._send(history.machines.Begun(save, self.rank, history.ranks, history.timeout, history.is_copied))
         if history.fails(0.03):
             history.at(STUCK_S, self._end_copy, save)
         else:
@@ -221,6 +219,9 @@ class Trainer:
 
     def _end_copy(self, save: int) -> None:
         if save not in self.copying or not self.is_alive:
+            return
+        if any(other < save for other in self.copying & self.stopped):  # one thread copies
+            self._history.at(0.1, self._end_copy, save)
             return
         history = self._history
         self.copying.discard(save)
@@ -231,10 +232,6 @@ class Trainer:
             self.give(self._m.CopyFailed(save, CheckpointError("copy failed"), save in self.told))
         else:
             self.give(self._m.Copied(save))
-
-    def _replicate(self, save: int) -> None:
-        if self._worker.is_alive and not self._worker.has_left:
-            self.hear(self._m.CopiesMade(save, None))
 
     def _send(self, event: Any) -> None:
         """Send to the worker. Messages are late, and come in their order."""

@@ -1,12 +1,13 @@
 """A worker that waits, for files, before it writes, takes more memory, or uploads: ``held_worker.py GATE COUNT JSON``.
 
 Of the requests for more memory the first COUNT get it, as soon as there is another; that one is held, and gets none.
-``GATE.write``, ``GATE.take`` and ``GATE.upload`` are waited for. ``GATE.take.reached`` says that one is held, and
-``GATE.taken`` that it has come to nothing.
+``GATE.write``, ``GATE.take`` and ``GATE.upload`` are waited for. ``GATE.take.reached``, and so on, says that it is
+held; ``GATE.taken`` says that the memory has come to nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -25,8 +26,13 @@ _GATE, _given = sys.argv[1], int(sys.argv[2])
 
 
 def _wait(name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        open(f"{_GATE}.{name}.reached", "w").close()
     deadline = time.monotonic() + 120
-    while not os.path.exists(f"{_GATE}.{name}") and time.monotonic() < deadline:
+    # The folder of a test that has passed is removed. A worker may still have something to upload then.
+    while os.path.isdir(os.path.dirname(_GATE)) and not os.path.exists(f"{_GATE}.{name}"):
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.005)
 
 
@@ -46,7 +52,6 @@ def _take_some(segment: Any, wait_released: Any = lambda: False, end: int | None
     if begin:
         _given -= 1
         if _given < 0:
-            open(f"{_GATE}.take.reached", "w").close()
             _wait("take")  # as in the host's lock, while others take theirs
             raise OutOfMemoryError("there is too little (as the test wants)")
         _wait("take.reached")

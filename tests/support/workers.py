@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,13 +67,12 @@ def overdue(gate: Path) -> Iterator[None]:
 
 def send_away(runtime: Path) -> None:
     """Have the workers leave that linger; nothing of them may stay."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while runtime.exists():
         for lock in runtime.glob("*.lock"):
             takeover = Takeover.find(lock.stem, 30, worker_process.detached_workers())
             if takeover is not None:
-                takeover.retire(60)
-                takeover.close()
+                _retire(takeover, lock.stem)
             else:
                 with contextlib.suppress(JobTakenError):  # it is just leaving
                     endpoint.Endpoint(lock.stem, 0).close()  # it was killed; whoever has the name next clears up
@@ -84,6 +84,26 @@ def send_away(runtime: Path) -> None:
             assert time.monotonic() < deadline, f"left in the runtime folder: {left}"
         assert time.monotonic() < deadline, "workers have not left"
         time.sleep(0.02)
+
+
+def _retire(takeover: Takeover, name: str) -> None:
+    """Have a worker leave. If it does not, say where its threads are."""
+    aborted = threading.Event()
+    pid = endpoint.peer_pid(takeover._connection)  # in a container it knows itself by another number
+
+    def abort() -> None:
+        aborted.set()
+        os.kill(pid, signal.SIGABRT)  # the log has its stacks then
+
+    timer = threading.Timer(45, abort)
+    timer.start()
+    try:
+        with takeover:
+            takeover.retire(60)
+    finally:
+        timer.cancel()
+        timer.join()
+    assert not aborted.is_set(), f"a worker does not leave: {endpoint.take_log(name)}"
 
 
 def _is_looked_at(runtime: Path) -> bool:

@@ -49,8 +49,7 @@ def _copy(source: SegmentStore, copies: Copies, save_id: int) -> int:
 
 
 def _kept(store: SegmentStore) -> set[str]:
-    store.on_trainer_gone(keep=True)
-    return {each.request.attempt for each in store.summaries()}
+    return {each.request.attempt for each in store.summaries(with_own=True)}
 
 
 def test_the_last_that_all_have_stays(source: SegmentStore, store: SegmentStore) -> None:
@@ -58,9 +57,9 @@ def test_the_last_that_all_have_stays(source: SegmentStore, store: SegmentStore)
     copies.keep(0, [CopiedRank(0, copy_bytes(NBYTES))], [0])
     slots = [_copy(source, copies, 1), _copy(source, copies, 2)]
     assert sorted(slots) == [0, 1]
-    copies.on_replicated(0, 1)
+    copies.on_replicated(1)
     assert _copy(source, copies, 3) == slots[1] and _copy(source, copies, 4) == slots[1]  # however often
-    copies.on_replicated(0, 4)
+    copies.on_replicated(4)
     assert _copy(source, copies, 5) == slots[0]
     copies.close()
     assert _kept(store) == {"attempt 4", "attempt 5"}
@@ -70,7 +69,7 @@ def test_what_is_read_stays(source: SegmentStore, store: SegmentStore) -> None:
     copies = Copies(store)
     copies.keep(0, [CopiedRank(0, copy_bytes(NBYTES))], [0])
     slots = [_copy(source, copies, 1), _copy(source, copies, 2)]
-    copies.on_replicated(0, 2)
+    copies.on_replicated(2)
     fd = lease(store.hosted(1).segment.fileno(), slots[0], Readers.OF_IMAGE)
     assert fd is not None
     with pytest.raises(CheckpointError, match="being read"):
@@ -85,14 +84,13 @@ def test_of_what_was_taken_over_the_newest_stays(source: SegmentStore, store: Se
     first.keep(0, [CopiedRank(0, copy_bytes(NBYTES))], [0])
     older, newer = _copy(source, first, 8), _copy(source, first, 9)
     first.close()
-    store.on_trainer_gone(keep=True)
     held = store.held_images()
-    assert held is not None and all(each.is_copy for each in held)
+    assert held and all(each.is_copy for each in held)
     second = Copies(store)
     second.inherit(1, held)
     second.keep(0, [CopiedRank(0, copy_bytes(NBYTES))], [0])
     assert _copy(source, second, 1) == older and _copy(source, second, 2) == older
-    second.on_replicated(0, 2)
+    second.on_replicated(2)
     assert _copy(source, second, 3) == newer
     second.close()
 

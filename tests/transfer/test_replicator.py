@@ -1,52 +1,90 @@
-"""Which steps are said to be replicated, and what is kept until that is known: two workers in one process."""
+"""Two workers in one process copy each other's images, and agree which saves are replicated."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
 
 import pytest
-from support.image_holder import KEY, copy_bytes, lay_out, stage
+from support.image_holder import KEY, copy_bytes, lay_out
 from support.transport_contract import wait_for
 
-from asyncckpt.errors import CheckpointError, RankFailedError, StorageError
-from asyncckpt.extension import Rendezvous, Store
-from asyncckpt.format.write_request import CopiedRank, HeldImage, ImageKey
-from asyncckpt.link.messages import Replicated
+from asyncckpt.errors import CheckpointError, RankFailedError, StorageError, WorkerDiedError
+from asyncckpt.extension import Rendezvous, storage_for
+from asyncckpt.format.write_request import CopiedRank, HeldImage, ImageKey, WriteRequest
+from asyncckpt.link.messages import FromWorker, Host, Replicated, Staged
 from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.ranks.rounds import Rounds
+from asyncckpt.shm.slots import State
 from asyncckpt.transfer.copies import Incoming
 from asyncckpt.transfer.replicator import Replicator
 from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.server import TransferServer
+from asyncckpt.worker.saves import SavesOfTrainer
 
 NBYTES = 4 << 20
 
 
 @dataclass
 class Worker:
-    """The worker of ``rank``, as far as copies need one."""
+    """The worker of ``rank``, without a trainer."""
 
     rank: int
-    rendezvous: Rendezvous
+    root: Path
     store: SegmentStore = field(default_factory=SegmentStore)
     told: dict[int, CheckpointError | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.number = lay_out(self.store, NBYTES, slots=3)
         self.server = TransferServer(self.store, (KEY,), "127.0.0.1")
-        self.replicator = Replicator(self.store, self.rendezvous, 10.0, "sockets", None, self._tell)
+        self.saves = SavesOfTrainer(storage_for, self.store, self._tell, lambda *_: None, 2)
+
+    def join(self, port: int) -> None:
+        """Meet the other rank at the store of the first one."""
+        self.port = port
+        rendezvous = Rendezvous("127.0.0.1", port, "token", KEY, self.rank, 2)
+        self.saves.join(rendezvous, 10.0)
+        self.replicator = Replicator(self.store, rendezvous, 10.0, "sockets", None, self._tell, self.saves.post)
+        self.saves.replicator = self.replicator
         self.replicator.announce(TransferAddress("127.0.0.1", self.server.port))
         self.replicator.keep(0, [CopiedRank(1 - self.rank, copy_bytes(NBYTES))], [0])
 
-    def _tell(self, replicated: Replicated) -> None:
-        self.told[replicated.save_id] = replicated.failure
+    def _tell(self, message: FromWorker) -> None:
+        if isinstance(message, Replicated):
+            self.told[message.save_id] = message.failure
+
+    def _begin(self, save_id: int) -> WriteRequest:
+        slot, path, name = save_id % 3, str(self.root / f"step-{save_id:08d}"), f"attempt {save_id}"
+        self.store.hosted(self.number).slots.take(slot, save_id)
+        request = WriteRequest(
+            save_id, self.number, slot, path, name, save_id, self.rank, 2, "refuse", None, False, 20.0, is_copied=True
+        )
+        self.store.slot_taken(request)
+        self.saves.begin(request)
+        return request
 
     def stage(self, save_id: int) -> None:
-        """Its trainer has staged a save, in the slot after that of the one before."""
-        key = ImageKey(f"attempt {save_id}", self.rank)
-        self.replicator.expect(stage(self.store, self.number, save_id % 3, save_id, key))
+        """Its trainer stages a save, in the slot after that of the one before."""
+        request = self._begin(save_id)
+        self.store.hosted(self.number).slots.set(request.slot, State.STAGED)
+        self.saves.staged(Staged(save_id, {}))
+
+    def fail(self, save_id: int, error: CheckpointError) -> None:
+        """A save fails before it is staged."""
+        self._begin(save_id)
+        self.saves.cancel(save_id, error)
+
+    def replace(self, port: int) -> None:
+        """Another worker takes the place of this one, which has died."""
+        with mock.patch.object(Rounds, "gone_soon"):  # it could not say so
+            self.close()
+        self.store, self.told = SegmentStore(), {}
+        self.__post_init__()
+        self.join(port)
 
     def copies(self) -> set[int]:
         """The saves that it has copies of."""
@@ -57,19 +95,28 @@ class Worker:
         return found
 
     def close(self) -> None:
-        self.replicator.close()
+        self.saves.hurry()
+        self.saves.stop_copying()
+        self.saves.finish()
+        assert self.saves.wait_written()
+        self.saves.close("its trainer has died")
         self.server.close()
         self.store.close()
 
 
 @pytest.fixture
-def workers() -> Iterator[list[Worker]]:
-    store = Store(KEY)
-    found = [Worker(rank, Rendezvous("127.0.0.1", store.port, "token", KEY, rank, 2)) for rank in range(2)]
-    yield found
+def workers(tmp_path: Path) -> Iterator[list[Worker]]:
+    found = [Worker(rank, tmp_path) for rank in range(2)]
+    port = found[0].saves.host(Host(0, "127.0.0.1", KEY)).port
     for each in found:
-        each.close()
-    store.close()
+        each.join(port)
+    yield found
+    closing = [threading.Thread(target=each.close) for each in found]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in closing)
 
 
 def _are_told(workers: list[Worker], save_id: int) -> Callable[[], bool]:
@@ -127,9 +174,7 @@ def test_a_copy_stays_though_a_later_save_has_failed(workers: list[Worker], monk
         each.stage(2)
     wait_for(lambda: first.copies() == {1, 2})
     for each in workers:  # step 3 fails before it is staged
-        held = each.store.held(ImageKey("attempt 2", each.rank))
-        assert held is not None
-        each.replicator.on_failed(replace(held.request, save_id=3), RankFailedError("its state could not be saved"))
+        each.fail(3, RankFailedError("its state could not be saved"))
     second.stage(4)
     _holds(lambda: first.copies() != {1, 2}, within=1.0)
     may_begin.set()
@@ -146,13 +191,33 @@ def test_what_failed_before_it_was_staged_holds_up_no_later_save(workers: list[W
     second.stage(2)
     wait_for(lambda: first.copies() == {1, 2})
     # The disk of the first rank is full: it cannot write what its trainer is still staging.
-    held = first.store.held(ImageKey("attempt 1", 0))
-    assert held is not None
-    first.replicator.on_failed(replace(held.request, save_id=2), StorageError("no space left"))
+    first.fail(2, StorageError("no space left"))
     wait_for(_are_told(workers, 2))
-    for number in (2, 4):
-        first.stage(number)
-    second.stage(4)
+    for each in workers:
+        each.stage(4)
     wait_for(_are_told(workers, 4))
     assert [each.told[2] is None for each in workers] == [False, False]
     assert [each.told[4] for each in workers] == [None, None]
+
+
+def test_what_a_dead_worker_had_copied_does_not_count(workers: list[Worker]) -> None:
+    """It has reported, and the first rank still copies. Its host may be the one that is lost."""
+    first, second = workers
+    may_begin, begin = threading.Event(), first.replicator.copies.begin
+
+    def begin_late(held: HeldImage) -> Incoming:
+        assert may_begin.wait(30)
+        return begin(held)
+
+    with mock.patch.object(first.replicator.copies, "begin", begin_late):
+        for each in workers:
+            each.stage(1)
+        wait_for(lambda: second.copies() == {1})
+        second.replace(first.port)
+        second.stage(2)
+        wait_for(lambda: 1 in first.told)
+        assert isinstance(first.told[1], WorkerDiedError) and first.told[1].rank == 1
+        may_begin.set()
+    first.stage(2)
+    wait_for(_are_told(workers, 2))
+    assert [each.told[2] for each in workers] == [None, None]

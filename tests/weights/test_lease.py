@@ -207,10 +207,10 @@ def test_the_interpreter_may_end_with_all_of_it_alive() -> None:
 def test_what_is_mapped_stays_while_the_worker_leaves() -> None:
     """Between giving all back and hanging up it is still there to be asked."""
     publishing, name = Publishing(100), endpoint_name("policy", 0)
-    service = EndpointService(name, os.getpid(), publishing.store, Serving(publishing.store))
+    service = EndpointService(name, "", 60, publishing.store, Serving(publishing.store))
     rank = RankPublications(partial(ReaderClient.connect, name))
     with contextlib.closing(publishing), contextlib.closing(service), contextlib.closing(rank):
-        service.open()
+        service.open(os.getpid())
         publishing.publish(3, bytes(100))
         rank.refresh(60)
         publishing.store.close()

@@ -24,6 +24,7 @@ from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link.messages import Committed, Failed, Host, Staged
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.protocol import commit
+from asyncckpt.ranks import rounds as rounds_module
 from asyncckpt.ranks.store_connection import Patience, StoreClient
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import State
@@ -40,7 +41,7 @@ class Told:
     def __init__(self) -> None:
         self.ends: SimpleQueue[Any] = SimpleQueue()
         self.memory = SegmentStore()
-        self.saves = SavesOfTrainer(storage_for, self.memory, lambda _: None, lambda _: None, self._end, 2)
+        self.saves = SavesOfTrainer(storage_for, self.memory, lambda _: None, self._end, 2)
 
     def _end(self, request: WriteRequest, outcome: Committed | Failed) -> None:
         self.ends.put((outcome, self.saves.unended()))
@@ -54,7 +55,7 @@ class Told:
         """Begin a save of a hand-made image."""
         segment = Segment.create("test", 4 * PAGE)
         layout = checkpoint_image(segment)
-        number = self.memory.adopt(segment, ())
+        number = self.memory.adopt(segment)
         hosted = self.memory.hosted(number)
         hosted.layout = layout
         hosted.slots.take(0, request.save_id)
@@ -134,8 +135,8 @@ def test_a_store_that_answers_late_is_not_taken_for_gone(
 
     monkeypatch.setattr(StoreClient, "wait", wait)
     monkeypatch.setattr(Store, "_is_proved", is_proved)
-    assert saves_module._PROBE_S >= 5
-    monkeypatch.setattr(saves_module, "_PROBE_S", 60.0)
+    assert rounds_module._PROBE_S >= 5
+    monkeypatch.setattr(rounds_module, "_PROBE_S", 60.0)
     worker = told()
     worker.saves.join(replace(first, rank=1), 30)
     with closing(store):
@@ -231,7 +232,7 @@ def test_a_save_ends_where_no_thread_can_be_started(tmp_path: Path, told: Any, m
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuses)
-    monkeypatch.setattr(saves_module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(saves_module, "PATIENCE_S", 0.0)
     worker = told()
     request = worker.begin(replace(request_for(tmp_path), rank=1, world_size=2))
     worker.stage(request)

@@ -1,25 +1,23 @@
-"""The worker's connection to its trainer. The saves are on other threads (``saves.py``).
+"""A session: the worker's connection to one trainer. The saves are on other threads (``saves.py``).
 
-After the trainer closes or dies, the worker still writes every request in a slot with the state STAGED, and discards
-requests that have only begun. Then the worker exits. If the trainer has closed, the worker exits at once. If the
-trainer has died, the worker first lingers with the images that it holds, for a restarted trainer.
+After the trainer closes or dies, the session still writes every request in a slot with the state STAGED, and discards
+requests that have only begun. Then it ends. If the trainer has closed, the worker ends, too. If the trainer has died,
+the worker lingers with the images that it holds. A restarted trainer opens the next session.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointError, WorkerDiedError
-from asyncckpt.format.write_request import HeldImage, WriteRequest
+from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link import messages
-from asyncckpt.link.endpoint import runtime_folder
 from asyncckpt.link.endpoint_messages import Follow, Serve
 from asyncckpt.link.messages import Claim, Claimed, receive, send
 from asyncckpt.link.root_lock import RootLock
@@ -31,85 +29,89 @@ from asyncckpt.storage.uploads import AskUploads, Uploaded, UploadsUnderWay
 from asyncckpt.threads import start
 from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.serving import Serving, listens_at
-from asyncckpt.worker.endpoint_service import EndpointService
+from asyncckpt.worker.endpoint_service import EndpointService, Trainer
 from asyncckpt.worker.saves import SavesOfTrainer
 
 if TYPE_CHECKING:
-    from asyncckpt.transfer.replicator import Replicator
     from asyncckpt.worker.metrics_file import MetricsFile
 
 _CLOSED = "it has closed its checkpointer"
 
 
-class Server:
-    """One worker serving one trainer."""
+class Session:
+    """One trainer's session."""
 
     def __init__(
         self,
-        connection: SocketConnection,
+        trainer: Trainer,
         storage_for: Callable[[str], Storage],
         segment_store: SegmentStore,
         endpoint_service: EndpointService,
         serving: Serving,
         io_threads: int,
-        trainer: int,
+        uploaders: dict[str, Uploader],
         metrics: MetricsFile | None = None,
     ) -> None:
         """Start the threads.
 
         Args:
-            connection: The connection to the trainer, closed at the end.
+            trainer: The trainer. Its connection is closed at the end.
             storage_for: Returns the storage of a path.
-            segment_store: The memory, closed at the end.
+            segment_store: The memory.
             endpoint_service: Answers other processes.
             serving: Serves images to other hosts.
             io_threads: Number of threads that write at once.
-            trainer: The process id of the trainer.
+            uploaders: The uploaders of all sessions, by their local folders. The session adds its own.
             metrics: Notified of the ends of saves and uploads.
         """
-        self._metrics = metrics
-        self.is_closed_in_order = False
-        """Whether the trainer has closed rather than died."""
-        self._connection = connection
-        self._trainer = trainer
+        self._metrics, self._uploaders = metrics, uploaders
+        self._is_closed = False
+        self._connection: SocketConnection = trainer.connection
+        self._trainer = trainer.pid
         self._root_lock: RootLock | None = None
         self._segment_store = segment_store
         self._endpoint_service = endpoint_service
         self._sending = threading.Lock()
         self._storage_for = storage_for
-        self._saves = SavesOfTrainer(storage_for, segment_store, self._send, self._on_staged, self._end, io_threads)
-        endpoint_service.unended_saves, endpoint_service.on_restart = self._saves.unended, self._saves.restarted
+        self._saves = SavesOfTrainer(storage_for, segment_store, self._send, self._end, io_threads)
+        endpoint_service.begin_session(trainer, self._saves.unended, self._saves.restarted)
         self._serving = serving
         self._rendezvous: messages.Rendezvous | None = None
         self._timeout = 0.0
         self._address: TransferAddress | None = None
-        self._replicator: Replicator | None = None
-        self._inherited: list[tuple[int, tuple[HeldImage, ...]]] = []  # segments of copies that were not asked for yet
+        self._taking: list[threading.Thread] = []
 
-    def run(self, trainer: int | None, linger: float) -> bool:
-        """Serve until the trainer closes or dies. After a death, linger ``linger`` seconds with the held images.
+    def run(self, trainer: Collection[int], trouble: str | None, *, lingers: bool) -> bool:
+        """Serve until the trainer closes or dies, and until all is written.
 
-        ``trainer`` is a pidfd, which shows the death of the trainer even if a fork holds the socket. Return whether all
-        threads have ended. If not, storage does not answer, and the process should end itself.
+        Args:
+            trainer: A pidfd, or nothing. It shows the death of the trainer even if a fork holds the socket.
+            trouble: The reason why other processes cannot find this worker; None: they can.
+            lingers: Whether the images are kept after a death.
+
+        Returns:
+            Whether all threads have ended. If not, storage does not answer, and the process should end itself.
         """
+        self._send(messages.Ready(os.getpid(), trouble))
         to_trainer = _LogHandler(self._send)
         logging.getLogger().addHandler(to_trainer)
-        self._send(messages.Ready(os.getpid()))
         if self._metrics is not None:
             self._metrics.begin()
         why = self._serve(trainer)
-        self.is_closed_in_order = self._endpoint_service.is_closed_in_order = why == _CLOSED
-        lingers = why != _CLOSED and linger > 0
+        self._is_closed = why == _CLOSED
         if why != _CLOSED:  # no trainer receives the log any more
             logging.getLogger().removeHandler(to_trainer)
             self._endpoint_service.redirect_log()
             self._saves.hurry()
         if self._root_lock is not None:
             self._root_lock.announce_end()
-        if self._replicator is not None:
-            self._replicator.close()
+        self._saves.stop_copying()
         self._saves.finish()
-        self._segment_store.on_trainer_gone(keep=lingers)
+        for thread in self._taking:
+            thread.join()  # the next trainer may give that memory back
+        if self._is_closed or not lingers:
+            self._segment_store.drop_images()
+        self._endpoint_service.trainer_gone(closed=self._is_closed)
         finished = self._saves.wait_written()
         if finished:
             self._saves.close(why)
@@ -119,27 +121,20 @@ class Server:
                 uploader.trainer_gone()
             elif uploader is not None:
                 uploader.close()  # while the trainer still receives failures
+            logging.getLogger().removeHandler(to_trainer)
             with self._sending:
                 self._connection.close()
-            if lingers:
-                # Before this, nothing could make the worker leave. From now on it only saves others a read.
-                signal.signal(signal.SIGTERM, lambda *_: self._endpoint_service.retire())
-                self._endpoint_service.linger(linger)
-            self._serving.end_following()
-            self._segment_store.close()
         return finished
 
-    def finish_uploads(self) -> None:
-        """Wait for the uploads that are under way. No trainer waits for them."""
-        if self._saves.uploader is not None:
-            self._saves.uploader.close()
+    def close_metrics(self) -> None:
+        """Write the metrics for the last time, before another session writes the same file."""
+        if self._metrics is not None:
+            self._metrics.close(in_order=self._is_closed)
 
-    def _serve(self, trainer: int | None) -> str:
+    def _serve(self, trainer: Collection[int]) -> str:
         """Serve the trainer. Return the reason why serving ended."""
-        watched: list[SocketConnection | int] = [self._connection]
-        watched += [] if trainer is None else [trainer]
         while True:
-            ready = wait(watched)
+            ready = wait([self._connection, *trainer])
             try:
                 while self._connection.poll():
                     message: messages.FromTrainer = receive(self._connection)
@@ -150,7 +145,7 @@ class Server:
                 if isinstance(error, ConnectionError) or not self._connection.has_other_end():
                     return "its trainer is gone"
                 raise  # the operating system has refused something
-            if trainer in ready:
+            if any(each in ready for each in trainer):
                 return "its trainer has died"
 
     def _handle(self, message: messages.FromTrainer) -> None:
@@ -172,10 +167,13 @@ class Server:
                 self._saves.cancel(save_id, reason)
             case messages.Take():
                 # On another thread, because taking memory takes a second for each two GiB or so.
+                thread = threading.Thread(target=self._take, args=[message], name="asyncckpt-memory", daemon=True)
                 try:
-                    start(threading.Thread(target=self._take, args=[message], name="asyncckpt-memory", daemon=True))
+                    start(thread)
                 except CheckpointError:
                     self._take(message)
+                else:
+                    self._taking = [each for each in self._taking if each.is_alive()] + [thread]
             case messages.GiveBack(number, begin, slots):
                 self._segment_store.give_back(number, begin, slots)
             case messages.Release(number):
@@ -188,8 +186,6 @@ class Server:
             case messages.Allocate():
                 self._allocate(asked.number, asked.question)
                 return
-            case messages.Listen():
-                answer = self._listen()
             case Claim():
                 answer = self._claim(asked.question)
             case messages.Host():
@@ -197,11 +193,8 @@ class Server:
             case AskUploads():
                 uploader = self._saves.uploader
                 answer = UploadsUnderWay((), None) if uploader is None else uploader.under_way()
-            case messages.Adopt(held):
-                segment = self._connection.receive_segment()
-                answer = messages.Adopted(self._segment_store.adopt(segment, held))
-                if any(each.is_copy for each in held):
-                    self._inherited.append((answer.segment, held))
+            case messages.Adopt():
+                answer = messages.Adopted(self._segment_store.adopt(self._connection.receive_segment()))
             case Serve(key, address):
                 answer = self._serving.serve(key, listens_at(address), to_own_job=True)
                 self._address = TransferAddress(address, answer.port)
@@ -213,14 +206,6 @@ class Server:
                 self._segment_store.hosted(number).describe(layout)
                 answer = messages.Described()
         self._send(messages.Answer(asked.number, answer))
-
-    def _listen(self) -> messages.Listening:
-        trouble = None
-        try:
-            self._endpoint_service.open()
-        except OSError as error:
-            trouble = f"{error.strerror or error}: {runtime_folder()}"
-        return messages.Listening(trouble)
 
     def _claim(self, claim: Claim) -> Claimed:
         answer = Claimed()
@@ -235,22 +220,25 @@ class Server:
                 else:
                     answer = Claimed(found)
         if claim.local is not None and answer.holder is None and self._saves.uploader is None:
-            self._saves.uploader = Uploader(claim.local, self._storage_for, self._on_uploaded)
+            if (uploader := self._uploaders.get(claim.local)) is None:
+                uploader = self._uploaders[claim.local] = Uploader(claim.local, self._storage_for, self._on_uploaded)
+            uploader.trainer_came(self._storage_for, self._on_uploaded)
+            self._saves.uploader = uploader
         return answer
 
     def _keep_copies(self, request: messages.KeepCopies) -> messages.CopiesKept:
-        if self._replicator is None:
+        if (replicator := self._saves.replicator) is None:
             if self._rendezvous is None or self._address is None:
                 raise WorkerDiedError("the worker has not met those of the other ranks: please report this")
             from asyncckpt.transfer.replicator import Replicator  # imported only if needed
 
-            where = self._rendezvous, self._timeout
-            self._replicator = Replicator(self._segment_store, *where, request.transport, request.rate, self._send)
-            self._replicator.announce(self._address)
-        for number, held in self._inherited:
-            self._replicator.copies.inherit(number, held)
-        self._inherited.clear()
-        self._replicator.keep(request.plan, request.ranks, request.plans)
+            where, how = (self._rendezvous, self._timeout), (request.transport, request.rate)
+            replicator = Replicator(self._segment_store, *where, *how, self._send, self._saves.post)
+            self._saves.replicator = replicator
+            replicator.announce(self._address)
+            for number, held in self._segment_store.copies_before().items():
+                replicator.copies.inherit(number, held)
+        replicator.keep(request.plan, request.ranks, request.plans)
         return messages.CopiesKept()
 
     def _allocate(self, asked: int, request: messages.Allocate) -> None:
@@ -269,15 +257,8 @@ class Server:
             error = CheckpointError(f"the memory is not there any more: {failure}")
         self._send(messages.Taken(request.segment, error))
 
-    def _on_staged(self, request: WriteRequest) -> None:
-        self._segment_store.image_staged(request)
-        if request.is_copied and self._replicator is not None:
-            self._replicator.expect(request)
-
     def _end(self, request: WriteRequest, outcome: messages.Committed | messages.Failed) -> None:
         self._segment_store.save_ended(outcome.save_id, committed=isinstance(outcome, messages.Committed))
-        if isinstance(outcome, messages.Failed) and request.is_copied and self._replicator is not None:
-            self._replicator.on_failed(request, outcome.error)
         self._send(outcome)
         if self._metrics is not None:
             self._metrics.on_end(request, outcome, time.time() - request.called_at)
