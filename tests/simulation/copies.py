@@ -49,7 +49,7 @@ class Copier:
         if source in self._busy or not self._works or not its.is_alive or not self._is_newer(its):
             return
         self._busy.add(source)
-        self._history.at(self._history.little(), self._history.give, self._worker, self._m.CopyWanted(source))
+        self._history.after(self._history.little(), self._history.give, self._worker, self._m.CopyWanted(source))
 
     def allow(self, source: int) -> None:
         """The machine allows to copy the newest image."""
@@ -58,7 +58,7 @@ class Copier:
         unknown = self.expected - self.outcomes.keys()
         if min(unknown, default=self._newest[source] + 1) <= self._newest[source]:
             raise self._history.violation(f"rank {self._worker.rank} may overwrite a copy from rank {source} too early")
-        self._history.at(self._history.little(), self._copy, source)
+        self._history.after(self._history.little(), self._copy, source)
 
     def holds(self, save: int) -> bool:
         """Return whether all images of a save are here."""
@@ -87,7 +87,7 @@ class Copier:
     def await_outcome(self, save: int) -> None:
         """Wait for what the first rank says about a save, after the saves before it."""
         self._awaited.append(save)
-        self._history.at(self._history.little(), self.hear)
+        self._history.after(self._history.little(), self.hear)
 
     def hear(self) -> None:
         """The first rank has said something."""
@@ -98,7 +98,7 @@ class Copier:
         if not first.is_alive or first.has_left:  # this asks until another one is there
             return
         if history.cut_until[self._worker.rank] > history.now:
-            history.at(history.cut_until[self._worker.rank] - history.now, self.hear)
+            history.at(history.cut_until[self._worker.rank], self.hear)
         elif save in first.copier.outcomes:
             self._answer(self._m.CopiesOutcome(save, first.copier.outcomes[save]))
 
@@ -113,7 +113,7 @@ class Copier:
     def _answer(self, event: Any) -> None:
         self._awaited.popleft()
         self._history.give(self._worker, event)
-        self._history.at(self._history.little(), self.hear)
+        self._history.after(self._history.little(), self.hear)
 
     def _copy(self, source: int) -> None:
         history = self._history
@@ -127,7 +127,7 @@ class Copier:
             (slot for slot in range(2) if slots[slot] != self.replicated or not slots[slot]), key=slots.__getitem__
         )
         slots[slot] = 0
-        history.at(history.random.expovariate(1), self._end, source, its, max(its.images), slot)
+        history.after(history.random.expovariate(1), self._end, source, its, max(its.images), slot)
 
     def _end(self, source: int, its: Worker, save: int, slot: int) -> None:
         history = self._history
@@ -149,4 +149,4 @@ class Copier:
 
     def _stop(self, source: int) -> None:
         self._busy.discard(source)
-        self._history.at(_AGAIN_S, self.look, source)
+        self._history.after(_AGAIN_S, self.look, source)

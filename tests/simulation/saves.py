@@ -70,6 +70,7 @@ class Worker:
         self.machine = history.machines.WorkerSaves()
         self.is_alive = True
         self.stopped_until = 0.0
+        self.waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # what it does when it goes on
         self.has_left = False
         self.heard_at = history.now
         self.ticks = False
@@ -207,37 +208,48 @@ class History:
         at = 0.0
         for save in range(1, self.saves + 1):
             for rank in range(self.ranks):
-                self.at(at + between(0, 1), self._call, rank, save)
+                self.after(at + between(0, 1), self._call, rank, save)
             at += between(1, 8)
         self.has_faults = trouble = chance() < 0.85
         self.is_over = not trouble
         for rank in range(self.ranks):
             if trouble and chance() < 0.15:
-                self.at(between(0, at + 12), self.kill_worker, rank)
+                self.after(between(0, at + 12), self.kill_worker, rank)
             if trouble and chance() < 0.15:
-                self.at(between(0, at + 12), self._stop, rank, between(1, 20) if chance() < 0.9 else 300.0)
+                self.after(between(0, at + 12), self._stop, rank, between(1, 20) if chance() < 0.9 else 300.0)
             if trouble and rank and chance() < 0.15:
-                self.at(between(0, at + 12), self._cut, rank, between(0.1, 20))
+                self.after(between(0, at + 12), self._cut, rank, between(0.1, 20))
         if chance() < (0.4 if trouble else 0.5):
-            self.at(between(0, at + 12), self.end_job, self.random.randrange(self.ranks), trouble and chance() < 0.5)
-        self.at(at + STALLED_S, self._end_of_faults)
+            self.after(between(0, at + 12), self.end_job, self.random.randrange(self.ranks), trouble and chance() < 0.5)
+        self.after(at + STALLED_S, self._end_of_faults)
 
     def _end_of_faults(self) -> None:
         self.is_over = True
 
-    def at(self, delay: float, what: Callable[..., None], *arguments: Any) -> None:
-        self._then(self.now + delay, what, *arguments)
+    def after(self, delay: float, what: Callable[..., None], *arguments: Any) -> None:
+        self.at(self.now + delay, what, *arguments)
 
-    def _then(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
+    def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
         self._order += 1
         heapq.heappush(self._queue, (when, self._order, what, arguments))
 
     def waits(self, worker: Worker, what: Callable[..., None], *arguments: Any) -> bool:
         """Return whether a worker is stopped. If so, it does this when it goes on, in the order of these calls."""
-        if worker.stopped_until <= self.now:
+        if worker.stopped_until <= self.now and not worker.waiting:
             return False
-        self._then(worker.stopped_until, what, *arguments)
+        if not worker.waiting:
+            self.at(worker.stopped_until, self._go_on, worker)
+        worker.waiting.append((what, arguments))
         return True
+
+    def _go_on(self, worker: Worker) -> None:
+        if worker.stopped_until > self.now:  # it was stopped once more
+            self.at(worker.stopped_until, self._go_on, worker)
+            return
+        waiting, worker.waiting = worker.waiting, []
+        for what, arguments in waiting:
+            what(*arguments)
+            self._check()
 
     def little(self) -> float:
         return self.random.expovariate(10)
@@ -269,7 +281,7 @@ class History:
             self.clients[rank] = Trainer(self, self.workers[rank])
             self.workers[rank].copier.begin()
             for other in self.workers[1:] if rank == 0 else ():
-                self.at(self.little(), other.copier.find_another_first)
+                self.after(self.little(), other.copier.find_another_first)
         if rank == 0 and self.workers[0].is_alive:
             for number, error in self.untold.items():
                 self._conclude(self.workers[0], number, error)
@@ -277,7 +289,7 @@ class History:
         self.begun[rank, save] = self.now
         if rank > 0 and self.rule != "wait" and save not in self.chosen:
             self.choosers[save].append(partial(self._want, rank, save))
-            self.at(TIMEOUT_S, self._give_up_choice, rank, save)
+            self.after(TIMEOUT_S, self._give_up_choice, rank, save)
         else:
             self._want(rank, save)
 
@@ -298,7 +310,7 @@ class History:
         """First rank: tell the others what becomes of a save for which no slot may be free."""
         self.chosen[save] = decision
         for want in self.choosers.pop(save, ()):
-            self.at(self.little(), want)
+            self.after(self.little(), want)
 
     def report(self, rank: int, save: int, error: CheckpointError, *, begun: bool) -> None:
         """A trainer tells the other ranks that a save failed."""
@@ -308,7 +320,7 @@ class History:
         elif not first.is_alive:
             self.untold.setdefault(save, error)
         elif begun:
-            self.at(self.little(), self.give, first, self.machines.RankFailed(save, error))
+            self.after(self.little(), self.give, first, self.machines.RankFailed(save, error))
         else:
             self._conclude(first, save, error)
 
@@ -330,9 +342,9 @@ class History:
             self._let_go(worker, save)
             self._end_write(worker, self.machines.PartFailed(save, error))
         elif save in worker.complete:
-            self.at(self._delay(), self._finish_write, worker, save)
+            self.after(self._delay(), self._finish_write, worker, save)
         else:
-            self.at(0.3, self._follow, worker, save, fails_at)
+            self.after(0.3, self._follow, worker, save, fails_at)
 
     def _finish_write(self, worker: Worker, save: int) -> None:
         if not worker.is_alive or self.waits(worker, self._finish_write, worker, save):
@@ -342,7 +354,9 @@ class History:
         if not fails:
             self.parts[save][worker.rank] = worker
         event = self.machines.PartFailed(save, StorageError("I/O")) if fails else None
-        self.at(self._delay(), self._end_write, worker, event or self.machines.PartWritten(save, b"%d" % worker.rank))
+        self.after(
+            self._delay(), self._end_write, worker, event or self.machines.PartWritten(save, b"%d" % worker.rank)
+        )
 
     def _end_write(self, worker: Worker, event: Any) -> None:
         if worker.is_alive and not self.waits(worker, self._end_write, worker, event):
@@ -362,14 +376,14 @@ class History:
         worker.is_alive = False
         if rank == 0:
             for other in self.workers[1:]:
-                self.at(self.little() + self.random.choice((0.1, 3, 20)), self._lose_first, other, worker)
+                self.after(self.little() + self.random.choice((0.1, 3, 20)), self._lose_first, other, worker)
         self.clients[rank].lose(died(rank))
 
     def ask(self, rank: int, save: int, error: CheckpointError, answer: Answer) -> None:
         """A trainer without a worker finds out how a save has ended: from the first rank, or from storage."""
         if rank > 0:
             self._send_to_first(rank, self.machines.RankFailed(save, error))
-        self.at(self.random.uniform(0, RESOLVE_S), self._ask_first, rank, save, error, answer)
+        self.after(self.random.uniform(0, RESOLVE_S), self._ask_first, rank, save, error, answer)
 
     def _ask_first(self, rank: int, save: int, error: CheckpointError, answer: Answer) -> None:
         first = self.workers[0]
@@ -393,7 +407,7 @@ class History:
     def _cut(self, rank: int, seconds: float) -> None:
         self.cut_until[rank] = self.now + seconds
         if seconds > 3:
-            self.at(self.random.uniform(0.1, seconds), self._lose_first, self.workers[rank], None)
+            self.after(self.random.uniform(0.1, seconds), self._lose_first, self.workers[rank], None)
 
     def _lose_first(self, worker: Worker, first: Worker | None) -> None:
         """A worker has noticed that the first rank's is gone. ``first``: that one; None: it may well live."""
@@ -409,9 +423,9 @@ class History:
         self._kill_trainer(rank, with_host)
         for other in range(self.ranks):
             if other != rank:
-                self.at(self.random.uniform(0, 3), self._kill_trainer, other, False)
+                self.after(self.random.uniform(0, 3), self._kill_trainer, other, False)
         if self.random.random() < 0.8:
-            self.at(self.random.uniform(1, 10), self._restart)
+            self.after(self.random.uniform(1, 10), self._restart)
 
     def _kill_trainer(self, rank: int, with_host: bool) -> None:
         if not self.trainers[rank]:
@@ -422,8 +436,8 @@ class History:
             self.kill_worker(rank)
         elif worker.is_alive:
             gone_at = max(self.now, worker.sent_until)  # after all that the trainer has sent
-            self._then(gone_at, self.give, worker, self.machines.TrainerGone())
-            self._then(gone_at + self.little(), self._finish, worker)
+            self.at(gone_at, self.give, worker, self.machines.TrainerGone())
+            self.at(gone_at + self.little(), self._finish, worker)
 
     def _finish(self, worker: Worker) -> None:
         """A worker without trainer gives up the saves that are not staged, and writes the others."""
@@ -443,7 +457,7 @@ class History:
             if self.now > ends_at and not worker.machine.open_saves():
                 self.kill_worker(worker.rank)
             else:
-                self.at(1.0, self._leave, worker, ends_at)
+                self.after(1.0, self._leave, worker, ends_at)
             return
         worker.closed_at = self.now
         gone = RankFailedError("its trainer has died", rank=worker.rank)
@@ -452,7 +466,7 @@ class History:
     def _restart(self) -> None:
         self.give(self.workers[0], self.machines.Restarted())
         if self.fails(0.3):
-            self.at(self.random.uniform(0, 3), self._stop, 0, self.random.uniform(3, 12))
+            self.after(self.random.uniform(0, 3), self._stop, 0, self.random.uniform(3, 12))
 
     # What machines do
 
@@ -474,7 +488,7 @@ class History:
         worker.copier.check()
         if not worker.ticks:
             worker.ticks = True
-            self.at(self.random.uniform(0.1, 2), self._tick, worker)
+            self.after(self.random.uniform(0.1, 2), self._tick, worker)
 
     def _note_arrival(self, worker: Worker, event: Any) -> None:
         m = self.machines
@@ -509,7 +523,7 @@ class History:
                 worker.ticks = False
                 return
             self.give(worker, self.machines.Tick(self._heard() if worker.rank == 0 else {}))
-        self.at(1.0, self._tick, worker)
+        self.after(1.0, self._tick, worker)
 
     def _heard(self) -> dict[int, float]:
         """Return when the first rank's worker has heard each other rank. If it was stopped, it has heard nobody."""
@@ -544,7 +558,7 @@ class History:
                     raise Violation(f"rank {rank} writes save {save} after {worker.written[-1]}")
                 worker.written.append(save)
                 fails_at = self.now + self.random.uniform(0, 3) if self.fails(0.1) else _END_S
-                self.at(self.little(), self._follow, worker, save, fails_at)
+                self.after(self.little(), self._follow, worker, save, fails_at)
             case m.CompleteImage(save):
                 if save not in worker.marked:
                     raise Violation(f"the image of save {save} is taken for complete while it is copied")
@@ -559,7 +573,7 @@ class History:
                 worker.images.add(save)
                 for other in self.workers:
                     if rank in other.copier.slots:
-                        self.at(self.little(), other.copier.look, rank)
+                        self.after(self.little(), other.copier.look, rank)
             case m.FreeSlot(save, tell):
                 self._free_slot(worker, save)
                 if tell:
@@ -578,16 +592,16 @@ class History:
             case m.ConcludeUnknown(save):
                 lost = m.FirstLost(save, _Unknown("the first rank does not know"))
                 for other in self.workers[1:]:
-                    self.at(self.little(), self._learn_nothing, worker, other, lost)
+                    self.after(self.little(), self._learn_nothing, worker, other, lost)
             case m.Finalize(save, reports):
                 if [*map(int, reports)] != [*range(self.ranks)]:
                     raise Violation(f"save {save} is finalized with the reports {reports}")
-                self.at(self._delay(), self._finalize, worker, save)
+                self.after(self._delay(), self._finalize, worker, save)
             case m.FollowUp(save):
                 if self.decisions.get(save) != "final":
                     raise Violation(f"the pointer names save {save}, which is not final")
                 trouble = StorageError("no pointer") if self.fails(0.1) else None
-                self.at(self._delay(), self.give, worker, m.FollowedUp(save, trouble))
+                self.after(self._delay(), self.give, worker, m.FollowedUp(save, trouble))
             case m.Resolve(save):
                 if save in worker.resolves:
                     raise Violation(f"rank {rank} asks storage for the outcome of save {save} twice")
@@ -647,7 +661,7 @@ class History:
             raise Violation(f"the copies of save {save} are concluded twice")
         first.copier.outcomes[save] = error
         for other in self.workers[1:]:
-            self.at(self.little(), other.copier.hear)
+            self.after(self.little(), other.copier.hear)
         if error is None:
             first.copier.reported.add(save)
             workers = [each for each in self.workers if save in each.copier.reported]
@@ -685,24 +699,24 @@ class History:
             return
         for _ in range(1 + self.fails(0.05)):
             self.sent_until[rank] = max(self.sent_until[rank], self.now + self.little())
-            self._then(self.sent_until[rank], self._arrive_at_first, rank, event)
+            self.at(self.sent_until[rank], self._arrive_at_first, rank, event)
 
     def _arrive_at_first(self, rank: int, event: Any) -> None:
         if rank > 0 and self.cut_until[rank] > self.now:
             self.sent_until[rank] = max(self.sent_until[rank], self.cut_until[rank])
-            self._then(self.cut_until[rank], self._arrive_at_first, rank, event)
+            self.at(self.cut_until[rank], self._arrive_at_first, rank, event)
         else:
             self.give(self.workers[0], event)
 
     def _conclude(self, first: Worker, save: int, error: CheckpointError | None) -> None:
         first.outcomes.setdefault(save, error)
         for other in self.workers[1:]:
-            self.at(self.little(), self._learn, first, other, save)
+            self.after(self.little(), self._learn, first, other, save)
 
     def _learn(self, first: Worker, other: Worker, save: int) -> None:
         """Another rank reads an outcome from the first rank's worker."""
         if self.cut_until[other.rank] > self.now:
-            self.at(self.cut_until[other.rank] - self.now, self._learn, first, other, save)
+            self.at(self.cut_until[other.rank], self._learn, first, other, save)
         elif first.is_alive and not first.has_left:
             self.give(other, self.machines.Outcome(save, first.outcomes[save]))
 
@@ -736,7 +750,7 @@ class History:
         else:
             self._make_final(worker, save)
             error = StorageError("it has worked, and nobody knows") if self.fails(0.05) else None
-        self.at(self.little(), self.give, worker, self.machines.Finalized(save, error))
+        self.after(self.little(), self.give, worker, self.machines.Finalized(save, error))
 
     def _make_final(self, worker: Worker, save: int) -> None:
         if save in self.decisions:
@@ -752,14 +766,14 @@ class History:
     def _resolve(self, save: int, answer: Callable[[bool | None], None]) -> None:
         """Ask storage how a save has ended. It has an effect, an answer, both or neither."""
         delay = self._delay()
-        self.at(min(delay, RESOLVE_S), self._answer, save, answer, delay, self.fails(0.1), self.fails(0.1))
+        self.after(min(delay, RESOLVE_S), self._answer, save, answer, delay, self.fails(0.1), self.fails(0.1))
 
     def _answer(
         self, save: int, answer: Callable[[bool | None], None], delay: float, has_no_effect: bool, is_unanswered: bool
     ) -> None:
         is_late = delay > RESOLVE_S
         if is_late and not has_no_effect:
-            self.at(delay - RESOLVE_S, self.decisions.setdefault, save, "revoked")  # type: ignore[arg-type]
+            self.after(delay - RESOLVE_S, self.decisions.setdefault, save, "revoked")  # type: ignore[arg-type]
         elif not has_no_effect:
             self.decisions.setdefault(save, "revoked")
         answer(None if is_late or has_no_effect or is_unanswered else self.decisions[save] == "final")

@@ -54,7 +54,7 @@ class Trainer:
         where = save, 1, len(self.slots), rule, decision, history.ranks == 1
         self.give(self._m.Wanted(*where, DECIDE_S, SLOT_S, LIMIT_S, history.is_copied, save))
         if history.fails(0.05):
-            history.at(history.random.uniform(0, 4), self._interrupt, save)
+            history.after(history.random.uniform(0, 4), self._interrupt, save)
 
     def give(self, event: Any) -> None:
         """Give an event to the machine, and carry out what it returns."""
@@ -71,18 +71,18 @@ class Trainer:
                 self._carry_out(action, events)
         if not self._ticks:
             self._ticks = True
-            self._history.at(self._history.random.uniform(0.1, 1), self._tick)
+            self._history.after(self._history.random.uniform(0.1, 1), self._tick)
 
     def hear(self, event: Any) -> None:
         """Hear a message of the worker. Messages are late, and come in their order."""
         history = self._history
         self._sent_until = max(self._sent_until, history.now + history.little())
-        history.at(self._sent_until - history.now, self._arrive, event)
+        history.at(self._sent_until, self._arrive, event)
 
     def lose(self, error: CheckpointError) -> None:
         """Notice that the worker has died, after its messages."""
         self._sent_until = max(self._sent_until, self._history.now + self._history.little())
-        self._history.at(self._sent_until - self._history.now, self._on_lost, error)
+        self._history.at(self._sent_until, self._on_lost, error)
 
     def check_end(self) -> None:
         """Check that nothing is open at the end of a history."""
@@ -113,13 +113,13 @@ class Trainer:
             self._ticks = False
             return
         self.give(self._m.TimePassed())
-        self._history.at(3.0, self._tick)
+        self._history.after(3.0, self._tick)
 
     def _interrupt(self, save: int) -> None:
         if save in self.released:
             return
         self.give(self._m.Interrupted(save, CheckpointError("interrupted")))
-        self._history.at(RELEASE_S, self._check_released, save)
+        self._history.after(RELEASE_S, self._check_released, save)
 
     def _check_released(self, save: int) -> None:
         if self.is_alive and save not in self.released:
@@ -147,7 +147,7 @@ class Trainer:
                 self._start_copy(save)
             case m.StopCopy(save):
                 self.stopped.add(save)
-                history.at(history.random.uniform(0, 1), self._end_copy, save)
+                history.after(history.random.uniform(0, 1), self._end_copy, save)
             case m.HandOver(save):
                 if save in self.copying or save in self.failed or save in self.released:
                     raise history.violation(f"save {save} of rank {self.rank} is handed over, and is not whole")
@@ -205,23 +205,23 @@ class Trainer:
         history, worker = self._history, self._worker
         self.copying.add(save)
         if not worker.is_alive or history.fails(0.02):
-            history.at(history.little(), self._end_copy, save)
+            history.after(history.little(), self._end_copy, save)
             return
         self.told.add(save)
         worker.copying.add(save)
         worker.used.add(save)
         self._send(history.machines.Begun(save, self.rank, history.ranks, history.timeout, history.is_copied))
         if history.fails(0.03):
-            history.at(STUCK_S, self._end_copy, save)
+            history.after(STUCK_S, self._end_copy, save)
         else:
             worker.copied_at = max(worker.copied_at, history.now) + min(5.0, history.random.expovariate(0.5))
-            history.at(worker.copied_at - history.now, self._end_copy, save)
+            history.at(worker.copied_at, self._end_copy, save)
 
     def _end_copy(self, save: int) -> None:
         if save not in self.copying or not self.is_alive:
             return
         if any(other < save for other in self.copying & self.stopped):  # one thread copies
-            self._history.at(0.1, self._end_copy, save)
+            self._history.after(0.1, self._end_copy, save)
             return
         history = self._history
         self.copying.discard(save)
@@ -236,7 +236,7 @@ class Trainer:
     def _send(self, event: Any) -> None:
         """Send to the worker. Messages are late, and come in their order."""
         self._worker.sent_until = max(self._worker.sent_until, self._history.now + self._history.little() / 10)
-        self._history.at(self._worker.sent_until - self._history.now, self._history.give, self._worker, event)
+        self._history.at(self._worker.sent_until, self._history.give, self._worker, event)
 
 
 def died(rank: int) -> WorkerDiedError:
