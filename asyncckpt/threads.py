@@ -11,7 +11,8 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotDoneError  # Python 3.10 has its own
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
@@ -85,6 +86,12 @@ def settle(tasks: Iterable[Future[Any]]) -> None:
     """
     for task in [each for each in tasks if not each.cancel()]:
         task.exception()
+
+
+def wait_done(task: Future[Any], timeout: float) -> None:
+    """Wait at most ``timeout`` seconds for the end of a task. An exception meanwhile leaves no lock taken."""
+    with contextlib.suppress(NotDoneError, CancelledError):
+        task.exception(timeout)
 
 
 class Pool(ThreadPoolExecutor):

@@ -8,12 +8,13 @@ its image, which a new trainer may load, until the slot is taken again.
 While a slot is STAGING, the page also says how many bytes of its image have arrived. The bytes that have arrived do not
 change any more. The trainer sets their number, and the worker writes up to it.
 
-The page also holds the version that is *published* in a slot (see ``PublishedSlots``). It stays published, whether or
-not its save succeeds, until the trainer withdraws it to stage another image there.
+The page also holds the version that is *published* in a slot (see ``OwnedSlots``). It stays published, whether or
+not its save succeeds, until the owner of the slots withdraws it to write another image there. The owner is a trainer,
+or a worker that keeps images of other hosts.
 
 The trainer may change FREE -> STAGING -> STAGED, and STAGING -> FREE if staging failed. The worker may change STAGED ->
 WRITING -> FREE, and any state -> FREE for a save that is given up. Each change is one aligned 8-byte store, the last
-store of its step. A process killed between two stores leaves one of the states above, never a mixture. Only the trainer
+store of its step. A process killed between two stores leaves one of the states above, never a mixture. Only the owner
 writes the published version, and there, too, the last store of a step decides.
 """
 
@@ -22,14 +23,18 @@ from __future__ import annotations
 import enum
 import errno
 import fcntl
+import logging
 import os
 import struct
 import weakref
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.shm.segment import PAGE, Descriptor, Segment
+
+logger = logging.getLogger(__name__)
 
 HEADER_BYTES = PAGE
 # The state, its save, the bytes that have arrived; then the published version: epoch, version, rolled back, folder,
@@ -48,6 +53,13 @@ class State(enum.IntEnum):
     WRITING = 3
 
 
+class VersionKey(NamedTuple):
+    """The key of a published version, the same on all hosts."""
+
+    epoch: int
+    version: int
+
+
 class PublishedVersion(NamedTuple):
     """A version that is published in a slot. A greater version is newer."""
 
@@ -61,6 +73,11 @@ class PublishedVersion(NamedTuple):
     """The number of ranks that publish this version, each its own part."""
     folder: int = 0
     """The number of the image's folder, if the image has several (see ``FileSetLayout``)."""
+
+    @property
+    def key(self) -> VersionKey:
+        """The key of this version. The number of ranks differs from host to host."""
+        return VersionKey(self.epoch, self.version)
 
 
 class SlotTable:
@@ -97,7 +114,7 @@ class SlotTable:
         return self._words[slot * _WORDS_PER_SLOT + _ARRIVED]
 
     def publish(self, slot: int, published: PublishedVersion) -> None:
-        """Trainer: publish a version in ``slot``. Readers may read the slot from now on."""
+        """Owner: publish a version in ``slot``. Readers may read the slot from now on."""
         first = slot * _WORDS_PER_SLOT
         self.withdraw(slot)  # if this process dies in between, readers must not see a mixture
         self._words[first + _EPOCH] = published.epoch
@@ -107,7 +124,7 @@ class SlotTable:
         self._words[first + _RANKS] = published.ranks
 
     def withdraw(self, slot: int) -> None:
-        """Trainer: publish nothing in ``slot`` any more. The slot must be claimed before anything is written to it."""
+        """Owner: publish nothing in ``slot`` any more. The slot must be claimed before anything is written to it."""
         self._words[slot * _WORDS_PER_SLOT + _RANKS] = 0
 
     def published(self, slot: int) -> PublishedVersion | None:
@@ -219,14 +236,22 @@ LASTING = 2
 slots exist while readers keep older versions. Their memory may be given back."""
 
 
-class PublishedSlots:
-    """The trainer's side of publishing checkpoints and weights. It uses ``count`` slots, which the owner may change."""
+class OwnedSlots:
+    """The slots of a segment, as their owner sees them. The owner writes to a slot only while it has claimed it.
 
-    def __init__(self, segment: Segment, count: int) -> None:
-        """Use the header page of ``segment``. The images may be in other segments."""
+    An owner names the slots that it would claim in an order of its own, so what it protects comes last, or not at all.
+    It uses ``count`` slots, a number that it may change.
+    """
+
+    def __init__(self, segment: Segment, count: int, *, tries_again: bool = False) -> None:
+        """Use the header page of ``segment``. The images may be in other segments.
+
+        ``tries_again``: whether ``grow`` asks for memory again after it was refused. That may take seconds.
+        """
         self.count = count
         self._table = SlotTable(segment.view)
         self._claims = Claims(segment)
+        self._tries_again, self._is_refused = tries_again, False
 
     def publications(self) -> dict[PublishedVersion, int]:
         """Return the published versions, each with its slot, the oldest first."""
@@ -241,6 +266,60 @@ class PublishedSlots:
             return False
         self._table.withdraw(slot)
         return True
+
+    def claim_first(self, slots: Iterable[int]) -> int | None:
+        """Claim the first of ``slots`` that nobody reads, and return it; None if all are being read."""
+        return next(filter(self.claim, slots), None)
+
+    def claim_next(
+        self,
+        taken: Sequence[int],
+        take: Callable[[int], object],
+        most: int,
+        is_free: Callable[[int], bool] = lambda _: True,
+        preference: Callable[[int], int] = lambda _: 0,
+    ) -> int | None:
+        """Claim a slot for the next version to publish. Return None if all slots are being read.
+
+        The slot of the newest version is claimed only if no other slot is published. A third slot, and each slot after
+        it, gets memory only if readers keep all slots before it.
+
+        Args:
+            taken: The slots that have memory.
+            take: Takes memory for a slot. Raises ``OutOfMemoryError``.
+            most: The maximum number of slots with memory.
+            is_free: Returns False for a slot that is in use without a lease.
+            preference: The published slot with the least of these numbers is claimed first; of equal ones the oldest.
+
+        Raises:
+            OutOfMemoryError: There is no memory for even one slot.
+        """
+        published = list(self.publications().values())
+        slot = self.claim_first(slot for slot in taken if slot not in published and is_free(slot))
+        slot = self.grow(taken, take, LASTING) if slot is None else slot
+        if slot is None:
+            slot = self.claim_first(filter(is_free, sorted(published[:-1] or published, key=preference)))
+        return self.grow(taken, take, most) if slot is None else slot
+
+    def grow(self, taken: Sequence[int], take: Callable[[int], object], most: int) -> int | None:
+        """Take memory for one more slot, and claim the slot. The arguments are those of ``claim_next``.
+
+        Return None if there are ``most`` slots, or if there is no memory.
+        """
+        slot = next((slot for slot in range(self.count) if slot not in taken), self.count)
+        if slot >= most or (self._is_refused and not self._tries_again):
+            return None
+        self.count = max(self.count, slot + 1)  # before: an exception may come when the slot has its memory
+        try:
+            take(slot)
+        except OutOfMemoryError as error:
+            if not slot:
+                raise
+            if not self._is_refused:
+                logger.warning("memory for %d versions instead of %d: %s", len(taken), most, error)
+            self._is_refused = True
+            return None
+        return self.claim_first([slot])
 
     def publish(self, slot: int, version: PublishedVersion) -> None:
         """Publish ``version`` in a ``slot`` that was claimed."""

@@ -264,7 +264,7 @@ class FolderAttempt(Attempt):
         if self.request.most_links and not file.digests:
             file.digests = b"".join(digest_of(image[begin:end]) for begin, end in pairwise(bounds))
         if file.digests:
-            checksums = checksums_in(file.digests, bounds, image)
+            checksums = checksums_in(file.digests, pairwise(bounds), image)
         else:
             checksums = array("Q", (checksum(image[begin:end]) for begin, end in pairwise(bounds)))
         self._files[file.name] = self._facts(file.large, bounds[-1], self._index_name(len(self._tails)))

@@ -16,7 +16,6 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Any
 
 import xxhash
@@ -117,8 +116,8 @@ def digest_of(data: memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-def checksums_in(digests: bytes, bounds: Sequence[int], data: memoryview) -> array[int]:
-    """Return the checksums of the spans of ``data`` between the ``bounds``, from their concatenated ``digests``.
+def checksums_in(digests: bytes, spans: Iterable[tuple[int, int]], data: memoryview) -> array[int]:
+    """Return the checksums of ``spans`` of ``data``, each with its begin and end, from their concatenated ``digests``.
 
     For more than 240 bytes, XXH3 makes both from one state, and the low half of the digest is the checksum (see its
     specification, and ``xxhash.h``).
@@ -127,7 +126,7 @@ def checksums_in(digests: bytes, bounds: Sequence[int], data: memoryview) -> arr
     if sys.byteorder == "little":  # the digests are big-endian, the high half first
         halves.byteswap()
     found = halves[1::2]
-    for number, (begin, end) in enumerate(pairwise(bounds)):
+    for number, (begin, end) in enumerate(spans):
         if end - begin <= _SHORT_BYTES:
             found[number] = checksum(data[begin:end])
     return found

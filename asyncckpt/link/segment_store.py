@@ -1,7 +1,7 @@
-"""The worker's memory: its segments, and which whole images are in them.
+"""The worker's memory: its segments, and the complete images in them.
 
-An image is held from the moment it is staged until its slot is taken again. When the trainer has died, a new one can
-take over the images, and the memory they are in.
+An image is held from the moment it is staged until its slot is taken again. When a trainer has died, the next trainer
+can take over its images, with their memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.format.manifest import checksum, digest_of
@@ -26,14 +27,17 @@ from asyncckpt.link.takeover import retire_idle_workers
 from asyncckpt.shm import budget
 from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.huge import take_huge
-from asyncckpt.shm.segment import Descriptor, Segment
+from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import Readers, State, lease, reopen
 
 logger = logging.getLogger(__name__)
 
-# How long others may take to give memory back that is needed here.
+ImageKind = TypeVar("ImageKind")
+"""``HeldImage`` for the image of a save; for a published version the sizes of its files."""
+
+# Timeout for others to give back memory that is needed here.
 GIVE_BACK_S = 10.0
-# How long to wait for other processes, each of which may be taking some hundred GiB.
+# Timeout for the turn to take memory. Each of the processes before this one may take some hundred GiB.
 _TURN_S = 120.0
 HINT = "use fewer slots, or leave more memory to them (each holds one image of the state)"
 
@@ -41,26 +45,29 @@ HINT = "use fewer slots, or leave more memory to them (each holds one image of t
 def take_memory(
     segment: Segment, wait_released: Callable[[], bool] = lambda: False, end: int | None = None, begin: int = 0
 ) -> None:
-    """Take memory of ``segment``. Raises ``OutOfMemoryError``, when some of it may be taken.
+    """Take memory of ``segment``.
 
     Args:
-        segment: All before ``begin`` is taken.
-        wait_released: Waits for memory that will be free in a moment; whether there was any.
-        end: Up to which byte; None: all.
-        begin: From which.
+        segment: The segment. Its memory before ``begin`` is taken already.
+        wait_released: Waits for memory that will be free in a moment. Returns whether there was any.
+        end: The end of the memory to take, in bytes; None: the end of the segment.
+        begin: The begin of the memory to take, in bytes.
+
+    Raises:
+        OutOfMemoryError: There is too little memory. Part of it may be taken.
     """
     end = segment.nbytes if end is None else end
     nbytes = end - begin
     with contextlib.ExitStack() as announced:
-        # Two that look at once would take the same. The taking itself, a second for each two GiB or so, is done side by
-        # side.
+        # One process looks at a time, because two would see the same memory. The taking itself, some 2 GiB a second, is
+        # done in parallel.
         with host_lock(_TURN_S) as alone:
             if not alone:
-                logger.warning("%d bytes are taken without looking whether others take as much", nbytes)
+                logger.warning("%d bytes are taken without a look at what others take", nbytes)
             try:
                 budget.require(nbytes + announced_bytes(), "staging", HINT)
             except OutOfMemoryError:
-                # What is held for trainers that may never come back must not deny memory to one that is here.
+                # Images for trainers that may never come back must not keep memory from a trainer that is here.
                 if not (wait_released() or retire_idle_workers(GIVE_BACK_S)):
                     raise
                 budget.require(nbytes + announced_bytes(), "staging", HINT)
@@ -69,7 +76,7 @@ def take_memory(
         segment.touch(end, begin)
 
 
-# Saves whose ends are remembered, for copies that come later.
+# Number of saves whose ends are remembered, for copies that arrive later.
 _ENDS = 64
 
 
@@ -88,43 +95,64 @@ class _ImageRecord:
         return ImageKey(self.request.attempt, self.request.rank)
 
 
-def _spans(
-    hosted: HostedSegment, layout: CheckpointLayout, slot: int, first: int = 0, last: int | None = None
-) -> Iterator[memoryview]:
-    """Those from ``first`` up to ``last`` (None: all) of the image in ``slot``."""
+# Bytes whose digests are in one answer.
+DIGESTED_BYTES = 64 << 20
+
+
+def _spans(hosted: HostedSegment, layout: CheckpointLayout, slot: int, first: int = 0) -> Iterator[memoryview]:
+    """Yield the spans of the image in ``slot``, from number ``first`` on."""
     before = 0
     for file in layout.data_files:
         begin = min(max(first - before, 0), file.checksums)
-        end = file.checksums if last is None else min(max(last - before, 0), file.checksums)
-        bounds, data = hosted.region(file.spans).cast("Q")[begin : end + 1], hosted.region(layout.data(slot, file))
+        bounds, data = hosted.region(file.spans).cast("Q")[begin:], hosted.region(layout.data(slot, file))
         yield from (data[start:stop] for start, stop in pairwise(bounds))
         before += file.checksums
 
 
-class LeasedImage:
-    """An image that somebody reads, in ``segment``: nobody writes in its slot until this is closed."""
+def _digests(spans: Iterator[memoryview]) -> bytes:
+    """Return the digests of the first spans, one after the other."""
+    found, nbytes = bytearray(), 0
+    for span in spans:
+        found += digest_of(span)
+        nbytes += len(span)
+        if nbytes >= DIGESTED_BYTES:
+            break
+    return bytes(found)
 
-    def __init__(self, held: HeldImage, hosted: HostedSegment, lease: Descriptor) -> None:
-        """``held``: which; ``hosted``: where it is, in use until this is closed; ``lease``: the lock on its slot."""
-        self.held = held
-        self.used = hosted.used
-        """Keeps the memory, whatever becomes of the lease."""
-        self.segment = hosted.segment
-        self._hosted, self._lease = hosted, lease
 
-    def digests(self, first: int, last: int) -> bytes:
-        """Those of the spans from ``first`` up to ``last``, one after the other."""
-        spans = _spans(self._hosted, self.held.layout, self.held.request.slot, first, last)
-        return b"".join(map(digest_of, spans))
+class Leased(Generic[ImageKind]):
+    """An image that another process reads. Nobody writes in its slot until this is closed."""
+
+    def __init__(
+        self,
+        described: ImageKind,
+        memory: HostedSegment,
+        digests: Callable[[int, float], bytes | None],
+        kept: contextlib.ExitStack,
+    ) -> None:
+        """Take over a lease.
+
+        Args:
+            described: The description of the image for its reader.
+            memory: The segment with the image.
+            digests: Returns digests of spans, from the number in the first argument on. It waits for the first of
+                them, at most as many seconds as the second argument says. None: no more will ever be here.
+            kept: The resources to release at the end of the lease.
+        """
+        self.described = described
+        self.segment = memory.segment
+        self.used = memory.used
+        """A context manager that keeps the memory mapped even after the lease ends."""
+        self.digests = digests
+        self._kept = kept
 
     def close(self) -> None:
-        """End the lease. To be called once."""
-        self._lease.close()
-        self._hosted.close()
+        """End the lease. Safe to call twice."""
+        self._kept.close()
 
 
 class SegmentStore:
-    """The segments of one worker, by their numbers. Any thread may call."""
+    """The segments of one worker, and the images in them. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -133,12 +161,12 @@ class SegmentStore:
         self._images: dict[tuple[int, int], _ImageRecord] = {}  # by segment and slot
         self._released: list[HostedSegment] = []
         self._is_closed = False
-        self._ended: dict[int, bool] = {}  # of the last saves, whether they are committed
-        self._staged = 0  # how many images were, of the trainer's own
+        self._ended: dict[int, bool] = {}  # for the last saves: whether they are committed
+        self._staged = 0  # number of images that the trainer has staged
         self._is_staged, self._ended_waits = threading.Condition(self._lock), 0
 
     def allocate(self, nbytes: int, end: int | None = None) -> tuple[int, Segment]:
-        """Make a segment, touched up to ``end`` (None: all). Returns its number, and itself.
+        """Create a segment, and take its memory up to byte ``end`` (None: all). Return its number, and the segment.
 
         Raises ``OutOfMemoryError``.
         """
@@ -154,18 +182,18 @@ class SegmentStore:
         return self._add(segment), segment
 
     def adopt(self, segment: Segment) -> int:
-        """Take over a segment of a worker that is gone. Returns its number here."""
+        """Take over a segment of a worker that is gone. Return its number here."""
         return self._add(segment)
 
     def take(self, number: int, begin: int, end: int) -> None:
-        """Take more of the memory of a segment. Raises ``OutOfMemoryError``."""
+        """Take memory of a segment, from byte ``begin`` to byte ``end``. Raises ``OutOfMemoryError``."""
         hosted = self.hosted(number)
         with hosted.used():
             try:
                 take_memory(hosted.segment, lambda: self._wait_released(GIVE_BACK_S), end, begin)
             except OutOfMemoryError:
                 with self._lock:
-                    # But not what was there already, as it was asked for twice.
+                    # Unless the memory is there already, because it was asked for twice.
                     if hosted.taken_end < end:
                         hosted.segment.give_back(begin)
                 raise
@@ -173,7 +201,7 @@ class SegmentStore:
                 hosted.taken_end = max(hosted.taken_end, end)
 
     def give_back(self, number: int, begin: int, slots: tuple[int, ...]) -> None:
-        """Give memory of a segment back, with the images in these ``slots``."""
+        """Give back the memory of a segment from byte ``begin`` on, with the images in these ``slots``."""
         with self._lock:
             for slot in slots:
                 self._images.pop((number, slot), None)
@@ -182,11 +210,11 @@ class SegmentStore:
             hosted.segment.give_back(begin)
 
     def hosted(self, number: int) -> HostedSegment:
-        """The segment of that number."""
+        """Return the segment with that number."""
         return self._hosted[number]
 
     def release(self, number: int) -> None:
-        """Give a segment back; again, where the trainer was interrupted as it said so."""
+        """Give back a segment. Safe to call twice: a trainer may have been interrupted as it said so."""
         with self._lock:
             self._forget_images(number)
             if (hosted := self._hosted.pop(number, None)) is None:
@@ -195,12 +223,12 @@ class SegmentStore:
             self._released = [each for each in self._released if not each.closed.is_set()] + [hosted]
 
     def slot_taken(self, request: WriteRequest) -> None:
-        """A slot is being staged: what was in it is gone."""
+        """Note that a slot is being staged, so its image is gone."""
         with self._lock:
             self._images.pop((request.segment, request.slot), None)
 
     def image_staged(self, request: WriteRequest) -> None:
-        """An image is whole. Those of single files are not held: nobody looks for them here."""
+        """Note that an image is complete. Images of single files are not held, because nobody looks for them here."""
         layout = self._hosted[request.segment].layout
         if isinstance(layout, CheckpointLayout):
             with self._lock:
@@ -209,9 +237,9 @@ class SegmentStore:
                 self._is_staged.notify_all()
 
     def wait_staged(self, after: int, timeout: float) -> tuple[int, ImageKey] | None:
-        """Wait until the trainer has staged more than ``after`` images, ``timeout`` seconds at most.
+        """Wait at most ``timeout`` seconds until the trainer has staged more than ``after`` images.
 
-        Returns how many it has, and which is the newest of them that is here; None: no other.
+        Return the number of images that it has staged, and the key of the newest that is here; None after a timeout.
         """
         with self._lock:
             ended = self._ended_waits
@@ -222,31 +250,31 @@ class SegmentStore:
             return self._staged, max(own, key=lambda each: each.staged_at).key
 
     def end_waits(self) -> None:
-        """End all waits for what is staged, because a server ends."""
+        """End all calls of ``wait_staged``, because a server ends."""
         with self._lock:
             self._ended_waits += 1
             self._is_staged.notify_all()
 
     def copy_begun(self, number: int, slot: int) -> None:
-        """A slot for copies is being written to: what was in it is gone."""
+        """Note that a copy is being written to a slot, so the slot's image is gone."""
         with self._lock:
             self._images.pop((number, slot), None)
 
     def copy_made(self, request: WriteRequest, layout: CheckpointLayout, checksums: array[int]) -> None:
-        """The copy of an image of another host is whole, and checked."""
+        """Note that the copy of another host's image is complete and checked."""
         with self._lock:
             committed = self._ended.get(request.save_id)
             record = _ImageRecord(request, layout, time.monotonic(), checksums, committed, is_copy=True)
             self._images[request.segment, request.slot] = record
 
     def image_written(self, request: WriteRequest, checksums: array[int]) -> None:
-        """The checksums of an image are known."""
+        """Note the checksums of an image, which has been written."""
         with self._lock:
             if (image := self._images.get((request.segment, request.slot))) and image.request == request:
                 image.checksums = checksums
 
     def save_ended(self, save_id: int, *, committed: bool) -> None:
-        """A save has come to its end."""
+        """Note the end of a save."""
         with self._lock:
             self._ended[save_id] = committed
             self._ended.pop(save_id - _ENDS, None)
@@ -255,7 +283,7 @@ class SegmentStore:
                     image.committed = committed
 
     def begin_session(self) -> None:
-        """Begin the session of a trainer. What the trainer before it has left stays, and all other memory is free."""
+        """Begin the session of a trainer. Images of the trainer before it stay, and all other memory is released."""
         with self._lock:
             for hosted in self._hosted.values():
                 hosted.taken_end = 0
@@ -268,12 +296,12 @@ class SegmentStore:
                 self.release(number)
 
     def drop_images(self) -> None:
-        """Hold nothing for another trainer."""
+        """Forget all images, so that no later trainer gets them."""
         with self._lock:
             self._images.clear()
 
     def held_segments(self) -> tuple[int, ...]:
-        """Return the numbers of the segments with images, or with something published."""
+        """Return the numbers of the segments that have images or publications."""
         with self._lock:
             numbers = {number for number, _ in self._images}
             for each in self.published_alone():
@@ -290,58 +318,62 @@ class SegmentStore:
         return found
 
     def holds_anything(self) -> bool:
-        """Whether there is an image, or something published, that somebody may come for."""
+        """Return whether there is an image or a publication for anybody to come for."""
         with self._lock:
             return bool(self._images or self.published())
 
     def held_images(self) -> tuple[HeldImage, ...]:
-        """The images that are whole. Not to be called while there is a trainer, which stages others."""
+        """Return the complete images. Do not call this while there is a trainer, because it stages others."""
         with self._lock:
             whole = [image for image in self._images.values() if self._is_whole(image)]
         # Nothing is staged until the next trainer is here.
         return tuple(map(self._held, whole))
 
     def held(self, key: ImageKey) -> HeldImage | None:
-        """An image that is whole; None where it is not here."""
+        """Return a complete image; None if it is not here."""
         with self._lock:
             image = next((each for each in self._images.values() if each.key == key and self._is_whole(each)), None)
         return None if image is None else self._held(image)
 
     def summaries(self, *, with_own: bool) -> tuple[ImageSummary, ...]:
-        """The images that are whole, the oldest first. ``with_own``: also those that the trainer itself has staged."""
+        """Return the complete images, the oldest first. ``with_own``: also the images of this session's trainer."""
         with self._lock:
             whole = [each for each in self._images.values() if self._is_whole(each)]
             whole = [each for each in whole if each.adopted or with_own]
             whole.sort(key=lambda image: image.staged_at)
             return tuple(ImageSummary(replace(each.request, small_files=()), each.committed) for each in whole)
 
-    def lease(self, key: ImageKey, *, with_checksums: bool = True) -> LeasedImage | None:
-        """Let somebody read an image; None where it is not here, or is just being overwritten.
+    def lease(self, key: ImageKey, *, with_checksums: bool = True) -> Leased[HeldImage] | None:
+        """Let another process read an image. Return None if it is not here, or is just being overwritten.
 
-        ``with_checksums``: make those that are not known yet, of all of it.
+        ``with_checksums``: compute the checksums of the whole image that are not known yet.
         """
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as kept:
             with self._lock:
                 image = next((each for each in self._images.values() if each.key == key), None)
                 if image is None:
                     return None
                 hosted = self._hosted[image.request.segment]
                 hosted.use()
-            undo.callback(hosted.close)
+            kept.callback(hosted.close)
             fd = lease(hosted.segment.fileno(), image.request.slot, Readers.OF_IMAGE)
             if fd is None:
                 return None
-            undo.callback(fd.close)
+            kept.callback(fd.close)
             if not self._is_whole(image):  # its slot was taken just before
                 return None
-            leased = LeasedImage(self._held(image, with_checksums=with_checksums), hosted, fd)
-            undo.pop_all()
-            return leased
+            layout, slot = image.layout, image.request.slot
+            return Leased(
+                self._held(image, with_checksums=with_checksums),
+                hosted,
+                lambda first, _: _digests(_spans(hosted, layout, slot, first)),
+                kept.pop_all(),
+            )
 
     def published(self) -> tuple[endpoint_messages.PublishedSegment, ...]:
-        """The segments in which something is published.
+        """Return the segments that have publications.
 
-        Raises ``OSError`` once all is given back: a reader that heard of none would let go of what it has mapped.
+        Raises ``OSError`` when the store is closed. With an empty answer a reader would unmap what it has.
         """
         with self._lock:
             if self._is_closed:
@@ -354,17 +386,17 @@ class SegmentStore:
             )
 
     def published_alone(self) -> tuple[endpoint_messages.PublishedSegment, ...]:
-        """Return what is published in segments that have no images here: of weights, and of sets of files."""
+        """Return the segments with publications of weights or of sets of files. No images are held in them."""
         return tuple(each for each in self.published() if isinstance(each.layout, WeightsLayout | FileSetLayout))
 
     def open(self, number: int, flags: int = os.O_RDWR) -> int | None:
-        """Return a new descriptor of a segment; None if it was released. ``flags``: of ``open``."""
+        """Return a new descriptor of a segment; None if it was released. ``flags``: for ``os.open``."""
         with self._lock:
             hosted = self._hosted.get(number)
             return None if hosted is None else reopen(hosted.segment.fileno(), flags)
 
     def close(self) -> None:
-        """Give all back."""
+        """Release all memory."""
         with self._lock:
             self._is_closed = True
             self._images.clear()
@@ -383,12 +415,12 @@ class SegmentStore:
         return number
 
     def _wait_released(self, timeout: float) -> bool:
-        """Wait until released memory is free, ``timeout`` seconds at most; False where there is none."""
+        """Wait at most ``timeout`` seconds until released memory is free. Return False if there is none."""
         waiting = [hosted for hosted in self._released if not hosted.closed.is_set()]
         return any([hosted.closed.wait(timeout) for hosted in waiting])
 
     def _is_whole(self, image: _ImageRecord) -> bool:
-        """Unless the trainer died after it had taken the slot again, and before it could say so."""
+        """Return whether an image is complete. A trainer may take its slot again, and die before it says so."""
         request = image.request
         slots = self._hosted[request.segment].slots
         return slots.save_id(request.slot) == request.save_id and slots.state(request.slot) is not State.STAGING
@@ -403,7 +435,7 @@ class SegmentStore:
         try:
             if checksums is None and with_checksums:  # not written yet, or writing failed
                 checksums = array("Q", (checksum(span) for span in _spans(hosted, layout, image.request.slot)))
-                image.checksums = checksums  # whole: somebody else may ask meanwhile
+                image.checksums = checksums  # set when complete, because another thread may ask meanwhile
         finally:
             hosted.close()
         return HeldImage(

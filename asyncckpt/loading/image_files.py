@@ -133,8 +133,8 @@ class _MappedFile(MemoryFile):
 class FetchedImage(ImageFiles):
     """An image that is fetched from the worker that holds it."""
 
-    def __init__(self, image: RemoteImage) -> None:
-        super().__init__(image.held)
+    def __init__(self, image: RemoteImage[HeldImage]) -> None:
+        super().__init__(image.described)
         self._image = image
 
     def close(self) -> None:

@@ -499,4 +499,4 @@ class MemorySource:
         if holder is None:
             holder = Holder(place.served, self._found.key, self._transport)
             self._holders[place.served] = self._held.enter_context(holder)
-        return FetchedImage(holder.open(place.summary.key))
+        return FetchedImage(holder.open(place.summary.key, with_checksums=True))

@@ -18,7 +18,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -42,7 +41,7 @@ from asyncckpt.ranks.collectives import from_first
 from asyncckpt.ranks.rounds import COMMITTED, UNKNOWN, Rounds, pack, round_name, unpack
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.storage import resolve
-from asyncckpt.threads import without_gc
+from asyncckpt.threads import wait_done, without_gc
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +326,7 @@ class Group:
             self._untold[number] = found  # reported when there is another store
         elif self.rank > 0 or begun:
             telling = rounds.fail_soon(name, found, self._config.commit_timeout)
-            wait([telling], 0.0 if is_lost else _TELL_S)
+            wait_done(telling, 0.0 if is_lost else _TELL_S)
         else:
             with _logged("telling the other ranks of a failure"):
                 self._conclude_failed(rounds, number, found)
@@ -391,7 +390,7 @@ class Group:
             value = pack(local())
         except Exception as error:
             found = self._located(error)
-            wait([rounds.fail_soon(name, found, self._config.timeout)], _TELL_S)
+            wait_done(rounds.fail_soon(name, found, self._config.timeout), _TELL_S)
             raise found from error
         try:
             rounds.report(name, value)

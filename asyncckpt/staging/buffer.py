@@ -29,7 +29,7 @@ from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
 from asyncckpt.shm.segment import Segment, round_up
-from asyncckpt.shm.slots import HEADER_BYTES, PublishedSlots, PublishedVersion, SlotTable, State
+from asyncckpt.shm.slots import HEADER_BYTES, OwnedSlots, PublishedVersion, SlotTable, State
 from asyncckpt.staging.device_copy import Fence, pinned_cuts
 from asyncckpt.staging.host_copy import CopyThreads
 from asyncckpt.staging.slot_copy import SlotStager
@@ -222,8 +222,8 @@ class StagingBuffer:
             client.ask(Describe(self.number, self.layout), Described, timeout, "describing shared memory")
             inherited[:] = [each for each in inherited if each is not adopted]
         except BaseException:
-            if hasattr(self, "_published"):
-                self._published.close()
+            if hasattr(self, "_owned"):
+                self._owned.close()
             if adopted is None and hasattr(self, "segment"):  # inherited memory stays so, with the images in it
                 self._release()
             raise
@@ -235,24 +235,24 @@ class StagingBuffer:
         else:
             end = self._offsets[0] + taken * self.plan.layout.nbytes
             self.number, self.segment = self.client.allocate(nbytes, timeout, end)
-        self._published = PublishedSlots(self.segment, len(self.saves))
+        self._owned = OwnedSlots(self.segment, len(self.saves))
         self._memory = SlotMemory(self.client, self.number, self.segment, [*self._offsets, nbytes], taken)
         if adopted is not None:
-            needed = {each.request.slot for each in adopted.held} | {*self._published.publications().values()}
+            needed = {each.request.slot for each in adopted.held} | {*self._owned.publications().values()}
             # What is being read stays, too: by somebody who has found it before.
             others = (slot for slot in range(len(self.saves)) if slot not in needed)
-            needed |= {slot for slot in others if not self._published.claim(slot)}
+            needed |= {slot for slot in others if not self._owned.claim(slot)}
             self._memory.taken = max(taken, *(slot + 1 for slot in needed), 0)
             self.segment.give_back(self._memory.end)
         self.segment.touch(self._memory.end)
-        if self._published.publications():
+        if self._owned.publications():
             self._memory.keep_two()
 
     def _set_up(self, held: Sequence[HeldImage], fixed: Constants) -> None:
         """Free all slots except those with ``held`` or published images, and write the constants."""
         self.slots = SlotTable(self.segment.view)
         kept = [each.request.slot for each in sorted(held, key=lambda each: each.request.save_id)]
-        kept += [slot for slot in self._published.publications().values() if slot not in kept]
+        kept += [slot for slot in self._owned.publications().values() if slot not in kept]
         # The least recently used first: what is held is overwritten last, the newest of it last of all.
         self._by_age = [slot for slot in range(len(self.saves)) if slot not in kept] + kept
         self._kept = set(kept)
@@ -279,7 +279,7 @@ class StagingBuffer:
         if not self._memory.is_too_much:
             if self.claim_slot() is None:
                 self._memory.take_another()
-        elif last != self._by_age[-1] and self._is_free(last) and self._published.claim(last):
+        elif last != self._by_age[-1] and self._is_free(last) and self._owned.claim(last):
             self.saves[last] = None
             self.plan.objects.forget_slots()
             self._blank.add(last)
@@ -304,14 +304,11 @@ class StagingBuffer:
         safe = [save for save in self.saves if save is not None and (save.is_durable or save.is_replicated)]
         last = max(safe, key=lambda save: save.number, default=None)
         kept = last if last is not None and not last.is_durable and len(self.saves) > 1 else None
-        published = self._published.publications().values() if self._memory.is_coming else ()
+        published = self._owned.publications().values() if self._memory.is_coming else ()
         # The first, as long as the others are too much.
         order = sorted(self._by_age) if self._memory.is_too_much else self._by_age
-        for slot in order:
-            is_kept = (kept is not None and self.saves[slot] is kept) or slot in published
-            if slot < self._memory.taken and not is_kept and self._is_free(slot) and self._published.claim(slot):
-                return slot
-        return None
+        unkept = (slot for slot in order if (kept is None or self.saves[slot] is not kept) and slot not in published)
+        return self._owned.claim_first(slot for slot in unkept if slot < self._memory.taken and self._is_free(slot))
 
     def unused_slots(self) -> list[int]:
         """Return the slots that hold no image yet."""
@@ -319,9 +316,9 @@ class StagingBuffer:
         return [slot for slot in unused if slot < self._memory.taken]
 
     def publish(self, slot: int, published: PublishedVersion) -> bool:
-        """As ``PublishedSlots.publish_unless_last``."""
+        """As ``OwnedSlots.publish_unless_last``."""
         self._memory.keep_two()
-        return self._published.publish_unless_last(slot, published)
+        return self._owned.publish_unless_last(slot, published)
 
     def _begin(self, slot: int, save: SlotUser) -> None:
         others = (other for other in range(len(self.saves)) if other != slot)
@@ -332,7 +329,7 @@ class StagingBuffer:
 
     def offer(self, slot: int) -> None:
         """Let others read the image in ``slot``, which is whole."""
-        self._published.offer_image(slot)
+        self._owned.offer_image(slot)
 
     def wait_idle(self, timeout: float, doing: str) -> None:
         """Wait until nobody uses a slot, so that the memory can be given back.
@@ -389,7 +386,7 @@ class StagingBuffer:
         self.is_closed = True
         for stager in self._stagers:
             stager.close()
-        self._published.close()
+        self._owned.close()
         self.slots.close()
         self._release()
 

@@ -10,21 +10,25 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from asyncckpt.errors import CheckpointError
-from asyncckpt.format.manifest import checksum
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError
+from asyncckpt.format.manifest import checksum, checksums_in
 from asyncckpt.format.segment_layout import CheckpointLayout
 from asyncckpt.format.write_request import COPY_SLOTS, CopiedRank, HeldImage
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.shm.slots import Claims, Readers, State
+from asyncckpt.shm.slots import OwnedSlots, State
+from asyncckpt.transfer.fetch import Fetch, Part, Previous, RateLimit
+from asyncckpt.transfer.holder import RemoteImage
 
 
 @dataclass
 class _CopySegment:
     number: int
     nbytes: int
-    claims: Claims
+    owned: OwnedSlots
     saves: list[int]
     """The save in each slot, by its number; 0: none. Inherited images have negative numbers: the newest is -1."""
     digests: list[bytes] = field(default_factory=lambda: [b""] * COPY_SLOTS)
@@ -42,23 +46,66 @@ class Incoming:
         self.memory = owner.memory_of(segment.number)
         self.source, self.slot = held, slot
 
-    def has_constants(self) -> bool:
-        """Return whether the constant regions of the image are here already, from an earlier image."""
-        regions = self.source.layout.constants()
-        found = (self.memory[region.offset : region.offset + region.nbytes] for region in regions)
-        return tuple(map(checksum, found)) == self.source.constants
+    def fill(self, image: RemoteImage[HeldImage], pool: ThreadPoolExecutor, limit: RateLimit) -> None:
+        """Fetch the image from its holder, and hold it from now on.
 
-    @property
-    def last(self) -> tuple[int, bytes]:
-        """The slot of the image that was copied before, and the digests of its spans; empty: unknown."""
-        slot = 1 - self.slot
-        return slot, self._segment.digests[slot]
+        Args:
+            image: The image that this slot is for.
+            pool: The threads that fetch.
+            limit: The rate at which to fetch.
+
+        Raises:
+            OSError: The image cannot be read from its holder.
+            CheckpointError: The image did not arrive as it was sent.
+        """
+        request = self.source.request
+        where: dict[str, Any] = {"path": request.path, "step": request.step, "rank": request.rank}
+        if not self.has_constants():
+            for region in self.source.layout.constants():
+                image.read(region.offset, self.memory[region.offset : region.offset + region.nbytes])
+            if not self.has_constants():  # the boundaries of the spans are among them
+                raise DamagedCheckpointError("the constants of an image did not arrive as they were sent", **where)
+        spans = _Spans(self.memory, self.layout)
+        previous = Previous(self._image(1 - self.slot), self._segment.digests[1 - self.slot])
+        fetch = Fetch("an image", where, self._image(self.slot), len(spans.begins), spans.bounds, previous, limit)
+        shift = self.source.layout.slots[request.slot]
+        digests = b"".join(fetch.run([Part(image, 0, shift)], pool))
+        self.finish(digests, spans.checksums(digests, self._image(self.slot)))
+
+    def _image(self, slot: int) -> memoryview:
+        begin = self.layout.slots[slot]
+        return self.memory[begin : begin + self.layout.data_bytes]
 
     def finish(self, digests: bytes, checksums: array[int]) -> None:
         """Hold the image from now on. The whole image is here; its spans have these ``digests`` and ``checksums``."""
         held = replace(self.source, checksums=checksums.tobytes())
         self._owner.add(self._segment, self.slot, self.layout, held)
         self._segment.digests[self.slot] = digests
+
+    def has_constants(self) -> bool:
+        """Return whether the constant regions of the image are here already, from an earlier image."""
+        regions = self.source.layout.constants()
+        found = (self.memory[region.offset : region.offset + region.nbytes] for region in regions)
+        return tuple(map(checksum, found)) == self.source.constants
+
+
+class _Spans:
+    """The spans of an image: where each begins and ends in it."""
+
+    def __init__(self, memory: memoryview, layout: CheckpointLayout) -> None:
+        self.begins, self.ends = array("Q"), array("Q")
+        for file in layout.data_files:
+            bounds = memory[file.spans.offset : file.spans.offset + file.spans.nbytes].cast("Q").tolist()
+            self.begins.extend(file.begin + bound for bound in bounds[:-1])
+            self.ends.extend(file.begin + bound for bound in bounds[1:])
+
+    def bounds(self, span: int) -> tuple[int, int]:
+        """Return the begin and the end of a span."""
+        return self.begins[span], self.ends[span]
+
+    def checksums(self, digests: bytes, image: memoryview) -> array[int]:
+        """Return the checksums of all spans of ``image``, which have these ``digests``, one after the other."""
+        return checksums_in(digests, zip(self.begins, self.ends, strict=True), image)
 
 
 class Copies:
@@ -102,7 +149,9 @@ class Copies:
                     continue
                 number, saves = self._inherited_of(each) or self._taken(each.nbytes)
                 segment = self._store.hosted(number).segment
-                self._segments[each.rank, plan] = _CopySegment(number, each.nbytes, Claims(segment), saves)
+                self._segments[each.rank, plan] = _CopySegment(
+                    number, each.nbytes, OwnedSlots(segment, COPY_SLOTS), saves
+                )
 
     def begin(self, held: HeldImage) -> Incoming:
         """Choose the slot to copy an image to. Raises ``CheckpointError`` if there is no memory for the image."""
@@ -114,9 +163,8 @@ class Copies:
             if segment is None or segment.nbytes < need:
                 raise CheckpointError(f"no memory was taken for copies of plan {request.plan}", rank=request.rank)
             # Never overwrite the last save that all ranks have copies of. Prefer the slot with the oldest save.
-            slots = sorted(range(COPY_SLOTS), key=segment.saves.__getitem__)
-            free = (slot for slot in slots if segment.saves[slot] != self._replicated)
-            slot = next((slot for slot in free if segment.claims.claim(slot)), None)
+            by_age = sorted(range(COPY_SLOTS), key=segment.saves.__getitem__)
+            slot = segment.owned.claim_first(slot for slot in by_age if segment.saves[slot] != self._replicated)
             if slot is None:
                 raise CheckpointError("both copies of its last images are being read", rank=request.rank)
             segment.saves[slot] = 0
@@ -132,13 +180,11 @@ class Copies:
         """Hold an image that is complete. Called by ``Incoming.finish``."""
         hosted = self._store.hosted(segment.number)
         hosted.describe(layout)
-        if hosted.constants != held.constants:
-            raise CheckpointError("what is constant in its images did not arrive as it was", rank=held.request.rank)
         hosted.slots.set(slot, State.STAGED)
         request = replace(held.request, segment=segment.number, slot=slot, small_files=())
         self._store.copy_made(request, layout, array("Q", held.checksums))
         segment.saves[slot] = held.request.save_id
-        segment.claims.offer(slot, Readers.OF_IMAGE)
+        segment.owned.offer_image(slot)
 
     def memory_of(self, number: int) -> memoryview:
         """Return the memory of a segment."""
@@ -155,7 +201,7 @@ class Copies:
         """Stop copying. The images stay."""
         with self._lock:
             for segment in self._segments.values():
-                segment.claims.close()
+                segment.owned.close()
             self._segments.clear()
 
     def _release_inherited(self) -> None:
@@ -178,5 +224,5 @@ class Copies:
         return number, [0] * COPY_SLOTS
 
     def _release(self, segment: _CopySegment) -> None:
-        segment.claims.close()
+        segment.owned.close()
         self._store.release(segment.number)

@@ -13,13 +13,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from asyncckpt.shm.slots import VersionKey
 from asyncckpt.transfer.requests import TransferAddress
 
 # Number of versions for which the hosts that have them are remembered.
 _VERSIONS = 4
-
-Version = tuple[int, int]
-"""The epoch and the number of a version."""
 
 
 @dataclass
@@ -40,9 +38,9 @@ class Distribution:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # By version: the hosts that have it or are getting it, in the order in which they asked.
-        self._hosts: dict[Version, dict[TransferAddress, _Host]] = {}
+        self._hosts: dict[VersionKey, dict[TransferAddress, _Host]] = {}
 
-    def has(self, reader: object, own: TransferAddress, version: Version | None) -> None:
+    def has(self, reader: object, own: TransferAddress, version: VersionKey | None) -> None:
         """Note that a reader has ``version`` (None: none), serves it at ``own``, and gets no other version."""
         with self._lock:
             for each, hosts in self._hosts.items():
@@ -52,7 +50,7 @@ class Distribution:
                 self._of(version)[own] = _Host(reader, None, reading=False)
 
     def assign(
-        self, reader: object, own: TransferAddress, version: Version, refused: Collection[TransferAddress]
+        self, reader: object, own: TransferAddress, version: VersionKey, refused: Collection[TransferAddress]
     ) -> TransferAddress | None:
         """Choose the host from which a reader gets ``version``; None: from the publisher.
 
@@ -82,7 +80,7 @@ class Distribution:
                 for own in [own for own, host in hosts.items() if host.reader is reader]:
                     del hosts[own]
 
-    def _of(self, version: Version) -> dict[TransferAddress, _Host]:
+    def _of(self, version: VersionKey) -> dict[TransferAddress, _Host]:
         hosts = self._hosts.setdefault(version, {})
         while len(self._hosts) > _VERSIONS:
             del self._hosts[next(iter(self._hosts))]

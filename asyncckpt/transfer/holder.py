@@ -1,4 +1,4 @@
-"""The reader's connection to a worker on any host, which holds images or published versions."""
+"""The reader's connection to a worker on any host, which holds images."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import threading
 import time
 from types import TracebackType
+from typing import Any, Generic, overload
 
-from asyncckpt.format.manifest import DIGEST_BYTES
 from asyncckpt.format.write_request import HeldImage, ImageKey
-from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.link.segment_store import ImageKind
+from asyncckpt.shm.slots import PublishedVersion, VersionKey
 from asyncckpt.threads import start
 from asyncckpt.transfer import requests
 from asyncckpt.transfer.kinds import transport_named
@@ -47,7 +48,7 @@ class Holder:
         self._key, self._answer_s = key, answer_s
         self._transport, self._kind = transport, transport_named(transport)
         self._asking = threading.Lock()
-        self._open: list[_Remote] = []
+        self._open: list[RemoteImage[Any]] = []
         self._connection = connect(address, key, answer_s)
         self._ended = threading.Event()
         self._pinger = threading.Thread(target=self._ping, name="asyncckpt-ping", daemon=True)
@@ -79,39 +80,37 @@ class Holder:
         answer = self._ask(requests.NextVersion(after, seconds, own, refused))
         return answer if isinstance(answer, requests.NewestVersion) else requests.NewestVersion(None, None)
 
-    def open_version(self, epoch: int, version: int) -> RemoteVersion:
-        """Open a version for reading. Raises ``FileNotFoundError`` if the worker does not have the version."""
-        answer = self._ask(requests.OpenVersion(epoch, version, self._transport), self._kind.offer_s)
-        if not isinstance(answer, requests.OpenedVersion):
-            why = answer.why if isinstance(answer, requests.NotHeld) else "it gave no answer to that"
-            raise FileNotFoundError(f"version {version} cannot be read at {self._connection.peer}: {why}")
-        opened = RemoteVersion(self, answer, self._read(answer))
-        self._add(opened)
-        return opened
-
     def ping(self) -> None:
         """Check that the worker answers."""
         self._ask(requests.Ping())
 
-    def open(self, key: ImageKey, with_checksums: bool = True) -> RemoteImage:
-        """Open an image for reading. The image does not change until it is closed.
+    @overload
+    def open(self, key: ImageKey, *, with_checksums: bool = False) -> RemoteImage[HeldImage]: ...
+
+    @overload
+    def open(self, key: VersionKey) -> RemoteImage[tuple[int, ...]]: ...
+
+    def open(self, key: ImageKey | VersionKey, *, with_checksums: bool = False) -> RemoteImage[Any]:
+        """Open an image for reading: of a save, or of a published version. It does not change until it is closed.
 
         Args:
             key: The image.
-            with_checksums: Also get all checksums. The worker may first have to compute them over the whole image. If
-                False, ask for the digests span by span (``RemoteImage.digests``).
+            with_checksums: For the image of a save, also get all checksums. The worker may first have to compute them
+                over the whole image.
 
         Raises:
             FileNotFoundError: The worker does not hold the image.
         """
-        question = requests.OpenImage(key, self._transport, with_checksums)
+        question = requests.Open(key, self._transport, with_checksums)
         within = _CHECKSUMS_S if with_checksums else self._answer_s
         answer = self._ask(question, within + self._kind.offer_s)
         if not isinstance(answer, requests.Opened):
             why = answer.why if isinstance(answer, requests.NotHeld) else "it gave no answer to that"
-            raise FileNotFoundError(f"the image of rank {key.rank} cannot be read at {self._connection.peer}: {why}")
-        image = RemoteImage(self, answer, self._read(answer))
-        self._add(image)
+            raise FileNotFoundError(f"{_name_of(key)} cannot be read at {self._connection.peer}: {why}")
+        image: RemoteImage[Any] = RemoteImage(self, answer, self._read(answer))
+        self._open.append(image)
+        if self._ended.is_set():
+            image.close()
         return image
 
     def close(self) -> None:
@@ -124,30 +123,25 @@ class Holder:
             self._pinger.join()
         self._kind.close()
 
-    def digests(self, question: requests.AskImageDigests | requests.AskVersionDigests) -> bytes | None:
-        """Ask for digests, and return them; None if the worker will never have them."""
-        answer = self._ask(question)
+    def digests(self, lease: str, first: int, seconds: float) -> bytes | None:
+        """Ask for digests of an image under a lease. See ``RemoteImage.digests``."""
+        answer = self._ask(requests.AskDigests(lease, first, seconds))
         return answer.digests if isinstance(answer, requests.Digests) else None
 
-    def release(self, remote: _Remote, lease: str) -> None:
-        """End the lease of something that is closed on this side."""
+    def release(self, image: RemoteImage[Any], lease: str) -> None:
+        """End the lease of an image that is closed on this side."""
         with contextlib.suppress(ValueError):
-            self._open.remove(remote)
+            self._open.remove(image)
         with contextlib.suppress(OSError), self._asking:
-            self._connection.send(requests.CloseImage(lease))
+            self._connection.send(requests.Close(lease))
 
-    def _read(self, opened: requests.Opened | requests.OpenedVersion) -> Reading:
+    def _read(self, opened: requests.Opened) -> Reading:
         try:
             return self._kind.read_from(self.address, self._key, opened)
         except OSError:
             with self._asking:
-                self._connection.send(requests.CloseImage(opened.lease))
+                self._connection.send(requests.Close(opened.lease))
             raise
-
-    def _add(self, remote: _Remote) -> None:
-        self._open.append(remote)
-        if self._ended.is_set():
-            remote.close()
 
     def _ask(self, question: object, within: float = 0.0) -> object:
         """Send ``question`` and return the answer.
@@ -187,11 +181,25 @@ class Holder:
         self.close()
 
 
-class _Remote:
-    """Something that is open, under a lease, at another worker."""
+class RemoteImage(Generic[ImageKind]):
+    """An image that is open, under a lease, at another worker: of a save, or of a version that may still arrive there.
 
-    def __init__(self, holder: Holder, lease: str, reading: Reading) -> None:
-        self._holder, self._lease, self._reading = holder, lease, reading
+    ``described``: see ``requests.Opened``.
+    """
+
+    def __init__(self, holder: Holder, opened: requests.Opened, reading: Reading) -> None:
+        self._holder, self._lease, self._reading = holder, opened.lease, reading
+        self.described: ImageKind = opened.described  # type: ignore[assignment]  # it is what the key was of
+
+    def digests(self, first: int, seconds: float) -> bytes:
+        """Return digests of some spans from ``first`` on, which can be read now; none if the wait of ``seconds`` ends.
+
+        Raises ``OSError``, also if the other worker has given up this image.
+        """
+        digests = self._holder.digests(self._lease, first, seconds)
+        if digests is None:
+            raise ConnectionAbortedError("the worker that was to pass this image on has given it up")
+        return digests
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of the segment from ``offset`` on. Any thread may call.
@@ -206,34 +214,5 @@ class _Remote:
         self._holder.release(self, self._lease)
 
 
-class RemoteImage(_Remote):
-    """An image that another worker holds. ``held`` describes the image."""
-
-    def __init__(self, holder: Holder, opened: requests.Opened, reading: Reading) -> None:
-        super().__init__(holder, opened.lease, reading)
-        self.held: HeldImage = opened.held
-
-    def digests(self, first: int, last: int) -> bytes:
-        """Return the digests of the spans from ``first`` up to ``last``. Raises ``OSError``."""
-        digests = self._holder.digests(requests.AskImageDigests(self._lease, first, last))
-        if digests is None or len(digests) != (last - first) * DIGEST_BYTES:
-            raise ConnectionAbortedError("who holds this image gave no digests of it")
-        return digests
-
-
-class RemoteVersion(_Remote):
-    """A version that another worker has published or is still receiving. ``sizes``: of its files, in bytes."""
-
-    def __init__(self, holder: Holder, opened: requests.OpenedVersion, reading: Reading) -> None:
-        super().__init__(holder, opened.lease, reading)
-        self.sizes = opened.sizes
-
-    def digests(self, first: int, seconds: float) -> bytes:
-        """Return digests of some spans from ``first`` on, which can be read now; none if the wait of ``seconds`` ends.
-
-        Raises ``OSError``, also if the other worker has given up this version.
-        """
-        digests = self._holder.digests(requests.AskVersionDigests(self._lease, first, seconds))
-        if digests is None:
-            raise ConnectionAbortedError("who was to pass this version on has given it up")
-        return digests
+def _name_of(key: ImageKey | VersionKey) -> str:
+    return f"version {key.version}" if isinstance(key, VersionKey) else f"the image of rank {key.rank}"

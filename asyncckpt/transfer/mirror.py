@@ -14,17 +14,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
-from asyncckpt.errors import CheckpointError, DamagedCheckpointError, OutOfMemoryError
-from asyncckpt.format.manifest import DIGEST_BYTES, digest_of
+from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.format.segment_layout import WeightsLayout
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.shm.slots import HEADER_BYTES, LASTING, PublishedSlots, PublishedVersion
-from asyncckpt.transfer.holder import Holder, RemoteVersion
+from asyncckpt.shm.slots import HEADER_BYTES, LASTING, OwnedSlots, PublishedVersion
+from asyncckpt.transfer.fetch import STALL_S, Fetch, Part, Previous
+from asyncckpt.transfer.holder import Holder, RemoteImage
 from asyncckpt.transfer.requests import Locator, TransferAddress
 from asyncckpt.transfer.sealed_connection import KeyRefusedError
 from asyncckpt.transfer.server import TransferServer
@@ -45,25 +44,12 @@ class _Slots:
         self._store = store
         self._images: dict[int, VersionImage] = {}  # the last image in each slot
         self._numbers: list[int] = []
-        self._is_full = False
-        self.number, self.control = store.allocate(HEADER_BYTES)
-        self.published = PublishedSlots(self.control, 0)
+        self.number, control = store.allocate(HEADER_BYTES)
+        self.owned = OwnedSlots(control, 0, tries_again=True)
 
     def claim(self) -> int | None:
-        """Claim a slot that nobody reads; None if all are being read.
-
-        The slot of the newest version is claimed only if no other slot is published.
-        """
-        published = list(self.published.publications().values())
-        slot = self._claim_first(slot for slot in range(len(self._numbers)) if slot not in published)
-        slot = self._grow(LASTING) if slot is None else slot
-        slot = self._claim_first(published[:-1] or published) if slot is None else slot
-        return self._grow(_MOST) if slot is None else slot
-
-    def _claim_first(self, slots: Iterable[int]) -> int | None:
-        # A version that was given up may still have readers, and those hold no lease on its slot.
-        unread = (slot for slot in slots if slot not in self._images or not self._images[slot].is_read)
-        return next(filter(self.published.claim, unread), None)
+        """Claim a slot that nobody reads; None if all are being read. See ``OwnedSlots.claim_next``."""
+        return self.owned.claim_next(range(len(self._numbers)), self._take, _MOST, self._is_free)
 
     def begin(self, slot: int, version: PublishedVersion) -> VersionImage:
         memory = self._store.hosted(self._numbers[slot])
@@ -72,30 +58,21 @@ class _Slots:
 
     def release(self) -> None:
         """Withdraw all versions and release the memory. Readers keep the versions they have leased."""
-        self.published.withdraw_all()
-        self.published.close()
+        self.owned.withdraw_all()
+        self.owned.close()
         for number in (*self._numbers, self.number):
             self._store.release(number)
 
-    def _grow(self, most: int) -> int | None:
-        slot = len(self._numbers)
-        if slot >= most:
-            return None
+    def _take(self, slot: int) -> None:
+        """Take memory for a new slot. Raises ``OutOfMemoryError``."""
         files = lay_out(self.sizes)
-        try:
-            number, _ = self._store.allocate(files[-1].offset + files[-1].nbytes)
-        except OutOfMemoryError as error:
-            if not slot:
-                raise
-            if not self._is_full:
-                logger.warning("memory for %d versions of another host: %s", slot, error)
-            self._is_full = True
-            return None
+        number, _ = self._store.allocate(files[-1].offset + files[-1].nbytes)
         self._numbers.append(number)
-        self.published.count += 1
-        self.published.claim(slot)
         self._store.hosted(self.number).describe(WeightsLayout(tuple(self._numbers), files if len(files) > 1 else ()))
-        return slot
+
+    def _is_free(self, slot: int) -> bool:
+        # A version that was given up may still have readers, and those hold no lease on its slot.
+        return slot not in self._images or not self._images[slot].is_read
 
 
 class MirrorBuffer:
@@ -128,9 +105,9 @@ class MirrorBuffer:
         """Publish the version that was begun, which is complete now."""
         slots = self._all[-1]
         if self._image is not None:
-            slots.published.publish(self._slot, self._image.version)
+            slots.owned.publish(self._slot, self._image.version)
             # A trainer that published before, on a host with another clock, may have left a version that looks newer.
-            slots.published.withdraw_newer(self._image.version)
+            slots.owned.withdraw_newer(self._image.version)
             self._versions.end(slots.number, self._slot)
         while self._all[0] is not slots:
             self._all.pop(0).release()
@@ -142,20 +119,14 @@ class MirrorBuffer:
     def close(self) -> None:
         """Stop publishing. Published versions stay."""
         for slots in self._all:
-            slots.published.close()
+            slots.owned.close()
 
 
-# Maximum time to wait for the next version, and for the next span, before asking again.
-_NEXT_S, _SPAN_S = 3.0, 1.0
-# Maximum time without data from a holder. The holder may itself be looking for another source.
-_STALL_S = 30.0
+# Maximum time to wait for the next version before asking again.
+_NEXT_S = 3.0
 # Maximum time for other workers to publish, or begin to receive, the version that the first rank has published.
 _COMES_S = 20.0
 _PAUSE_S = 0.2
-# Spans that are fetched together, 2 MiB, so that they are still in a core's cache for the check. And the most chunks
-# under way at a time.
-_CHUNK_SPANS = (2 << 20) // SPAN_BYTES
-_CHUNKS = 4 * CONNECTIONS
 
 
 class Mirror:
@@ -189,7 +160,7 @@ class Mirror:
         self._closed.set()
         for holder in list(self._holders.values()):
             holder.close()
-        self._thread.join(_STALL_S)  # the thread may be connecting
+        self._thread.join(STALL_S)  # the thread may be connecting
         self._buffer.close()
 
     def _run(self) -> None:
@@ -251,11 +222,11 @@ class Mirror:
     ) -> None:
         """Fetch a version, or the rest of a version that has partly arrived, and publish it."""
         # Allocate memory before asking a holder, which may be allocating its own: so all hosts do that in parallel.
-        known = self._last if self._coming is None or self._coming.version[:2] != version[:2] else self._coming
+        known = self._last if self._coming is None or self._coming.version.key != version.key else self._coming
         sizes = known.sizes if known is not None else self._sizes(version, locator)
         image = self._begin(version, sizes)
         with self._opened(version, locator.addresses if holder is None else (holder,), locator) as parts:
-            found = tuple(nbytes for part in parts for nbytes in part.sizes)
+            found = tuple(nbytes for part in parts for nbytes in part.described)
             if found != sizes:
                 image = self._begin(version, found)
             if image is not None:
@@ -266,23 +237,23 @@ class Mirror:
     def _sizes(self, version: PublishedVersion, locator: Locator) -> tuple[int, ...]:
         """Return the sizes of a version's files, as its publishers have them."""
         with self._opened(version, locator.addresses, locator) as parts:
-            return tuple(nbytes for part in parts for nbytes in part.sizes)
+            return tuple(nbytes for part in parts for nbytes in part.described)
 
     @contextmanager
     def _opened(
         self, version: PublishedVersion, addresses: Sequence[TransferAddress], locator: Locator
-    ) -> Iterator[list[RemoteVersion]]:
+    ) -> Iterator[list[RemoteImage[tuple[int, ...]]]]:
         """Open a version at each of these workers, which may publish or begin to receive it shortly after this call.
 
         Raises ``FileNotFoundError`` if they do not.
         """
         deadline = time.monotonic() + _COMES_S
         with ExitStack() as stack:
-            parts: list[RemoteVersion] = []
+            parts: list[RemoteImage[tuple[int, ...]]] = []
             while len(parts) < len(addresses):
                 try:
                     holder = self._holder(addresses[len(parts)], locator)
-                    parts.append(holder.open_version(version.epoch, version.version))
+                    parts.append(holder.open(version.key))
                     stack.callback(parts[-1].close)
                 except FileNotFoundError:
                     at_first = addresses[len(parts)] == locator.addresses[0]
@@ -306,75 +277,24 @@ class Mirror:
             self._coming = None
             self._buffer.give_up()
 
-    def _fetch(self, image: VersionImage, parts: Sequence[RemoteVersion], pool: ThreadPoolExecutor) -> None:
-        """Fetch all spans of ``image`` that have not arrived, in order, and check each.
+    def _fetch(
+        self, image: VersionImage, sources: Sequence[RemoteImage[tuple[int, ...]]], pool: ThreadPoolExecutor
+    ) -> None:
+        """Fetch all spans of ``image`` that have not arrived.
 
         Raises ``OSError``, ``DamagedCheckpointError`` if the version cannot be had from these workers.
         """
-        begins = [0]
-        for part in parts:
-            begins.append(begins[-1] + sum(-(-nbytes // SPAN_BYTES) for nbytes in part.sizes))
-        flying: deque[tuple[Future[None], bytes]] = deque()
-        known, moved_at = image.arrived, time.monotonic()
-        try:
-            while image.arrived < image.spans:
-                if known < image.spans and len(flying) < _CHUNKS:
-                    at = next(number for number, begin in enumerate(begins[1:]) if known < begin)
-                    digests = parts[at].digests(known - begins[at], 0.0 if flying else _SPAN_S)
-                    for first, some in self._chunks(image, known, digests):
-                        begin = begins[at] * SPAN_BYTES
-                        flying.append((pool.submit(self._fetch_chunk, image, parts[at], begin, first, some), some))
-                    known += len(digests) // DIGEST_BYTES
-                if flying:
-                    fetched, some = flying.popleft()
-                    fetched.result()
-                    image.arrive(some)
-                    moved_at = time.monotonic()
-                elif time.monotonic() - moved_at > _STALL_S or self._closed.is_set():
-                    raise TimeoutError("nothing has come any more")
-        finally:
-            for fetched, _ in flying:
-                fetched.cancel()
-            for fetched, _ in flying:  # wait until no thread writes here any more
-                fetched.cancelled() or fetched.exception()
-
-    def _chunks(self, image: VersionImage, first: int, digests: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yield chunks of the spans from ``first`` on: all spans of a chunk are to be fetched, or none is."""
-        kept: list[bool] = []
-        for number in range(len(digests) // DIGEST_BYTES):
-            digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            kept.append(self._is_kept(image, first + number, digest))
-        begin = 0
-        for end in range(1, len(kept) + 1):
-            if end == len(kept) or kept[end] != kept[begin] or end - begin == _CHUNK_SPANS:
-                yield first + begin, digests[begin * DIGEST_BYTES : end * DIGEST_BYTES]
-                begin = end
-
-    def _is_kept(self, image: VersionImage, span: int, digest: bytes) -> bool:
-        """Return whether the previous version has the same bytes in that span."""
-        last = self._last
-        return last is not None and last.sizes == image.sizes and last.digest(span) == digest
-
-    def _fetch_chunk(
-        self, image: VersionImage, part: RemoteVersion, part_begin: int, first: int, digests: bytes
-    ) -> None:
-        """Copy or fetch some spans, and check them."""
-        count = len(digests) // DIGEST_BYTES
-        view = image.memory.segment.view
-        begin, end = image.bounds(first)[0], image.bounds(first + count - 1)[1]
-
-        def is_right() -> bool:
-            bounds = (image.bounds(first + number) for number in range(count))
-            return b"".join(digest_of(view[start:stop]) for start, stop in bounds) == digests
-
-        last = self._last
-        if last is not None and self._is_kept(image, first, digests[:DIGEST_BYTES]):
-            view[begin:end] = last.memory.segment.view[begin:end]
-            if is_right():
-                return
-        part.read(begin - part_begin, view[begin:end])
-        if not is_right():
-            raise DamagedCheckpointError(f"version {image.version.version} did not arrive as it was sent")
+        parts, first = [], 0
+        for source in sources:
+            parts.append(Part(source, first, -first * SPAN_BYTES))
+            first += sum(-(-nbytes // SPAN_BYTES) for nbytes in source.described)
+        previous = None
+        if self._last is not None and self._last.sizes == image.sizes:
+            previous = Previous(self._last.memory.segment.view, self._last.all_digests())
+        name, memory = f"version {image.version.version}", image.memory.segment.view
+        fetch = Fetch(name, {}, memory, image.spans, image.bounds, previous)
+        for digests in fetch.run(parts, pool, image.arrived):
+            image.arrive(digests)
 
     def _holder(self, address: TransferAddress, locator: Locator) -> Holder:
         """Return the connection to another worker, which is kept open."""

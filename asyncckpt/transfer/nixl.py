@@ -30,7 +30,7 @@ from asyncckpt.link.process import run_module, same_modules
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import Segment
 from asyncckpt.transfer.nixl_process import COMMAND_BYTES
-from asyncckpt.transfer.requests import Opened, OpenedVersion, TransferAddress
+from asyncckpt.transfer.requests import Opened, TransferAddress
 from asyncckpt.transfer.transport import Offering, Reading, TransportKind
 
 # Timeout for the start of the process, and for every command except ``read``.
@@ -408,7 +408,7 @@ class NixlTransport(TransportKind):
             except OSError:
                 self._end_holder()
 
-    def read_from(self, address: TransferAddress, key: bytes, opened: Opened | OpenedVersion) -> Reading:
+    def read_from(self, address: TransferAddress, key: bytes, opened: Opened) -> Reading:
         metadata, base = json.loads(opened.offer)
         with self._lock:
             if self._closed:

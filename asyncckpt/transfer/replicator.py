@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
-from asyncckpt.format.write_request import CopiedRank, ImageKey
+from asyncckpt.format.write_request import CopiedRank, HeldImage, ImageKey
 from asyncckpt.link.messages import Rendezvous, Replicated
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.protocol import replication
@@ -24,8 +24,8 @@ from asyncckpt.ranks.rounds import COPIES_BEGIN, KEPT_ROUNDS, REPLICATED, Rounds
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.threads import start
 from asyncckpt.transfer.copies import Copies
+from asyncckpt.transfer.fetch import RateLimit
 from asyncckpt.transfer.holder import Holder, RemoteImage
-from asyncckpt.transfer.image_copy import ImageCopy, RateLimit
 from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.sockets import CONNECTIONS
 
@@ -138,12 +138,11 @@ class Replicator:
         host, port = pickle.loads(found)
         return TransferAddress(host, port), self._rendezvous.secret, self._transport
 
-    def _fetch(self, image: RemoteImage, pool: ThreadPoolExecutor) -> replication.OfCopies:
+    def _fetch(self, image: RemoteImage[HeldImage], pool: ThreadPoolExecutor) -> replication.OfCopies:
         """Copy an image. Return the event for the machine."""
-        save, rank = image.held.request.save_id, image.held.request.rank
+        save, rank = image.described.request.save_id, image.described.request.rank
         try:
-            incoming = self.copies.begin(image.held)
-            incoming.finish(*ImageCopy(image, incoming, self._limit).run(pool))
+            self.copies.begin(image.described).fill(image, pool, self._limit)
         except CheckpointError as error:
             logger.warning("save %d of rank %d is not copied: %s", save, rank, error)
             return replication.ImageHere(save, rank, error)
@@ -182,7 +181,7 @@ class _Puller:
         self,
         rank: int,
         address_of: Callable[[int], tuple[TransferAddress, bytes, str] | None],
-        fetch: Callable[[RemoteImage, ThreadPoolExecutor], replication.OfCopies],
+        fetch: Callable[[RemoteImage[HeldImage], ThreadPoolExecutor], replication.OfCopies],
         post: Callable[[replication.OfCopies], object],
     ) -> None:
         self._rank, self._address_of, self._fetch, self._post = rank, address_of, fetch, post
@@ -241,8 +240,8 @@ class _Puller:
                     self._copy(holder, key, pool)
 
     def _copy(self, holder: Holder, key: ImageKey, pool: ThreadPoolExecutor) -> None:
-        with contextlib.closing(holder.open(key, with_checksums=False)) as image:
-            save = image.held.request.save_id
+        with contextlib.closing(holder.open(key)) as image:
+            save = image.described.request.save_id
             if save > self._copied:
                 event = self._fetch(image, pool)
                 self._copied = save

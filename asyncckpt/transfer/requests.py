@@ -2,17 +2,13 @@
 
 Any number of connections may exist between the two.
 
-    reader  OpenImage                 let me read this image
+    reader  Open                      let me read this image: of a save, or of a version, which may still arrive there
     holder  Opened                    under a lease that ends with this connection      (or NotHeld)
-    reader  AskImageDigests           for some spans of the image
-    holder  Digests
-    reader  OpenVersion               let me read this version, which you have published or are still receiving
-    holder  OpenedVersion             under a lease as above                            (or NotHeld)
-    reader  AskVersionDigests         for spans that have arrived
+    reader  AskDigests                for spans that are there
     holder  Digests                   of at least one span; of none after a timeout; None if no more will arrive
-    reader  CloseImage                I have what I need of the image or version
-    reader  ReadBytes                 of an open image or version, on this connection or another
+    reader  ReadBytes                 of an open image, on this connection or another
     holder  bytes
+    reader  Close                     I have what I need of the image
     reader  NextImage                 which image have you staged since my last question?
     holder  NewestStaged              the newest one; none after a timeout
     reader  NextVersion               which is your newest version? I have read the version that I asked for before
@@ -31,7 +27,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs, urlsplit
 
 from asyncckpt.format.write_request import HeldImage, ImageKey
-from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.shm.slots import PublishedVersion, VersionKey
 
 
 @dataclass(frozen=True)
@@ -43,22 +39,25 @@ class TransferAddress:
 
 
 @dataclass(frozen=True)
-class OpenImage:
-    """``transport``: the name of the kind that will read the bytes. ``with_checksums``: the answer waits until the
-    worker has all checksums, which it may have to compute over the whole image.
+class Open:
+    """``key``: of an image of a save, or of a published version. ``transport``: the name of the kind that will read
+    the bytes. ``with_checksums``: for an image of a save, the answer waits until the worker has all checksums, which
+    it may have to compute over the whole image.
     """
 
-    key: ImageKey
+    key: ImageKey | VersionKey
     transport: str
     with_checksums: bool
 
 
 @dataclass(frozen=True)
 class Opened:
-    """``lease``: the lease's name, which other connections use to read. ``offer``: data for the transport kind."""
+    """``lease``: the lease's name, which other connections use to read. ``described``: the image of a save, or the
+    sizes of a version's files, in bytes (see ``versions.py``). ``offer``: data for the transport kind.
+    """
 
     lease: str
-    held: HeldImage
+    described: HeldImage | tuple[int, ...]
     offer: bytes
 
 
@@ -70,22 +69,24 @@ class NotHeld:
 
 
 @dataclass(frozen=True)
-class CloseImage:
+class Close:
+    """Ends a lease."""
+
     lease: str
 
 
 @dataclass(frozen=True)
-class AskImageDigests:
-    """Asks for the digests of the spans from ``first`` up to ``last`` of an open image."""
+class AskDigests:
+    """Asks for digests of an open image, from span ``first`` on. ``seconds``: maximum time to wait for a span."""
 
     lease: str
     first: int
-    last: int
+    seconds: float
 
 
 @dataclass(frozen=True)
 class ReadBytes:
-    """Asks for ``nbytes`` from ``offset`` of the segment that holds the image or version."""
+    """Asks for ``nbytes`` from ``offset`` of the segment that holds the image."""
 
     lease: str
     offset: int
@@ -127,33 +128,6 @@ class NewestVersion:
 
     version: PublishedVersion | None
     holder: TransferAddress | None
-
-
-@dataclass(frozen=True)
-class OpenVersion:
-    """``epoch``, ``version``: as in ``PublishedVersion``. ``transport``: as in ``OpenImage``."""
-
-    epoch: int
-    version: int
-    transport: str
-
-
-@dataclass(frozen=True)
-class OpenedVersion:
-    """``lease``, ``offer``: as in ``Opened``. ``sizes``: of the version's files, in bytes (see ``versions.py``)."""
-
-    lease: str
-    sizes: tuple[int, ...]
-    offer: bytes
-
-
-@dataclass(frozen=True)
-class AskVersionDigests:
-    """Asks for digests of an open version, from span ``first`` on. ``seconds``: maximum time to wait for a span."""
-
-    lease: str
-    first: int
-    seconds: float
 
 
 @dataclass(frozen=True)

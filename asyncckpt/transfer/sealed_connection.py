@@ -25,7 +25,7 @@ except ImportError as error:
     raise ImportError(f"{error}; what goes between hosts needs it: pip install 'asyncckpt[hosts]'") from error
 
 from asyncckpt.ranks.store import NONCE_BYTES, keep_alive, proof
-from asyncckpt.shm.slots import PublishedVersion
+from asyncckpt.shm.slots import PublishedVersion, VersionKey
 
 _LENGTH = struct.Struct("!Q")
 _NONCE = struct.Struct("!4xQ")
@@ -40,6 +40,7 @@ _VOCABULARY = frozenset(
     f"asyncckpt.{module}"
     for module in ("transfer.requests", "format.manifest", "format.segment_layout", "format.write_request")
 )
+_NAMES = {(each.__module__, each.__name__) for each in (PublishedVersion, VersionKey)}
 _FORGED = "what came was not said by a process of this job"
 
 
@@ -204,7 +205,7 @@ class _Unpickler(pickle.Unpickler):
     """Accepts only the messages of this protocol. So a peer that knows the key can read, but cannot run code here."""
 
     def find_class(self, module: str, name: str) -> Any:
-        is_known = module in _VOCABULARY or (module, name) == (PublishedVersion.__module__, PublishedVersion.__name__)
+        is_known = module in _VOCABULARY or (module, name) in _NAMES
         found = super().find_class(module, name) if is_known else None
         if not isinstance(found, type) or found.__module__ != module:
             raise ConnectionAbortedError(f"{module}.{name} was said, which is no word of this protocol")

@@ -1,7 +1,7 @@
-"""The transfer server: a worker lets processes of its job, on any host, read its images and published versions.
+"""The transfer server: a worker lets processes of its job, on any host, read images of saves and published versions.
 
 A process that connects has to prove that it knows a key of the job; otherwise it is dropped. Each connection has a
-thread. Opening an image or a version takes a lease, which ends with the connection. Nobody writes there during a lease.
+thread. Opening an image takes a lease, which ends with the connection. Nobody writes there during a lease.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from asyncckpt.format.write_request import ImageKey
-from asyncckpt.link.segment_store import LeasedImage, SegmentStore
+from asyncckpt.format.write_request import HeldImage, ImageKey
+from asyncckpt.link.segment_store import Leased, SegmentStore
 from asyncckpt.ranks.store import listen
 from asyncckpt.transfer import requests
 from asyncckpt.transfer.distribution import Distribution
 from asyncckpt.transfer.kinds import transport_named
 from asyncckpt.transfer.sealed_connection import SealedConnection
 from asyncckpt.transfer.transport import Offering, TransportKind
-from asyncckpt.transfer.versions import LeasedVersion, ServedVersions
+from asyncckpt.transfer.versions import ServedVersions
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _NOT_HELD = requests.NotHeld("it is not held any more, or not yet")
 
 @dataclass
 class _Lease:
-    image: LeasedImage | LeasedVersion
+    image: Leased[Any]
     offering: Offering
     connection: SealedConnection
 
@@ -147,23 +148,16 @@ class TransferServer:
         """Answer a peer that knows the key. Raises ``OSError`` when the peer leaves."""
         while True:
             match message := peer.receive():
-                case requests.OpenImage(key, transport, with_checksums):
+                case requests.Open():
                     with _heard(peer):
-                        answer = self._open(peer, key, transport, with_checksums)
+                        answer = self._open(peer, message)
                     peer.send(answer)
-                case requests.AskImageDigests(name, first, last):
+                case requests.AskDigests(name, first, seconds):
                     with self._used(name) as leased:
-                        found = leased.digests(first, last) if isinstance(leased, LeasedImage) else None
-                        peer.send(requests.Digests(found))
-                case requests.OpenVersion(epoch, version, transport):
-                    peer.send(self._open_version(peer, epoch, version, transport))
-                case requests.AskVersionDigests(name, first, seconds):
-                    with self._used(name) as leased:
-                        digests = leased.image.digests(first, seconds) if isinstance(leased, LeasedVersion) else None
-                        peer.send(requests.Digests(digests))
+                        peer.send(requests.Digests(leased.digests(first, seconds)))
                 case requests.NextVersion():
                     peer.send(self._next_version(peer, message))
-                case requests.CloseImage(name):
+                case requests.Close(name):
                     with self._lock:
                         lease = self._leases.pop(name, None)
                     if lease is not None:
@@ -176,47 +170,34 @@ class TransferServer:
                 case requests.Ping():
                     peer.send(requests.Pong())
 
-    def _open(
-        self, peer: SealedConnection, key: ImageKey, transport: str, with_checksums: bool
-    ) -> requests.Opened | requests.NotHeld:
-        if (image := self._segment_store.lease(key, with_checksums=with_checksums)) is None:
+    def _open(self, peer: SealedConnection, asked: requests.Open) -> requests.Opened | requests.NotHeld:
+        """Let the peer read an image."""
+        leased: Leased[HeldImage] | Leased[tuple[int, ...]] | None
+        if isinstance(asked.key, ImageKey):
+            leased = self._segment_store.lease(asked.key, with_checksums=asked.with_checksums)
+        else:
+            leased = self.versions.lease(asked.key)
+        if leased is None:
             return _NOT_HELD
-        offered = self._offer(peer, image, transport)
-        return offered if isinstance(offered, requests.NotHeld) else requests.Opened(offered[0], image.held, offered[1])
-
-    def _open_version(
-        self, peer: SealedConnection, epoch: int, version: int, transport: str
-    ) -> requests.OpenedVersion | requests.NotHeld:
-        if (leased := self.versions.lease(epoch, version)) is None:
-            return _NOT_HELD
-        offered, sizes = self._offer(peer, leased, transport), leased.image.sizes
-        return (
-            offered if isinstance(offered, requests.NotHeld) else requests.OpenedVersion(offered[0], sizes, offered[1])
-        )
-
-    def _offer(
-        self, peer: SealedConnection, leased: LeasedImage | LeasedVersion, transport: str
-    ) -> tuple[str, bytes] | requests.NotHeld:
-        """Let the peer read. Return the name of the lease, and the data that the transport kind needs."""
         try:
-            offering = self._kind(transport).offer(leased.segment)
+            offering = self._kind(asked.transport).offer(leased.segment)
         except (OSError, ValueError) as error:
             leased.close()
-            return requests.NotHeld(f"it cannot be read by way of {transport}: {error}")
+            return requests.NotHeld(f"it cannot be read by way of {asked.transport}: {error}")
         name = secrets.token_hex(8)
         with self._lock:
             self._leases[name] = _Lease(leased, offering, peer)
         peer.limit(SILENCE_S)
-        return name, offering.description
+        return requests.Opened(name, leased.described, offering.description)
 
     def _next_version(self, peer: SealedConnection, asked: requests.NextVersion) -> requests.NewestVersion:
         host, own = peer.peer.rpartition(":")[0].removeprefix("::ffff:"), asked.own  # of an IPv4 peer
         own = own if own.host else requests.TransferAddress(host, own.port)
-        self._distribution.has(peer, own, asked.after and asked.after[:2])
+        self._distribution.has(peer, own, asked.after and asked.after.key)
         newest = self.versions.wait_newer(asked.after, asked.seconds)
         if newest is None:
             return requests.NewestVersion(None, None)
-        return requests.NewestVersion(newest, self._distribution.assign(peer, own, newest[:2], asked.refused))
+        return requests.NewestVersion(newest, self._distribution.assign(peer, own, newest.key, asked.refused))
 
     def _kind(self, name: str) -> TransportKind:
         with self._lock:
@@ -229,7 +210,7 @@ class TransferServer:
             peer.send_bytes(leased.segment.view[offset : offset + nbytes])
 
     @contextlib.contextmanager
-    def _used(self, name: str) -> Iterator[LeasedImage | LeasedVersion]:
+    def _used(self, name: str) -> Iterator[Leased[Any]]:
         """Yield the object leased under ``name``. Its memory stays mapped even if the lease ends meanwhile."""
         with contextlib.ExitStack() as held:
             with self._lock:
@@ -251,12 +232,14 @@ def _heard(peer: SealedConnection) -> Iterator[None]:
                 peer.send(requests.Pong())
 
     thread = threading.Thread(target=say, name="asyncckpt-transfer", daemon=True)
-    thread.start()
+    with contextlib.suppress(RuntimeError):  # too many threads: the answer alone is a sign of life
+        thread.start()
     try:
         yield
     finally:
         is_done.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
 def _shut(connection: socket.socket) -> None:

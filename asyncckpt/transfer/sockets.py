@@ -7,7 +7,7 @@ import threading
 import time
 
 from asyncckpt.shm.segment import Segment
-from asyncckpt.transfer.requests import Opened, OpenedVersion, ReadBytes, TransferAddress
+from asyncckpt.transfer.requests import Opened, ReadBytes, TransferAddress
 from asyncckpt.transfer.sealed_connection import SealedConnection
 from asyncckpt.transfer.transport import Offering, Reading, TransportKind
 
@@ -112,7 +112,7 @@ class SocketTransport(TransportKind):
     def offer(self, segment: Segment) -> Offering:
         return _SocketOffering()
 
-    def read_from(self, address: TransferAddress, key: bytes, opened: Opened | OpenedVersion) -> Reading:
+    def read_from(self, address: TransferAddress, key: bytes, opened: Opened) -> Reading:
         return _SocketReading(address, key, opened.lease)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from asyncckpt.shm.segment import Segment
-from asyncckpt.transfer.requests import Opened, OpenedVersion, TransferAddress
+from asyncckpt.transfer.requests import Opened, TransferAddress
 
 
 class Reading(ABC):
@@ -51,7 +51,7 @@ class TransportKind(ABC):
         """Let the other side read a segment while the lease lasts. Raises ``OSError``."""
 
     @abstractmethod
-    def read_from(self, address: TransferAddress, key: bytes, opened: Opened | OpenedVersion) -> Reading:
+    def read_from(self, address: TransferAddress, key: bytes, opened: Opened) -> Reading:
         """Start reading from ``address`` with the job's ``key``. Raises ``OSError``."""
 
     @abstractmethod

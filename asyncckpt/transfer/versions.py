@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 
 from asyncckpt.format.manifest import DIGEST_BYTES, digest_of
 from asyncckpt.format.segment_layout import Region, WeightsLayout
-from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.link.segment_store import DIGESTED_BYTES, Leased, SegmentStore
 from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.segment import Descriptor, Segment, round_up
-from asyncckpt.shm.slots import PublishedVersion, lease
+from asyncckpt.shm.slots import PublishedVersion, VersionKey, lease
 
 SPAN_BYTES = 256 << 10
-# Digests in one answer, for some 64 MiB. The digests of a complete image are made when somebody first asks.
-_AT_ONCE = 256
+# Digests in one answer. The digests of a complete image are made when somebody first asks.
+_AT_ONCE = DIGESTED_BYTES // SPAN_BYTES
 # Polling interval for new publications, because the trainer tells only its readers, not the worker.
 _LOOK_S = 0.01
 
@@ -71,9 +71,9 @@ class VersionImage:
         begin = span * SPAN_BYTES
         return begin, min(begin + SPAN_BYTES, self._ends.get(span, begin + SPAN_BYTES))
 
-    def digest(self, span: int) -> bytes:
-        """Return the digest of a span that has arrived."""
-        return bytes(self._digests[span * DIGEST_BYTES : (span + 1) * DIGEST_BYTES])
+    def all_digests(self) -> bytes:
+        """Return the digests of all spans that have arrived, one after the other."""
+        return bytes(self._digests)
 
     def digests(self, first: int, seconds: float) -> bytes | None:
         """Wait at most ``seconds`` for span ``first``, and return digests from there on; none after a timeout.
@@ -129,22 +129,6 @@ class VersionImage:
         self.memory.close()
 
 
-class LeasedVersion:
-    """A version that another host reads. Nobody writes in its slot until this is closed."""
-
-    def __init__(self, image: VersionImage, kept: contextlib.ExitStack) -> None:
-        """``image``: the image. ``kept``: the resources to release at the end of the lease."""
-        self.image = image
-        self.segment = image.memory.segment
-        self.used = image.memory.used
-        """A context manager that keeps the memory mapped even after the lease ends."""
-        self._kept = kept
-
-    def close(self) -> None:
-        """End the lease. Call once."""
-        self._kept.close()
-
-
 class ServedVersions:
     """The published versions of a worker, in its ``segment_store``. Any thread may call."""
 
@@ -162,7 +146,7 @@ class ServedVersions:
         deadline = time.monotonic() + seconds
         while True:
             newest = self._look()
-            if newest is not None and (after is None or _key(newest) != _key(after)):
+            if newest is not None and (after is None or newest.key != after.key):
                 return newest
             if time.monotonic() > deadline or self._is_ending:
                 return None
@@ -172,17 +156,15 @@ class ServedVersions:
         """End all calls of ``wait_newer``, because this worker ends."""
         self._is_ending = True
 
-    def lease(self, epoch: int, version: int) -> LeasedVersion | None:
-        """Lease a version to a reader; None if the version is not here."""
+    def lease(self, key: VersionKey) -> Leased[tuple[int, ...]] | None:
+        """Lease a version to a reader, described by the sizes of its files. Return None if it is not here."""
         with contextlib.ExitStack() as kept:
             with self._lock:
                 coming = self._coming
-                if coming is not None and _key(coming.version) == (epoch, version):
-                    coming.use()
-                    kept.callback(coming.end_use)
-                    return LeasedVersion(coming, kept.pop_all())
+                if coming is not None and coming.version.key == key:
+                    return _leased(coming, kept)
             for number, control, layout, slot, published in self._published():
-                if _key(published) != (epoch, version):
+                if published.key != key:
                     continue
                 control.use()
                 kept.callback(control.close)
@@ -192,10 +174,7 @@ class ServedVersions:
                         fd.close()
                     return None
                 kept.callback(fd.close)
-                image = self._image(number, slot, published, layout)
-                image.use()
-                kept.callback(image.end_use)
-                return LeasedVersion(image, kept.pop_all())
+                return _leased(self._image(number, slot, published, layout), kept)
         return None
 
     def begin(self, image: VersionImage) -> None:
@@ -245,6 +224,7 @@ class ServedVersions:
             return image
 
 
-def _key(version: PublishedVersion) -> tuple[int, int]:
-    """Return the key of a version, the same on all hosts. The number of ranks differs from host to host."""
-    return version.epoch, version.version
+def _leased(image: VersionImage, kept: contextlib.ExitStack) -> Leased[tuple[int, ...]]:
+    image.use()
+    kept.callback(image.end_use)
+    return Leased(image.sizes, image.memory, image.digests, kept.pop_all())

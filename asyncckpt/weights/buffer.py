@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from asyncckpt.devices.captures import check_not_capturing
 from asyncckpt.devices.kinds import first_device, kind_of, ready_events
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.format.segment_layout import WeightsLayout
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.messages import Describe, Described, Release
 from asyncckpt.link.segment_store import take_memory
 from asyncckpt.shm.segment import Segment
-from asyncckpt.shm.slots import HEADER_BYTES, LASTING, PublishedSlots, PublishedVersion
+from asyncckpt.shm.slots import HEADER_BYTES, LASTING, OwnedSlots, PublishedVersion
 from asyncckpt.staging.host_copy import CopyThreads, SlotViews
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.weights.plan import WeightPlan
-
-logger = logging.getLogger(__name__)
 
 # An extra slot's memory is given back after this many publications without use. Not at once, because readers that keep
 # a version tend to do so again, and fresh memory takes as long to get as to copy into.
@@ -44,13 +41,12 @@ class WeightBuffer:
             client: The worker.
             timeout: Timeout in seconds for each request to the worker.
         """
-        self._published = PublishedSlots(control, len(images))
+        self._owned = OwnedSlots(control, len(images))
         self._control = control
         self._number = 0
         self._slots = [_Slot(image) for image in images]
         self._client = client
         self._timeout = timeout
-        self._full = False
 
     @classmethod
     def allocate(cls, client: WorkerClient, timeout: float) -> WeightBuffer:
@@ -87,28 +83,19 @@ class WeightBuffer:
 
     def published(self) -> dict[PublishedVersion, int]:
         """Return the published versions, oldest first, with their slots."""
-        return self._published.publications()
+        return self._owned.publications()
 
     def claim(self, plan: WeightPlan, most: int) -> int | None:
-        """Claim a slot for an image of ``plan``. Nobody reads the slot, and its version is withdrawn.
-
-        A new slot is allocated while there are fewer than ``most``, if memory allows. From the third slot on, this
-        happens only if readers keep all others. Return None if all slots are being read. The slot of the newest version
-        is claimed only if no other slot is published.
-        """
-        published = list(self.published().values())
-        slot = self._claim_first(slot for slot in self._taken() if slot not in published)
-        if slot is None:
-            slot = self._grow(plan, LASTING)
-        if slot is None:
-            # Of the first two slots prefer the older, so that the extra slots keep old versions and fall out of use.
-            slot = self._claim_first(sorted(published[:-1] or published, key=lambda slot: max(slot, LASTING - 1)))
-        return self._grow(plan, most) if slot is None else slot
+        """Claim a slot for an image of ``plan``; None if all slots are being read. See ``OwnedSlots.claim_next``."""
+        # Of the first two slots prefer the older, so that the other slots keep old versions and fall out of use.
+        return self._owned.claim_next(
+            self._taken(), partial(self._take, plan), most, preference=lambda slot: max(slot, LASTING - 1)
+        )
 
     def fill(self, plan: WeightPlan) -> None:
         """Allocate in advance the memory that ``claim`` takes in any case."""
-        while (slot := self._grow(plan, LASTING)) is not None:
-            self._published.offer(slot)
+        while (slot := self._owned.grow(self._taken(), partial(self._take, plan), LASTING)) is not None:
+            self._owned.offer(slot)
 
     def copy(self, slot: int, plan: WeightPlan, tensors: Sequence[torch.Tensor], threads: CopyThreads) -> None:
         """Copy tensors into a claimed slot, and wait for the end of the copies.
@@ -139,57 +126,38 @@ class WeightBuffer:
 
     def publish(self, slot: int, version: PublishedVersion) -> None:
         """Publish the image in a claimed ``slot`` to readers. Give back memory of extra slots that is out of use."""
-        self._published.publish(slot, version)
+        self._owned.publish(slot, version)
         for number, each in enumerate(self._slots):
             each.unused = 0 if number == slot else each.unused + 1
         for number in self._taken()[LASTING:]:
-            if self._slots[number].unused >= _UNUSED and self._published.claim(number):
+            if self._slots[number].unused >= _UNUSED and self._owned.claim(number):
                 self._slots[number].give_back()
-                self._published.offer(number)
+                self._owned.offer(number)
 
     def give_back(self) -> None:
         """Withdraw all versions, and let the worker release the memory. Readers keep the versions they have leased."""
-        self._published.withdraw_all()
+        self._owned.withdraw_all()
         for number in (self._number, *(slot.number for slot in self._slots)):
             self._client.tell(Release(number))
         self.close()
 
     def close(self) -> None:
         """Unmap the memory. The worker and readers may keep it."""
-        self._published.close()
+        self._owned.close()
         for slot in self._slots:
             slot.close()
         self._control.close()
 
-    def _grow(self, plan: WeightPlan, most: int) -> int | None:
-        """Allocate and claim a new slot, or allocate memory again for a slot that gave it back.
-
-        Return None if there are ``most`` slots, or if there is no memory.
-        """
-        taken = self._taken()
-        slot = next((slot for slot in range(len(self._slots)) if slot not in taken), len(self._slots))
-        if slot >= most or self._full:
-            return None
-        try:
-            if slot == len(self._slots):
-                self._add(plan)
-            else:
-                self._slots[slot].take(plan)
-        except OutOfMemoryError as error:
-            if not slot:
-                raise
-            logger.warning("memory for %d versions instead of %d: %s", len(taken), most, error)
-            self._full = True
-            return None
-        return self._claim_first([slot])
+    def _take(self, plan: WeightPlan, slot: int) -> None:
+        """Allocate a new slot, or memory again for a slot that gave it back. Raises ``OutOfMemoryError``."""
+        if slot == len(self._slots):
+            self._add(plan)
+        else:
+            self._slots[slot].take(plan)
 
     def _taken(self) -> list[int]:
         """Return the slots that have memory."""
         return [number for number, slot in enumerate(self._slots) if slot.segment.is_taken]
-
-    def _claim_first(self, slots: Iterable[int]) -> int | None:
-        """Claim and return the first of ``slots`` that nobody reads; None if all are being read."""
-        return next(filter(self._published.claim, slots), None)
 
     def _add(self, plan: WeightPlan) -> None:
         number, segment = self._client.allocate(plan.places.nbytes, self._timeout)
@@ -201,7 +169,6 @@ class WeightBuffer:
             self._client.tell(Release(number))
             raise
         self._slots.append(_Slot(segment, number))
-        self._published.count += 1
         self._describe()
 
     def _describe(self) -> None:

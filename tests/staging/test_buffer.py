@@ -11,7 +11,7 @@ from asyncckpt.staging.buffer import StagingBuffer
 def test_the_last_step_that_other_hosts_have_stays_while_storage_fails() -> None:
     """Claimed is what can be spared: a host that is lost would else take a part of it along."""
     buffer: Any = object.__new__(StagingBuffer)
-    buffer._published = SimpleNamespace(claim=lambda slot: True)
+    buffer._owned = SimpleNamespace(claim_first=lambda slots: next(iter(slots), None))
     buffer._memory = SimpleNamespace(taken=2, is_too_much=False, is_coming=False)
     buffer.client = SimpleNamespace(saves=SimpleNamespace(is_free=lambda save: True))
 
@@ -34,7 +34,9 @@ def test_the_last_step_that_other_hosts_have_stays_while_storage_fails() -> None
 def test_what_is_published_stays_while_the_memory_of_another_is_coming() -> None:
     """Readers shall find a version while the next is staged."""
     buffer: Any = object.__new__(StagingBuffer)
-    buffer._published = SimpleNamespace(claim=lambda slot: True, publications=lambda: {"a version": 0})
+    buffer._owned = SimpleNamespace(
+        claim_first=lambda slots: next(iter(slots), None), publications=lambda: {"a version": 0}
+    )
     buffer._memory = SimpleNamespace(taken=1, is_too_much=False, is_coming=True)
     buffer.saves, buffer._by_age = [None, None], [0, 1]
     assert buffer.claim_slot() is None

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from asyncckpt.format.segment_layout import WeightsLayout
 from asyncckpt.link.segment_store import SegmentStore
-from asyncckpt.shm.slots import HEADER_BYTES, PublishedSlots, PublishedVersion, ReadableSlots
+from asyncckpt.shm.slots import HEADER_BYTES, OwnedSlots, PublishedVersion, ReadableSlots
 from asyncckpt.transfer.mirror import Mirror
 from asyncckpt.transfer.requests import Locator, TransferAddress
 from asyncckpt.transfer.server import TransferServer
@@ -29,7 +29,7 @@ class Publishing:
         numbers = tuple(self.store.allocate(nbytes)[0] for _ in range(slots))
         self.store.hosted(self.number).describe(WeightsLayout(numbers))
         self._images = [self.store.hosted(number).segment for number in numbers]
-        self._slots = PublishedSlots(control, slots)
+        self._slots = OwnedSlots(control, slots)
         self.server = TransferServer(self.store, (KEY,), "127.0.0.1")
         self.address = TransferAddress("127.0.0.1", self.server.port)
 
@@ -127,7 +127,7 @@ Reads = list[tuple[TransferAddress, int, int]]
 def spied_read(
     original: Callable[..., None], reads: Reads, before: Callable[[TransferAddress, int, memoryview], object]
 ) -> Callable[..., None]:
-    """In the place of ``_Remote.read``: notes what is read, and calls ``before`` first."""
+    """In the place of ``RemoteImage.read``: notes what is read, and calls ``before`` first."""
 
     def read(self: object, offset: int, into: memoryview) -> None:
         address = self._holder.address  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from asyncckpt.format.write_request import ImageKey
+from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import Claims
 from asyncckpt.transfer.holder import Holder, RemoteImage
@@ -34,9 +34,9 @@ class TransportContract:
     def test_bytes_arrive_wherever_they_are_asked_for(self) -> None:
         expected = image_bytes(NBYTES)
         with image_holder(NBYTES) as holder, Holder(holder.address, KEY, self.kind) as peer:
-            image = peer.open(IMAGE)
-            assert array("Q", image.held.checksums).tolist() == checksums_of(NBYTES)
-            begin = image.held.layout.slots[0]
+            image = peer.open(IMAGE, with_checksums=True)
+            assert array("Q", image.described.checksums).tolist() == checksums_of(NBYTES)
+            begin = image.described.layout.slots[0]
             chance = random.Random(5)
             ranges = [(0, 1), (NBYTES - 1, NBYTES), (0, NBYTES)]
             ranges += [tuple(sorted(chance.sample(range(NBYTES), 2))) for _ in range(40)]  # type: ignore[misc]
@@ -134,7 +134,7 @@ class TransportContract:
 class Reader:
     """Reads an image of ``nbytes`` again and again, with two threads, until that fails."""
 
-    def __init__(self, image: RemoteImage, nbytes: int) -> None:
+    def __init__(self, image: RemoteImage[HeldImage], nbytes: int) -> None:
         self.nbytes = 0
         self.into = memoryview(bytearray(16 << 20))
         self._image, self._all = image, nbytes
@@ -152,7 +152,7 @@ class Reader:
 
     def _read(self, number: int) -> None:
         half = len(self.into) // 2
-        into, begin = self.into[number * half :][:half], self._image.held.layout.slots[0]
+        into, begin = self.into[number * half :][:half], self._image.described.layout.slots[0]
         try:
             while True:
                 self._image.read(begin + random.randrange(self._all - half), into)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncckpt.shm.slots import VersionKey
 from asyncckpt.transfer.distribution import Distribution
 from asyncckpt.transfer.requests import TransferAddress
 
-VERSION = (1, 7)
+VERSION = VersionKey(1, 7)
 
 
 def host(number: int) -> TransferAddress:
@@ -47,7 +48,7 @@ def test_who_turns_to_another_version_is_not_read_from() -> None:
     distribution = Distribution()
     distribution.assign(0, host(0), VERSION, ())
     distribution.has(0, host(0), None)
-    distribution.assign(0, host(0), (1, 8), ())
+    distribution.assign(0, host(0), VersionKey(1, 8), ())
     assert distribution.assign(1, host(1), VERSION, ()) is None
 
 

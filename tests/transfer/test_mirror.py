@@ -38,7 +38,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Reads, list[Before]]]
         for each in before:
             each(address, offset, into)
 
-    monkeypatch.setattr(holders._Remote, "read", spied_read(holders._Remote.read, reads, call))
+    monkeypatch.setattr(holders.RemoteImage, "read", spied_read(holders.RemoteImage.read, reads, call))
     yield reads, before
 
 
@@ -124,15 +124,15 @@ def test_a_byte_that_is_flipped_on_the_way_goes_no_further(
     hosts: list[MirrorHere | Publishing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flips = [True]
-    original = holders._Remote.read
+    original = holders.RemoteImage.read
 
-    def read(self: holders._Remote, offset: int, into: memoryview) -> None:
+    def read(self: holders.RemoteImage[Any], offset: int, into: memoryview) -> None:
         original(self, offset, into)
         if flips and offset > 0:
             flips.clear()
             into[len(into) // 2] ^= 4
 
-    monkeypatch.setattr(holders._Remote, "read", read)
+    monkeypatch.setattr(holders.RemoteImage, "read", read)
     hosts.append(publishing := Publishing(NBYTES))
     publishing.publish(1, data_of(1))
     hosts.append(one := MirrorHere(publishing))

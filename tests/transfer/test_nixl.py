@@ -18,6 +18,7 @@ from support.image_holder import IMAGE, KEY, hold, image_bytes, image_holder
 from support.transport_contract import MUCH, NBYTES, Reader, TransportContract, wait_for
 
 from asyncckpt.config import Config
+from asyncckpt.format.write_request import HeldImage
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.segment import Segment
 from asyncckpt.transfer import nixl
@@ -73,9 +74,9 @@ def _children(pid: int | None = None) -> list[int]:
     return found
 
 
-def _is_whole(image: RemoteImage) -> bool:
+def _is_whole(image: RemoteImage[HeldImage]) -> bool:
     into = memoryview(bytearray(NBYTES))
-    image.read(image.held.layout.slots[0], into)
+    image.read(image.described.layout.slots[0], into)
     return into == image_bytes(NBYTES)
 
 
@@ -83,7 +84,7 @@ def _can_be_read(peer: Holder) -> bool:
     """The holder may not have noticed yet that its process has ended."""
     image = peer.open(IMAGE)
     try:
-        image.read(image.held.layout.slots[0], memoryview(bytearray(1)))
+        image.read(image.described.layout.slots[0], memoryview(bytearray(1)))
     except OSError:
         return False
     finally:
@@ -113,7 +114,7 @@ def test_many_threads_read_at_once(server: TransferServer) -> None:
     expected = image_bytes(NBYTES)
     with Holder(TransferAddress("127.0.0.1", server.port), KEY, "nixl") as peer, ThreadPoolExecutor(24) as pool:
         images = [peer.open(IMAGE) for _ in range(3)]
-        begin, step = images[0].held.layout.slots[0], NBYTES // 24
+        begin, step = images[0].described.layout.slots[0], NBYTES // 24
 
         def read(number: int) -> bool:
             at = number % 12 * step

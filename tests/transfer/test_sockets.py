@@ -42,7 +42,7 @@ def _read_all(address: TransferAddress) -> bool:
     with Holder(address, KEY, "sockets") as peer:
         image = peer.open(IMAGE)
         into = memoryview(bytearray(NBYTES))
-        image.read(image.held.layout.slots[0], into)
+        image.read(image.described.layout.slots[0], into)
         image.close()
         return into == image_bytes(NBYTES)
 
@@ -57,7 +57,7 @@ def test_an_answer_may_take_time(address: TransferAddress, monkeypatch: pytest.M
 
     monkeypatch.setattr(SegmentStore, "lease", lease_slowly)
     with Holder(address, KEY, "sockets", answer_s=2.0) as peer:
-        peer.open(IMAGE).close()
+        peer.open(IMAGE, with_checksums=True).close()
 
 
 def test_a_thousand_strangers_get_nothing_and_stall_nothing(address: TransferAddress) -> None:
@@ -196,7 +196,7 @@ def test_what_is_cut_is_not_waited_for(between: _Between, address: TransferAddre
     def read() -> None:
         with pytest.raises(OSError):
             while True:
-                image.read(image.held.layout.slots[0], memoryview(bytearray(NBYTES)))
+                image.read(image.described.layout.slots[0], memoryview(bytearray(NBYTES)))
         failed.set()
 
     thread = threading.Thread(target=read)

@@ -297,7 +297,7 @@ def _publish_but_one(address: str) -> str:
         publisher.publish(sharded(1), 1)
         buffer = publisher._buffers[-1]
         if dist.get_rank() == 1:
-            buffer._published.withdraw_all()
+            buffer._owned.withdraw_all()
         dist.barrier()
         if dist.get_rank() == 0:
             try:

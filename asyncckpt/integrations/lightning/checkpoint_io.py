@@ -6,7 +6,6 @@ The plugin saves checkpoints of one file, and the sets of files of ``strategies.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -16,7 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as NotDoneError
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -179,7 +179,8 @@ class Pending:
 
     def wait(self) -> None:
         """Wait until all saves, removals and links are done. Raises ``SaveTimeoutError``."""
-        concurrent.futures.wait([save.future for save in self._saves.values()])
+        for save in list(self._saves.values()):
+            save.future.exception()
         for each in (*self._removals.values(), *self._links.values()):
             self._await(each)
 
@@ -208,7 +209,7 @@ class Pending:
 
     def _remove(self, place: str, own: Save | None) -> None:
         if own is not None:
-            concurrent.futures.wait([own.future])  # a save of another engine may end later
+            own.future.exception()  # waits: a save of another engine may end later
         with self._lock:
             self._linked.add(place)
         self._remove_linked()
@@ -245,9 +246,13 @@ class Pending:
 
     def _await(self, done: Future[None]) -> None:
         if self.newest is not None:
-            concurrent.futures.wait([self.newest.future])
-        if not concurrent.futures.wait([done], self._timeout).done:
-            raise SaveTimeoutError(f"what is to be removed, or linked to, is not after {self._timeout:g} s")
+            self.newest.future.exception()
+        try:
+            done.exception(self._timeout)
+        except CancelledError:
+            pass
+        except NotDoneError:
+            raise SaveTimeoutError(f"what is to be removed, or linked to, is not after {self._timeout:g} s") from None
 
     def _note_failure(self, done: Future[None]) -> None:
         if not done.cancelled() and (failure := done.exception()) is not None:

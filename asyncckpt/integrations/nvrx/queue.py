@@ -7,6 +7,7 @@ of ``torch.save``. ``AbortAsyncckpt`` is for nvrx's ``inprocess.Wrapper``, befor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import deque
@@ -240,7 +241,8 @@ class AsyncCallsQueue:
         while self.async_calls:
             call = self.async_calls[0]
             if blocking:
-                futures.wait([call.future])
+                with contextlib.suppress(futures.CancelledError):
+                    call.future.exception()
             failures = call.failures() if no_dist else call.failures_of_all()
             if failures is None:
                 break

@@ -158,7 +158,8 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             # A model alone cannot resume training. The older checkpoints stay then, as with torchtitan.
             self._is_model_alone = last_step and self.last_save_model_only
             if last_step:
-                futures.wait([save.future for save in self._saves])  # else Config.when_busy may skip this save
+                for save in list(self._saves):  # else Config.when_busy may skip this save
+                    save.future.exception()
                 self._save_last_step(curr_step)  # calls dcp_save, too
                 return True
             place = self._create_checkpoint_id(curr_step)
@@ -207,7 +208,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             return save.future
         if self._config.failure == "raise":
             save.result()
-        futures.wait([save.future])
+        save.future.exception()  # waits
         return None
 
     def _maybe_wait_for_staging(self) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
+from typing import Any
 
 import pytest
 from support.image_holder import KEY, SPAN_BYTES, copy_bytes, lay_out, stage
@@ -14,10 +15,10 @@ from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.format.write_request import CopiedRank, ImageKey
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.memcpy import memcpy
-from asyncckpt.transfer import image_copy
+from asyncckpt.transfer import fetch
 from asyncckpt.transfer.copies import Copies
+from asyncckpt.transfer.fetch import RateLimit
 from asyncckpt.transfer.holder import Holder, RemoteImage
-from asyncckpt.transfer.image_copy import ImageCopy, RateLimit
 from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.server import TransferServer
 
@@ -36,7 +37,7 @@ class Pair:
         self.read = 0
         read = RemoteImage.read
 
-        def counted(image: RemoteImage, offset: int, into: memoryview) -> None:
+        def counted(image: RemoteImage[Any], offset: int, into: memoryview) -> None:
             self.read += len(into)
             read(image, offset, into)
 
@@ -56,11 +57,11 @@ class Pair:
         key = ImageKey(f"attempt {save_id}", 0)
         stage(self._source, self._number, save_id % 2, save_id, key)
         self.read = 0
-        image = self._holder.open(key, with_checksums=False)
+        image = self._holder.open(key)
         try:
-            incoming = self._copies.begin(image.held)
+            incoming = self._copies.begin(image.described)
             with ThreadPoolExecutor(2) if pool is None else nullcontext(pool) as pool:
-                incoming.finish(*ImageCopy(image, incoming, RateLimit(None)).run(pool))
+                incoming.fill(image, pool, RateLimit(None))
         finally:
             image.close()
         copy = self.slot(self.kept, 1, incoming.slot)
@@ -106,32 +107,33 @@ def test_nothing_is_taken_from_a_copy_that_came_to_nothing(pair: Pair, monkeypat
     pair.save(2)
     read = RemoteImage.read
 
-    def damaged(image: RemoteImage, offset: int, into: memoryview) -> None:
+    def damaged(image: RemoteImage[Any], offset: int, into: memoryview) -> None:
         read(image, offset, into)
         into[7] ^= 1
 
-    with monkeypatch.context() as patched, pytest.raises(DamagedCheckpointError, match="did not arrive"):
+    with monkeypatch.context() as patched, pytest.raises(DamagedCheckpointError, match="did not arrive") as raised:
         patched.setattr(RemoteImage, "read", damaged)
         pair.save(3, 6)
+    assert raised.value.path is not None and raised.value.rank == 0
     pair.save(4, 1)
     assert pair.read == 2 * SPAN_BYTES  # span 6 too
 
 
 def test_what_came_to_nothing_writes_nothing_later(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its threads are the next copy's, too: one that still takes a span from the copy before may be slow."""
-    monkeypatch.setattr(image_copy, "_CHUNK_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(fetch, "_CHUNK_BYTES", SPAN_BYTES)
     pair.save(1)
     pair.save(2)
     read, copy = RemoteImage.read, memcpy
     is_copying, may_copy, is_copied = threading.Event(), threading.Event(), threading.Event()
 
-    def damaged(image: RemoteImage, offset: int, into: memoryview) -> None:
+    def damaged(image: RemoteImage[Any], offset: int, into: memoryview) -> None:
         is_copying.wait(10)
         read(image, offset, into)
         into[7] ^= 1
 
     def slow(to: int, source: int, nbytes: int) -> None:
-        monkeypatch.setattr(image_copy, "memcpy", copy)
+        monkeypatch.setattr(fetch, "memcpy", copy)
         is_copying.set()
         may_copy.wait(1.0)
         copy(to, source, nbytes)
@@ -140,7 +142,7 @@ def test_what_came_to_nothing_writes_nothing_later(pair: Pair, monkeypatch: pyte
     with ThreadPoolExecutor(2) as pool:
         with monkeypatch.context() as patched:
             patched.setattr(RemoteImage, "read", damaged)
-            monkeypatch.setattr(image_copy, "memcpy", slow)
+            monkeypatch.setattr(fetch, "memcpy", slow)
             with pytest.raises(DamagedCheckpointError, match="did not arrive"):
                 pair.save(3, 0, pool=pool)
         kept = pair.save(4, 1, pool=pool)

@@ -1,0 +1,183 @@
+"""Fetch an image from the workers that hold it, span by span.
+
+An image is that of a save, or of a published version. Its bytes are divided into *spans*, and each span has a *digest*.
+A span that is equal to one of the image before is copied from there. All other spans are read from a holder. Each span
+is checked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.format.manifest import DIGEST_BYTES, digest_of
+from asyncckpt.shm.memcpy import address_of, memcpy
+from asyncckpt.threads import settle
+from asyncckpt.transfer.holder import RemoteImage
+from asyncckpt.transfer.sockets import CONNECTIONS
+
+# Bytes that are fetched together, so that they are still in a core's cache for the check.
+_CHUNK_BYTES = 2 << 20
+# At this number of chunks under way, no more digests are asked for.
+_CHUNKS = 4 * CONNECTIONS
+# Maximum time to wait for the next digest before asking again.
+_SPAN_S = 1.0
+# Maximum time without a new span. The holder may itself be looking for another source.
+STALL_S = 30.0
+
+
+class RateLimit:
+    """Delays threads so that together they read at most ``rate`` bytes a second; None: no limit."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate = rate
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` more bytes may be read."""
+        if self._rate is not None:
+            with self._lock:
+                at = max(self._free_at, time.monotonic())
+                self._free_at = at + nbytes / self._rate
+            time.sleep(max(0.0, at - time.monotonic()))
+
+
+class Part(NamedTuple):
+    """A part of an image, and where to get it."""
+
+    source: RemoteImage[Any]
+    first: int
+    """The number of its first span in the image."""
+    shift: int
+    """The difference between an offset in the holder's segment and the offset in the image here."""
+
+
+class Previous(NamedTuple):
+    """An image that was fetched before, with the same bounds: the ``digests`` of its spans, one after the other."""
+
+    memory: memoryview
+    digests: bytes
+
+
+class _Chunk(NamedTuple):
+    """Spans without a gap between them, from number ``first`` on, and their ``digests``."""
+
+    first: int
+    spans: list[tuple[int, int]]
+    digests: bytes
+
+
+@dataclass
+class Fetch:
+    """The fetching of one image into memory."""
+
+    name: str
+    """The name of the image, for messages."""
+    where: Mapping[str, Any]
+    """The path, the step and the rank of the image, as for ``CheckpointError``, if they are known."""
+    memory: memoryview
+    """The memory to fetch into."""
+    spans: int
+    """The number of spans."""
+    bounds: Callable[[int], tuple[int, int]]
+    """Returns the begin and the end of a span in the memory."""
+    previous: Previous | None = None
+    limit: RateLimit = RateLimit(None)
+
+    def run(self, parts: Sequence[Part], pool: ThreadPoolExecutor, arrived: int = 0) -> Iterator[bytes]:
+        """Fetch all spans in their order. Yield the digests of spans that have arrived, some spans at a time.
+
+        After an exception no thread writes to the memory any more.
+
+        Args:
+            parts: The parts of the image, in the order of their spans.
+            pool: The threads that fetch.
+            arrived: The number of spans that are here already.
+
+        Raises:
+            OSError: The image cannot be read from these holders.
+            DamagedCheckpointError: Some span did not arrive as it was sent.
+        """
+        flying: deque[tuple[Future[None], bytes]] = deque()
+        known, moved_at = arrived, time.monotonic()
+        try:
+            while arrived < self.spans:
+                if known < self.spans and len(flying) < _CHUNKS:
+                    part = next(part for part in reversed(parts) if part.first <= known)
+                    digests = part.source.digests(known - part.first, 0.0 if flying else _SPAN_S)
+                    end = known + len(digests) // DIGEST_BYTES
+                    if len(digests) % DIGEST_BYTES or end > self.spans:
+                        raise ConnectionAbortedError(f"the holder of {self.name} gave no digests of it")
+                    for chunk in self._chunks(known, digests):
+                        flying.append((pool.submit(self._get, part, chunk), chunk.digests))
+                    known = end
+                if flying:
+                    task, digests = flying[0]
+                    task.result()
+                    flying.popleft()
+                    arrived += len(digests) // DIGEST_BYTES
+                    moved_at = time.monotonic()
+                    yield digests
+                elif time.monotonic() - moved_at > STALL_S:
+                    raise TimeoutError("nothing has come any more")
+        finally:
+            settle(task for task, _ in flying)
+
+    def _chunks(self, first: int, digests: bytes) -> Iterator[_Chunk]:
+        """Divide spans, from number ``first`` on, into chunks."""
+        spans: list[tuple[int, int]] = []
+        for number in range(first, first + len(digests) // DIGEST_BYTES):
+            start, stop = self.bounds(number)
+            if spans and (start != spans[-1][1] or stop - spans[0][0] > _CHUNK_BYTES):
+                yield _Chunk(number - len(spans), spans, _some(digests, number - len(spans) - first, len(spans)))
+                spans = []
+            spans.append((start, stop))
+        if spans:
+            yield _Chunk(number + 1 - len(spans), spans, _some(digests, number + 1 - len(spans) - first, len(spans)))
+
+    def _get(self, part: Part, chunk: _Chunk) -> None:
+        """Copy or read the spans of a chunk, and check them."""
+        numbers = range(len(chunk.spans))
+        digests = [_some(chunk.digests, number) for number in numbers]
+        kept = [self._is_kept(chunk.first + number, digests[number]) for number in numbers]
+        for is_kept, run in groupby(numbers, key=kept.__getitem__):
+            same = list(run)
+            begin, end = chunk.spans[same[0]][0], chunk.spans[same[-1]][1]
+            if self.previous is not None and is_kept:
+                self._copy(self.previous, begin, end)
+            else:
+                self._read(part, begin, end)
+        for number, (start, stop) in enumerate(chunk.spans):
+            span = self.memory[start:stop]
+            is_right = digest_of(span) == digests[number]
+            if not is_right and kept[number]:  # damaged in the previous image, after it had arrived
+                self._read(part, start, stop)
+                is_right = digest_of(span) == digests[number]
+            if not is_right:
+                raise DamagedCheckpointError(f"{self.name} did not arrive as it was sent", **self.where)
+
+    def _is_kept(self, span: int, digest: bytes) -> bool:
+        """Return whether the previous image has the same bytes in that span."""
+        return self.previous is not None and _some(self.previous.digests, span) == digest
+
+    def _copy(self, previous: Previous, begin: int, end: int) -> None:
+        source, target = previous.memory[begin:end], self.memory[begin:end]
+        memcpy(address_of(target), address_of(source), len(target))
+
+    def _read(self, part: Part, begin: int, end: int) -> None:
+        target = self.memory[begin:end]
+        self.limit.wait(len(target))
+        part.source.read(begin + part.shift, target)
+
+
+def _some(digests: bytes, first: int, count: int = 1) -> bytes:
+    """Return ``count`` digests, from number ``first`` on."""
+    return digests[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
