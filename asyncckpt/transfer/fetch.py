@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 from asyncckpt.errors import DamagedCheckpointError
@@ -25,6 +25,8 @@ from asyncckpt.transfer.sockets import CONNECTIONS
 
 # Bytes that are fetched together, so that they are still in a core's cache for the check.
 _CHUNK_BYTES = 2 << 20
+# Between spans to read, fewer equal bytes than these are read too, because each request takes some 0.1 ms.
+_WORTH_BYTES = 256 << 10
 # At this number of chunks under way, no more digests are asked for.
 _CHUNKS = 4 * CONNECTIONS
 # Maximum time to wait for the next digest before asking again.
@@ -145,13 +147,15 @@ class Fetch:
 
     def _get(self, part: Part, chunk: _Chunk) -> None:
         """Copy or read the spans of a chunk, and check them."""
-        numbers = range(len(chunk.spans))
-        digests = [_some(chunk.digests, number) for number in numbers]
-        kept = [self._is_kept(chunk.first + number, digests[number]) for number in numbers]
-        for is_kept, run in groupby(numbers, key=kept.__getitem__):
-            same = list(run)
-            begin, end = chunk.spans[same[0]][0], chunk.spans[same[-1]][1]
-            if self.previous is not None and is_kept:
+        digests = [_some(chunk.digests, number) for number in range(len(chunk.spans))]
+        kept = [self._is_kept(chunk.first + number, digest) for number, digest in enumerate(digests)]
+        if not all(kept):
+            for run in _runs(kept):
+                if kept[run.start] and chunk.spans[run.stop - 1][1] - chunk.spans[run.start][0] < _WORTH_BYTES:
+                    kept[run.start : run.stop] = [False] * len(run)
+        for run in _runs(kept):
+            begin, end = chunk.spans[run.start][0], chunk.spans[run.stop - 1][1]
+            if self.previous is not None and kept[run.start]:
                 self._copy(self.previous, begin, end)
             else:
                 self._read(part, begin, end)
@@ -176,6 +180,12 @@ class Fetch:
         target = self.memory[begin:end]
         self.limit.wait(len(target))
         part.source.read(begin + part.shift, target)
+
+
+def _runs(values: Sequence[bool]) -> list[range]:
+    """Return the runs of equal values, as ranges of their numbers."""
+    ends = [number for number in range(1, len(values)) if values[number] != values[number - 1]]
+    return list(starmap(range, pairwise([0, *ends, len(values)])))
 
 
 def _some(digests: bytes, first: int, count: int = 1) -> bytes:

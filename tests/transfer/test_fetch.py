@@ -26,7 +26,7 @@ NBYTES = 8 * SPAN_BYTES
 
 
 class Pair:
-    """Who holds images, and who copies them; ``read`` are the bytes that have come."""
+    """Who holds images, and who copies them; ``read`` are the bytes that have come, by so many ``reads``."""
 
     def __init__(self, source: SegmentStore, kept: SegmentStore, holder: Holder, monkeypatch: pytest.MonkeyPatch):
         self.kept, self._source, self._holder = kept, source, holder
@@ -34,11 +34,12 @@ class Pair:
         self._state = bytearray(self.slot(source, self._number, 0))
         self._copies = Copies(kept)
         self._copies.keep(0, [CopiedRank(0, copy_bytes(NBYTES))], [0])
-        self.read = 0
+        self.read = self.reads = 0
         read = RemoteImage.read
 
         def counted(image: RemoteImage[Any], offset: int, into: memoryview) -> None:
             self.read += len(into)
+            self.reads += 1
             read(image, offset, into)
 
         monkeypatch.setattr(RemoteImage, "read", counted)
@@ -56,7 +57,7 @@ class Pair:
         own[:] = self._state
         key = ImageKey(f"attempt {save_id}", 0)
         stage(self._source, self._number, save_id % 2, save_id, key)
-        self.read = 0
+        self.read = self.reads = 0
         image = self._holder.open(key)
         try:
             incoming = self._copies.begin(image.described)
@@ -93,6 +94,15 @@ def test_what_has_not_changed_does_not_travel(pair: Pair) -> None:
     assert pair.read == 3 * SPAN_BYTES
     pair.save(4, *range(8))
     assert pair.read == NBYTES
+
+
+def test_a_few_equal_bytes_between_others_are_read_with_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request takes its time. A chunk has two spans here."""
+    monkeypatch.setattr(fetch, "_WORTH_BYTES", SPAN_BYTES + 1)
+    pair.save(1)
+    pair.save(2)
+    pair.save(3, 0, 3)
+    assert (pair.read, pair.reads) == (4 * SPAN_BYTES, 2)
 
 
 def test_what_is_damaged_in_the_copy_before_comes_again(pair: Pair) -> None:
