@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Publishes weights by the ten thousands, to readers that are killed at random: is a read ever torn, a slot ever lost?
+"""Publish weights tens of thousands of times to readers that are killed at random. Detect torn reads and lost slots.
 
     scripts/torture_weights.py                                              # some minutes on two cores
     scripts/torture_weights.py --publications 500 --kills 10 --ends 4 --rank-rounds 50    # a taste
 
-All elements of a version are its number. Readers look at all of them, hold on to some for a while, write to some, which
-nobody else may see, and are killed wherever they are. Three trials, one after the other:
+All elements of a version equal its number. Readers check all elements and hold some versions for a while. They write to
+some tensors, which no other reader may see. Readers are killed at random points. Three trials run one after the other:
 
-- one trainer, which publishes the same structure again and again;
-- trainers that end without closing what they publish by, each in another way, and are started again;
-- four ranks that publish together, on meshes of some of them, and at times with nothing of their own.
+- One trainer publishes the same structure again and again.
+- Trainers end without closing their publisher, each in another way, and start again.
+- Four ranks publish together, on meshes of some of the ranks, and at times with no tensors of their own.
 
-Exits with 1 if an element was of another version, if a slot stays taken when no reader is left, if there is memory for
-more than two images then, if anything grows, or if a reader gets nothing new for 30 seconds.
+The exit code is 1 if an element has another version, a slot stays taken when no reader is left, more than two images
+then take memory, a resource grows, or a reader receives nothing new for 30 seconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SLOTS = 5
 RANKS = 4
 SIZES = (300_000, 40_000, 1_000, 70, 7, 1)
 IMAGE_BYTES = 8 * sum(SIZES)
-# Publications after which there is no memory any more that nobody needs.
+# After this number of publications, all memory that nobody needs is freed.
 AT_REST = 2 * SLOTS + 10
 ENDS = ("dropped", "sys.exit", "os._exit", "error")
 
@@ -62,7 +62,7 @@ _context.set_forkserver_preload(["asyncckpt.weights", "torch.distributed.tensor"
 
 
 class Reader:
-    """One reading process at a time, started anew when it was killed."""
+    """One reading process, which is replaced after each kill."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -85,7 +85,7 @@ class Reader:
 
 @contextlib.contextmanager
 def _reading(seed: int, seen: dict[str, Any]) -> Any:
-    """Two readers, killed in the end; what they have seen is added to ``seen``."""
+    """Run two readers, and kill them at the end. Add their counts to ``seen``."""
     readers = [Reader(seed * 1000), Reader(seed * 1000 + 500)]
     try:
         for reader in readers:
@@ -104,7 +104,7 @@ def _read(seed: int, reads: Synchronized[int], torn: Synchronized[int], last: Sy
     newest, kept = 0, []
     trial = multiprocessing.parent_process()
     with WeightSubscriber(ADDRESS) as subscriber:
-        while trial is None or trial.is_alive():  # which may be killed, too
+        while trial is None or trial.is_alive():  # the trial may be killed, too
             with subscriber.acquire(newest, timeout=LIMIT_S) as weights:
                 newest = weights.version
                 tensors = list(weights.values())
@@ -115,7 +115,7 @@ def _read(seed: int, reads: Synchronized[int], torn: Synchronized[int], last: Sy
                 if chance.random() < 0.1:
                     torn.value += _is_seen_by_others(tensors, newest, subscriber)
                 elif chance.random() < 0.1:
-                    kept.append((newest, tensors))  # beyond the block
+                    kept.append((newest, tensors))  # the tensors outlive the block
             del tensors
             if len(kept) > 1 or (kept and chance.random() < 0.3):
                 version, tensors = kept.pop(0)
@@ -126,7 +126,7 @@ def _read(seed: int, reads: Synchronized[int], torn: Synchronized[int], last: Sy
 
 
 def _is_seen_by_others(tensors: Sequence[torch.Tensor], version: int, subscriber: WeightSubscriber) -> bool:
-    """Write to what was acquired; whether somebody else sees that, or it is lost."""
+    """Write to acquired tensors. Return whether another reader sees the write, or the write is lost."""
     for tensor in tensors:
         tensor.add_(1)
     is_wrong = _is_torn(tensors, version + 1)
@@ -134,7 +134,7 @@ def _is_seen_by_others(tensors: Sequence[torch.Tensor], version: int, subscriber
         try:
             weights = subscriber.acquire(version=version, readonly=readonly, timeout=0.0)
         except WeightsTimeoutError:
-            continue  # its trainer has gone, and another one has come
+            continue  # the trainer was replaced
         with weights:
             is_wrong |= _is_torn(weights.values(), version)
     return is_wrong or _is_torn(tensors, version + 1)
@@ -145,7 +145,7 @@ def _is_torn(tensors: Any, version: int) -> bool:
 
 
 def publish_to_readers(publications: int, kills: int, seed: int) -> dict[str, Any]:
-    """One trainer, and readers that are killed. Returns what was seen."""
+    """Publish from one trainer while readers are killed. Return the counts."""
     chance = random.Random(seed)
     state = {f"layer.{number}.weight": torch.zeros(size, dtype=torch.int64) for number, size in enumerate(SIZES)}
     kill_at = sorted(chance.sample(range(publications), kills))
@@ -176,7 +176,7 @@ def publish_to_readers(publications: int, kills: int, seed: int) -> dict[str, An
         seen["growth"] = [what for what in before if after[what] > before[what] + allowed.get(what.split()[-1], 2)]
         seen["slots lost"] = sum(_publish(publisher, state, version + turn) for turn in range(1, AT_REST))
         seen["images at rest"] = [_images(worker)]
-        with WeightSubscriber(ADDRESS) as subscriber, contextlib.ExitStack() as held:  # all slots can be had again
+        with WeightSubscriber(ADDRESS) as subscriber, contextlib.ExitStack() as held:  # no slot is lost
             for turn in range(AT_REST, AT_REST + SLOTS - 1):
                 seen["slots lost"] += _publish(publisher, state, version + turn)
                 held.enter_context(subscriber.acquire(version=version + turn))
@@ -185,14 +185,14 @@ def publish_to_readers(publications: int, kills: int, seed: int) -> dict[str, An
 
 
 def _publish(publisher: WeightPublisher, state: dict[str, torch.Tensor], version: int) -> bool:
-    """Whether it was skipped."""
+    """Publish ``state`` filled with ``version``. Return whether the publication was skipped."""
     for tensor in state.values():
         tensor.fill_(version)
     return publisher.publish(iter(state.items()) if version % 3 == 0 else state, version).skipped
 
 
 def end_without_close(ends: int, seed: int) -> dict[str, Any]:
-    """Trainers, one after the other, and readers that follow them. Returns what was seen."""
+    """Run trainers one after the other, while readers follow them. Return the counts."""
     chance = random.Random(seed)
     seen: dict[str, Any] = dict.fromkeys((f"ended by {how}" for how in ENDS), 0)
     version = 1
@@ -216,7 +216,7 @@ def end_without_close(ends: int, seed: int) -> dict[str, Any]:
 
 
 def _train(how: str, first: int, count: int, newest: Sequence[Synchronized[int]]) -> None:
-    """Publish, and end as a process of Python's does, which a fork does not by itself."""
+    """Publish, then end like a normal Python process. A forked process does not run the exit functions by itself."""
     try:
         publisher = _train_from(first, count, newest)
         if how == "dropped":
@@ -237,7 +237,7 @@ def _train(how: str, first: int, count: int, newest: Sequence[Synchronized[int]]
 
 
 def _train_from(first: int, count: int, newest: Sequence[Synchronized[int]]) -> WeightPublisher:
-    """Publish so many versions, and wait until all readers have come to the last of them."""
+    """Publish ``count`` versions, and wait until all readers have read the last one."""
     publisher = WeightPublisher(ADDRESS, slots=SLOTS)
     state = {f"layer.{number}.weight": torch.zeros(size, dtype=torch.int64) for number, size in enumerate(SIZES)}
     for version in range(first, first + count):
@@ -248,7 +248,7 @@ def _train_from(first: int, count: int, newest: Sequence[Synchronized[int]]) -> 
 
 
 def publish_in_ranks(rounds: int, seed: int) -> dict[str, Any]:
-    """Ranks that publish together. Returns what was seen."""
+    """Publish from several ranks together. Return the counts."""
     chance = random.Random(seed)
     seen: dict[str, Any] = {"rounds of ranks": rounds, "readers killed": 0}
     rest, ours, theirs = _context.Event(), *_context.Pipe(duplex=False)
@@ -294,13 +294,13 @@ def _rank(rank: int, meeting: str, rounds: int, rest: Any, said: Any) -> None:
 
 
 def _part(rank: int, meshes: dict[str, DeviceMesh], version: int) -> dict[str, torch.Tensor]:
-    """What a rank has of a version: of three structures, which take turns, one is on some ranks alone."""
+    """Return the tensors of a rank in a version. Three structures take turns. Some tensors are on some ranks only."""
     kind = version // 40 % 3
     whole = torch.full((301, 137), version)
     weights: dict[str, torch.Tensor] = {}
     if kind == 0:
         weights["all"] = distribute_tensor(whole, meshes["all"], [Shard(0)], src_data_rank=None)
-    if kind < 2:  # of which the others have nothing, but they know of it
+    if kind < 2:  # the other ranks hold no part of this tensor, but they know its mesh
         weights["some"] = distribute_tensor(whole, meshes["some"], [Shard(1)], src_data_rank=None)
     if rank == 2:
         weights["of one"] = whole[:7].clone()
@@ -316,7 +316,7 @@ def _await(seen: Callable[[], bool], otherwise: str) -> None:
 
 
 def _images(worker: int) -> int:
-    """For how many images a worker has memory, by what the system says: each is a file, and so is their header."""
+    """Return the number of images with memory in a worker. Each image is a memory file, and so is the shared header."""
     files = [each for each in Path(f"/proc/{worker}/fd").iterdir() if os.readlink(each).startswith("/memfd:asyncckpt ")]
     return sum(each.stat().st_blocks > 0 for each in files) - 1
 
@@ -337,7 +337,7 @@ def _taken(worker: int) -> dict[str, int]:
 
 
 def summary(trials: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What was seen in all trials: numbers are added, lists put together."""
+    """Merge the counts of all trials: add numbers, and join lists."""
     seen: dict[str, Any] = {}
     for each in trials:
         seen |= {what: seen[what] + value if what in seen else value for what, value in each.items()}

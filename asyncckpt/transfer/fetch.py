@@ -1,8 +1,8 @@
 """Fetch an image from the workers that hold it, span by span.
 
 An image is that of a save, or of a published version. Its bytes are divided into *spans*, and each span has a *digest*.
-A span that is equal to one of the image before is copied from there. All other spans are read from a holder. Each span
-is checked.
+A span that is equal to one of the image before is copied from there, unless it is short and stands between others. All
+other spans are read from a holder. Each span is checked.
 """
 
 from __future__ import annotations

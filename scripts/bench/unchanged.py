@@ -1,8 +1,8 @@
-"""What a save costs of a state most of which does not change: a base that is frozen, and what is trained beside it.
+"""Measure saves of a state that mostly stays the same: a frozen base with trained tensors beside it.
 
-Both contestants are asyncckpt, each with a checkpointer of its own, which keeps two checkpoints. A turn changes every
-byte of what changes, saves, and ends when the checkpoint is durable. The first saves are apart: the very first one
-writes everything.
+Both contestants are asyncckpt, each with its own checkpointer that keeps two checkpoints. A turn changes every byte of
+the trained tensors, saves, and ends when the checkpoint is durable. The first saves are reported separately, because
+the very first one writes everything.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from bench.turns import Pace, Turns, take
 
 MIB = 1 << 20
 FROZEN, CHANGING = 256, 64
-"""So many tensors."""
+"""Numbers of frozen and of changing tensors."""
 FIRST = 2
-"""So many saves are apart."""
+"""The number of first saves that are reported separately."""
 LINKED, FULL = contestants.OURS, "all is written"
 ALL_LINKED, ALL_FULL = "asyncckpt, all changes", "all is written, all changes"
 COPY_CHANGING, WRITE_CHANGING, DIGESTS = "copy of what changes", "direct write of what changes", "XXH3 of all"
 LIMIT_S = 600.0
-# What a worker does after a save is durable, such as to remove an older one, counts as its work.
+# Work of the worker after a save is durable, such as removing an older checkpoint, counts for that save.
 _REST_S = 0.1
 
 Row = dict[str, float]
 
 
 class Saver:
-    """One contestant's saves, one after the other."""
+    """The saves of one contestant, one after the other."""
 
     def __init__(self, root: str, config: Config, train: Callable[[], State], meet: Callable[[], object]) -> None:
-        """Everything is prepared.
+        """Create the checkpointer, and prepare it.
 
         Args:
-            root: For its checkpoints.
-            config: Who it is.
-            train: Changes what changes, and returns the state that is to be saved.
-            meet: Waits until all ranks are there.
+            root: The folder for the checkpoints.
+            config: The configuration that makes this contestant.
+            train: Changes the trained tensors, and returns the state to save.
+            meet: Waits until all ranks have called it.
         """
         self._train, self._meet, self._step = train, meet, 0
         before = _started()
@@ -61,7 +61,7 @@ class Saver:
         self._workers = _started() - before
 
     def save(self) -> Row:
-        """Train, and save the state that comes of it."""
+        """Train one step, save the state, and return the measurements."""
         state = self._next()
         self._meet()
         computed, theirs = time.process_time(), self._computed()
@@ -76,7 +76,7 @@ class Saver:
         return row | self._written() | {"memory": _held(self._workers)}
 
     def check(self) -> None:
-        """That a checkpoint has what was saved. Raises ``RuntimeError``."""
+        """Check that a checkpoint has the saved values. Raises ``RuntimeError``."""
         state = self._next()
         self._checkpointer.save(self._step, state).result(LIMIT_S)
         self._checkpointer.load(loaded := blank(state), self._step, memory=False)
@@ -87,28 +87,28 @@ class Saver:
         self._checkpointer.close()
 
     def _next(self) -> State:
-        """A state of another step, with a few values that are no tensors."""
+        """Return the state of the next step, with a few values that are not tensors."""
         self._step += 1
         return self._train() | {"step": self._step, "lr": 0.1 / self._step, "name": "bench"}
 
     def _computed(self) -> float:
-        """Seconds that the workers have."""
+        """Return the CPU seconds of the workers."""
         return sum(map(computed_s, self._workers))
 
     def _written(self) -> Row:
-        """Bytes of the newest checkpoint that no other has: their number, and what they take on the disk."""
+        """Return the bytes that only the newest checkpoint has: their number, and their size on the disk."""
         facts = map(os.stat, files.files_in(step_folder(self._checkpointer.root, self._step)))
         own = [each for each in facts if each.st_nlink == 1]
         return {"written": sum(each.st_size for each in own), "allocated": sum(each.st_blocks for each in own) * 512}
 
 
 def _started() -> set[int]:
-    """The processes that this one has started, and they."""
+    """Return the ids of all descendants of this process."""
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def _held(pids: set[int]) -> int:
-    """Bytes of shared memory that these processes hold, mapped or not: each memory file counts once."""
+    """Return the bytes of shared memory that these processes hold, mapped or not. Each memory file counts once."""
     found = {}
     for pid in pids:
         for entry in os.scandir(f"/proc/{pid}/fd"):
@@ -119,20 +119,20 @@ def _held(pids: set[int]) -> int:
 
 
 def configs(frozen: list[str]) -> dict[str, Config]:
-    """Return the configuration of each contestant; ``frozen``: patterns of the names of what does not change."""
-    # With two checkpoints, what the newest one has by link has more than one link.
+    """Return the configuration of each contestant. ``frozen``: name patterns of the unchanged tensors."""
+    # The checkpointer keeps two checkpoints, so each file that the newest one linked has more than one link.
     linked = Config(linger=0, keep_last=2, assume_unchanged=frozen)
     return {LINKED: linked, FULL: replace(linked, link_unchanged=False)}
 
 
 def take_turns(savers: Mapping[str, Saver], limits: Mapping[str, Callable[[], float]], pace: Pace) -> Turns[Row]:
-    """Rows of all saves, in order, with the first ones, and of the ``limits``; then each is checked."""
+    """Return the rows of all saves and ``limits`` in order, including the first ones. Check each contestant at the end."""
     turns: dict[str, Callable[[], Row]] = {name: saver.save for name, saver in savers.items()}
     turns |= {name: partial(_limit, call) for name, call in limits.items()}
-    # The turns begin with one that does not count, by themselves.
+    # ``take`` adds one turn that does not count.
     more = Pace(rounds=pace.rounds + FIRST - 1, pause=pace.pause, patience=pace.patience, budget=pace.budget)
     taken = take(turns, more, "save, unchanged")
-    # In the same order on all ranks.
+    # All ranks check in the same order.
     for name, saver in savers.items():
         if name not in taken.found:
             continue
@@ -149,7 +149,7 @@ def _limit(call: Callable[[], float]) -> Row:
 
 
 def results(found: Mapping[str, list[Row]]) -> dict[str, Any]:
-    """By contestant: columns of the saves that count, and the first ones as rows."""
+    """Return by contestant the columns of the counted saves, and the first saves as rows."""
     return {
         name: {"first": rows[:FIRST]} | {key: [row[key] for row in rows[FIRST:]] for key in rows[0]}
         for name, rows in found.items()
@@ -158,12 +158,12 @@ def results(found: Mapping[str, list[Row]]) -> dict[str, Any]:
 
 
 def limits_of(found: Mapping[str, list[Row]]) -> dict[str, list[float]]:
-    """Seconds, by limit."""
+    """Return the seconds of each limit."""
     return {name: [row["s"] for row in rows[1:]] for name, rows in found.items() if "s" in rows[0]}
 
 
 def measure(gib: float, changing_mib: float, pace: Pace, folder: str) -> dict[str, Any]:
-    """A frozen base and what changes beside it, in turns; then the same state, where all of it changes."""
+    """Measure a frozen base with changing tensors beside it, then the same state with all tensors changing."""
     state = make(int(gib * GIB), int(changing_mib * MIB))
     nbytes, changing = _nbytes(state), _nbytes({"changing": state["changing"]})
     with ExitStack() as opened:
@@ -185,7 +185,7 @@ def measure(gib: float, changing_mib: float, pace: Pace, folder: str) -> dict[st
 
 
 def make(nbytes: int, changing: int) -> State:
-    """A state of ``nbytes``, so many of which are ``changing``. Raises ``ValueError`` where there are not so many."""
+    """Return a state of ``nbytes`` with ``changing`` bytes to train. Raises ``ValueError`` if the sizes do not fit."""
     if not 0 < changing < nbytes:
         raise ValueError(f"{changing} bytes of {nbytes} cannot change while the others do not")
     torch.manual_seed(1)
@@ -208,7 +208,7 @@ def _turns(
     pace: Pace,
     folder: str,
 ) -> Turns[Row]:
-    """``kinds``: what changes."""
+    """Take turns of all contestants and limits. ``kinds``: the parts of the state that change."""
     tensors = [tensor for kind in kinds for tensor in state[kind].values()]
 
     def train() -> State:

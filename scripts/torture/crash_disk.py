@@ -1,24 +1,25 @@
-"""A weak but sane disk: all folders that a crash may leave, given the calls before the crash.
+"""A model of a weak but sane disk: all states of a folder that are possible after a crash.
 
-The caller chooses among these states. What the model allows:
+The caller chooses among these states. The model allows the following losses:
 
 - Names. A call that changes names (create, mkdir, link, symlink, unlink, rmdir, rename, exchange) is durable after an
-  fsync of their folder. A rename between two folders needs an fsync of both. Each other call may be there or may be
-  lost, in any combination, also later calls without earlier ones.
-- Bytes. What was written to a file is durable after an fsync of the file. Until then each block of 4 KiB is new, old
-  (zeros if there was no block), or torn between two versions at a multiple of 512 bytes. Each version since the last
-  fsync may be there, of each block by itself.
+  fsync of their folder. A rename between two folders needs an fsync of both. Any other call may survive or be lost, in
+  any combination. Later calls may survive without earlier ones.
+- Bytes. Bytes written to a file are durable after an fsync of the file. Until then each block of 4 KiB is new, old
+  (zeros if the block did not exist), or torn between two versions at a multiple of 512 bytes. Each block may
+  independently have any version since the last fsync.
 - Sizes. The size of a file is independent of its bytes: the file may be long and full of zeros, or short.
-- An fsync covers what had ended before it began, in crashes after it has ended. An fsync of a file does not make its
-  name durable. An fsync of a folder does not make its own name durable, nor the bytes of its files.
+- Fsyncs. An fsync covers the calls that ended before the fsync began, in crashes after the fsync has ended. An fsync of
+  a file does not make the name of the file durable. An fsync of a folder does not make its own name durable, nor the
+  bytes of its files.
 
-What the model does not allow:
+The model excludes the following losses:
 
-- Half a rename or exchange: both names have changed, or neither.
-- Another order of the calls on one name. If a call is there, all earlier calls on its names are there.
-- Loss or damage of what is durable, foreign bytes in a file, a file under a name that it never had.
-- A sync_file_range, chmod or utime with an effect.
-- A folder without its own name, whose files have names elsewhere: if the mkdir is lost, all in the folder is lost.
+- Half a rename or exchange. Both names change, or neither.
+- Reordered calls on one name. If a call survives, all earlier calls on its names survive.
+- Loss or damage of durable data, foreign bytes in a file, a file under a name that the file never had.
+- Any effect of sync_file_range, chmod or utime.
+- A folder without a name, with files that have names elsewhere. If a mkdir is lost, the content of the folder is lost.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ BLOCK = 4096
 SECTOR = 512
 
 Data: TypeAlias = "str | int"
-"""What is left of the bytes of a file: "new" (all), "old" (what is durable), "size" (its size alone), or a seed."""
+"""The surviving bytes of a file: "new" (all), "old" (the durable ones), "size" (only the size), or a seed for a mix."""
 
 Kept: TypeAlias = frozenset[int]
-"""Events that change names, are not durable, and are there all the same."""
+"""Events that change names, are not durable, and survive all the same."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a path of a state leads to.
+    """A file, folder or symbolic link at a path of a state.
 
-    ``number`` tells which paths are hard links of each other. ``versions``: the number of calls on the bytes that are
-    durable, and of all.
+    Paths with an equal ``number`` are hard links of each other. ``versions``: the number of durable calls on the
+    bytes, and the number of all calls on the bytes.
     """
 
     kind: str
@@ -65,8 +66,8 @@ class Point:
 
     Attributes:
         begun: The newest step that was begun.
-        done: The newest step that was said to be durable.
-        durable: The names that are durable.
+        done: The newest step that was reported as durable.
+        durable: The durable names.
         loose: The events that change names and may be lost, in their order.
         versions: As in ``Leaf``, by file.
     """
@@ -80,10 +81,10 @@ class Point:
 
 
 class Disk:
-    """The states of one recording."""
+    """The possible states of one recording."""
 
     def __init__(self, recording: Recording, without: Collection[int] = ()) -> None:
-        """``without``: the ends of fsyncs that do nothing, to show what they are good for."""
+        """``without``: the ends of fsyncs that the model ignores, to show which promises need these fsyncs."""
         self.recording = recording
         self._synced = {at for at in ends_of_syncs(recording) if at not in without}
         self._bytes: dict[int, list[int]] = {}  # events, by file
@@ -98,19 +99,19 @@ class Disk:
         self.version = lru_cache(2048)(self._version)
 
     def points(self) -> list[Point]:
-        """Return the crashes whose states include those of all other crashes.
+        """Return crashes with states that include those of all other crashes.
 
-        A call that changes the disk adds states, because it may be lost. Only the end of an fsync takes states away.
-        Each mark changes what must hold. So the crashes just before fsyncs end, before marks, and at the end suffice.
+        A call that changes the disk adds states, because the call may be lost. Only the end of an fsync removes states.
+        Each mark changes the promises. So the crashes just before fsyncs end, before marks, and at the end suffice.
         """
         events = self.recording.events
         crashes = [at for at, event in enumerate(events) if isinstance(event, Mark) or at in self._synced]
         return [self.point(crash) for crash in (*crashes, len(events))]
 
     def point(self, crash: int) -> Point:
-        """Return what is durable, and what may be lost, in a crash before the event number ``crash``."""
+        """Return the durable names and the calls that may be lost in a crash before event number ``crash``."""
         events = self.recording.events[:crash]
-        until: dict[int | None, int] = {}  # what is before this event is durable, by folder or file
+        until: dict[int | None, int] = {}  # by folder or file: calls before this event are durable
         for event in (events[at] for at in self._synced if at < crash):
             if isinstance(event, Synced) and isinstance(sync := events[event.begun], Sync):
                 until[sync.file] = max(until.get(sync.file, 0), event.begun)
@@ -134,7 +135,7 @@ class Disk:
         return Point(crash, begun, done, durable, self._reachable(durable, loose), versions)
 
     def with_needs(self, events: Iterable[int]) -> set[int]:
-        """Return events that change names, with all that have to be there, too."""
+        """Return events that change names, and all earlier events on which the events depend."""
         found, left = set(), list(events)
         while left:
             if (at := left.pop()) not in found:
@@ -143,7 +144,7 @@ class Disk:
         return found
 
     def tree(self, point: Point, kept: Kept, data: Callable[[int], Data]) -> Tree:
-        """Return the state with the loose events ``kept``. ``data``: what is left of each file that is not durable."""
+        """Return the state with the loose events ``kept``. ``data`` returns the surviving bytes of a file in flight."""
         entries = self._applied(point.durable, sorted(kept))
         within: dict[int, list[tuple[str, int]]] = {}
         for (folder, name), number in entries.items():
@@ -193,7 +194,7 @@ class Disk:
         return found
 
     def _reachable(self, durable: dict[Entry, int], loose: list[int]) -> list[int]:
-        """Return the loose events in folders that any state shows. Others do not matter."""
+        """Return the loose events in folders that some state contains. Other events do not matter."""
         changes = {at: event for at in loose if isinstance(event := self.recording.events[at], Names)}
         entries = [*durable.items()]
         entries += [(entry, file) for event in changes.values() for entry, file in event.changes.items() if file]
@@ -208,7 +209,7 @@ class Disk:
         return [at for at, event in changes.items() if any(folder in found for folder, _ in event.changes)]
 
     def _version(self, file: int, count: int) -> bytes:
-        """Return the bytes of a file after its first ``count`` calls."""
+        """Return the bytes of a file after the first ``count`` calls."""
         if count == 0:
             return b""
         before, event = self.version(file, count - 1), self.recording.events[self._bytes[file][count - 1]]
@@ -221,7 +222,7 @@ class Disk:
 
 
 def ends_of_syncs(recording: Recording) -> list[int]:
-    """Return the events with which an fsync has ended."""
+    """Return the events that end an fsync."""
     return [at for at, event in enumerate(recording.events) if isinstance(event, Synced)]
 
 
@@ -235,7 +236,7 @@ def digest_of(tree: Tree, contents: Callable[[Leaf], bytes]) -> bytes:
 
 
 def _mixed(versions: list[bytes], choice: random.Random) -> bytes:
-    """Return a file whose size, and each of whose blocks, is of any version. Some blocks are torn."""
+    """Return a file of any version's size, with each block from any version. Some blocks are torn."""
     nbytes = len(choice.choice(versions))
     whole = bytearray(nbytes)
     for at in range(0, nbytes, BLOCK):

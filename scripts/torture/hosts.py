@@ -1,13 +1,13 @@
-"""Hosts burn: trainers, workers and all that could be found of them are gone at once, and a spare host comes.
+"""Lose hosts at random instants: kill the workers and trainers of a host, remove its runtime folder, add a spare host.
 
-A host is a runtime folder and an address of the loopback range. At most one is lost at a time, and the next one only
-when all that is new was replicated again; then what was replicated must be found, whatever storage has of it. Now and
-then two are lost at once: then there is what storage has.
+A host is a runtime folder and an address of the loopback range. Normally one host is lost at a time, and the next one
+only after a newer step is replicated. The next job must then find the newest replicated step, even if storage does not
+have that step. Sometimes two hosts are lost at once. Then the next job must find the newest durable step.
 
-At the end of some jobs bytes of copies are changed (flips), with a host lost, or none. At the end of others a worker of
-those that are left is stopped until after the next load; or no host is lost, and all workers of one are stopped. What
-was replicated need not be found then if all images of a rank are such. And while some jobs run, a worker is stopped
-that takes copies.
+Three further faults occur. At the end of some jobs, bytes of copies are flipped, with or without a lost host. At the
+end of other jobs, a surviving worker is stopped until after the next load, or all workers of a host are stopped and no
+host is lost. If this affects all images of a rank, the replicated step need not be found. During some jobs, a worker
+that receives copies is stopped.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from torture.leftovers import send_away
 from torture.promises import check_root
 from torture.tally import CONFIG, LIMIT_S, Tally
 
-# How many ranks there are on each host, in turns: as before, in another order, more, fewer.
+# Numbers of ranks on each host. Each job takes one of these shapes.
 _SHAPES: tuple[tuple[int, ...], ...] = ((2, 2), (1, 1, 1), (1, 2), (2, 1), (1, 1))
-# Where workers are stopped, limits are so short that they are reached: that of each wait, and what a save and a load
-# may then take in all, on a machine that is busy.
+# While workers are stopped, jobs run with a timeout so short that calls reach it. The other two numbers are the maximum
+# total time of a save and of a load on a busy machine.
 _TIMEOUT_S, _SAVE_S, _LOAD_S = 6.0, 16.0, 30.0
-# After how many rounds it is looked whether workers burn a core.
+# Check for workers that burn a core after this number of rounds.
 _IDLE_EVERY = 20
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the rounds: in how many of them bytes of copies are flipped, and workers are stopped."""
+    """The shares of rounds that flip bytes of copies, and that stop workers."""
 
     flips: float
     stops: float
@@ -61,7 +61,7 @@ def kill_hosts(
         places = cluster.places()
         gate = place / f"gate-{number}"
         stops = choice.random() < shares.stops / 2
-        # From this attempt on, nothing is written; but to go on the job needs its slots.
+            # From this attempt on, workers write nothing. A job with a stopped worker needs free slots, so it writes.
         hold_at = 0 if stops else choice.choice((0, 1, 2, 3, 5, 8))
         timeout = _TIMEOUT_S if stops or cluster.stopped is not None else CONFIG.timeout
         seed = choice.randrange(1 << 30)
@@ -73,7 +73,7 @@ def kill_hosts(
                 tally.lose(f"hosts, by {transport}, round {number}: {error}")
                 cluster.go_on()
                 cluster.open()
-        # What is in storage does not help the next load then, as nobody can go on writing before.
+        # While the gate is closed, workers write nothing, so the next load cannot find these steps in storage.
         cluster.gate = gate
         if not cluster.replicated or cluster.is_spoiled or choice.random() < 0.5:
             cluster.open()
@@ -89,7 +89,7 @@ def kill_hosts(
 
 
 def lose_host(place: Path, host: int) -> None:
-    """A host of ``place`` burns: its workers, those of jobs before, too, and all that could be found of them."""
+    """Kill all workers of ``host``, including those of earlier jobs, and remove its runtime folder."""
     for process in workers_of(place, host):
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -98,7 +98,7 @@ def lose_host(place: Path, host: int) -> None:
 
 
 class _Cluster:
-    """Which hosts there are, and what must be found in the memory of them, or in storage."""
+    """The hosts that exist, and the steps that must be found in their memory or in storage."""
 
     def __init__(self, tally: Tally, place: Path, shares: Shares, choice: random.Random) -> None:
         self.tally, self.place, self.shares, self.choice = tally, place, shares, choice
@@ -108,32 +108,32 @@ class _Cluster:
         self.stopped: Stopped | None = None
         self.gate: Path | None = None
         self.is_spoiled = False
-        """Whether, of what was replicated, all images of a rank are damaged or stopped."""
+        """Whether all images of a rank of the replicated step are damaged, or on stopped workers."""
 
     def be(self, count: int) -> None:
-        """Have ``count`` hosts. One that is not needed any more stays as it is."""
+        """Add hosts until there are ``count``, and shuffle them. Surplus hosts are kept."""
         while len(self.hosts) < count:
             self.hosts.append(self.seen)
             self.seen += 1
         self.choice.shuffle(self.hosts)
 
     def places(self) -> list[int]:
-        """The host of each rank."""
+        """Return the host of each rank."""
         shapes = [shape for shape in _SHAPES if len(shape) == len(self.hosts)] or [(1,) * len(self.hosts)]
         shape = self.choice.choice(shapes)
         return [host for host, ranks in zip(self.hosts, shape, strict=True) for _ in range(ranks)]
 
     def least(self) -> int:
-        """The step that a load has to find, or a newer one."""
+        """Return the oldest step that a load may find."""
         return self.durable if self.is_spoiled else max(self.replicated, self.durable)
 
     def lose(self, host: int) -> None:
-        """It burns."""
+        """Lose ``host``, and remove it from the list."""
         lose_host(self.place, host)
         self.hosts.remove(host)
 
     def spoil(self, victim: int, *, flips: bool, stops: str) -> None:
-        """Flip bytes of copies; stop a "worker" of those that are left, or all workers of the "host" ``victim``."""
+        """Flip bytes of copies, stop one surviving ``"worker"``, or stop all workers of the ``"host"`` ``victim``."""
         chosen: list[psutil.Process] = []
         with Memory(self.place, self.hosts) as memory:
             if flips and (flipped := memory.flip(self.choice)):
@@ -145,35 +145,35 @@ class _Cluster:
                 memory.rule_out(each.pid for each in chosen)
             self.is_spoiled = memory.has_lost(self.replicated)
         if chosen:
-            # Before the next job, or while that starts and loads.
+            # The workers resume before the next job, or while the next job starts and loads.
             after = self.choice.choice((0.0, self.choice.uniform(1, 5)))
             self.stopped = Stopped(chosen, with_children=self.choice.random() < 0.5, after=after)
             self.tally.counts[f"hosts: restarts with a {stops} stopped"] += 1
 
     def open(self) -> None:
-        """Let the workers of the job before write again."""
+        """Let the workers of the previous job write again."""
         if self.gate is not None:
             self.gate.touch()
 
     def go_on(self, *, kill: bool = False) -> None:
-        """Have what is stopped go on, or end it."""
+        """Resume the stopped processes, or kill them."""
         if self.stopped is not None:
             self.stopped.end(kill=kill)
             self.stopped = None
 
 
 class _Round:
-    """One job, until a host of it is lost."""
+    """One job, from its load until a host is lost."""
 
     def __init__(self, cluster: _Cluster, job: Job, places: list[int], *, is_strict: bool) -> None:
-        """``is_strict``: its limits are not so short that it may be refused what it wants."""
+        """``is_strict``: the timeouts are long, so a refused call counts as a failure."""
         self._is_strict = is_strict
         self._cluster, self._job, self._places = cluster, job, places
         self._tally, self._choice = cluster.tally, cluster.choice
         self._ranks = range(len(places))
 
     def go(self, *, stops: bool) -> None:
-        """All of it. Raises ``TimeoutError``, ``RuntimeError``. ``stops``: whether a worker is stopped meanwhile."""
+        """Run the round. If ``stops``, stop a worker during the job. Raises ``TimeoutError``, ``RuntimeError``."""
         cluster, job = self._cluster, self._job
         reasons: list[str] = []
         step = min([self._loaded(rank, reasons) for rank in self._ranks])
@@ -191,7 +191,7 @@ class _Round:
             self._tally.counts["hosts: ranks that were refused to get ready, and then could"] += bool(refused)
             if refused and self._is_strict:
                 self._tally.lose(f"rank {rank} could not get ready to save: {refused}")
-        # What the job before had is safe again when something newer is.
+        # The replicated steps of the previous job are safe again when this job has replicated a newer step.
         cluster.replicated, cluster.is_spoiled = min(cluster.replicated, step), False
         cluster.replicated = max(cluster.replicated, *(job.hear(rank, "replicated")[0] for rank in self._ranks))
         if stops:
@@ -199,12 +199,12 @@ class _Round:
         self._end()
 
     def _loaded(self, rank: int, reasons: list[str]) -> int:
-        """The step that a rank has loaded, once it has, and that is what it should. ``reasons``: of what it warned."""
+        """Wait until a rank has loaded, check the result, and return the step. Add its warnings to ``reasons``."""
         cluster, tally, least = self._cluster, self._tally, self._cluster.least()
         what = "load" if cluster.stopped is None else "load with workers stopped"
         step, source, good, took, said = self._job.hear(rank, "loaded", 2 * _LOAD_S)
         while source == "refused" and not self._is_strict:
-            # As one does who is told that a worker does not answer, or still writes.
+            # React as a user does to the error that a worker does not answer or still writes, and wait for a retry.
             tally.counts["hosts: loads that were refused, as workers were stopped"] += rank == 0
             tally.wait("hosts: longest load that was refused, s", took)
             reasons += said
@@ -224,7 +224,7 @@ class _Round:
         return int(step)
 
     def _stop_one(self) -> None:
-        """Stop a worker of the job, which then goes on, or is killed; then steps have to be replicated again."""
+        """Stop a worker of the job, then resume or kill the worker. Check that steps are replicated again."""
         cluster, job, choice, tally = self._cluster, self._job, self._choice, self._tally
         trainers = {process.pid for process in job.processes}
         found = {each: owner for host in {*self._places} for each, owner in workers_of(cluster.place, host).items()}
@@ -236,7 +236,7 @@ class _Round:
         tally.counts[f"hosts: workers stopped in a job, then {'killed' if kills else 'going on'}"] += 1
         ended = time.monotonic()
         told = [said[1] for rank in self._ranks for said in job.heard(rank) if said[0] == "replicated"]
-        # What was under way when a worker was killed may still be said to be replicated, and have lost its copies.
+        # A save in flight when the worker was killed may be reported as replicated although its copies are lost.
         since = max(cluster.replicated, *told, 0) + 2
         for rank in self._ranks:
             step = 0
@@ -250,7 +250,7 @@ class _Round:
         tally.wait("hosts: longest until steps are replicated again, s", time.monotonic() - ended)
 
     def _end(self) -> None:
-        """The job ends: a host of it is lost, or its trainers are, and a host is stopped."""
+        """End the job: kill its trainers, and lose a host, flip bytes of copies, or stop workers."""
         cluster, choice = self._cluster, self._choice
         time.sleep(choice.uniform(0, 0.5))
         victim = choice.choice(sorted({*self._places}))

@@ -1,4 +1,4 @@
-"""A training begins anew in the same process: the next checkpointer goes on after an interrupt at any point."""
+"""Test that a training can restart in the same process after an interrupt at any point."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from asyncckpt.link.process import detached_workers
 from asyncckpt.staging.buffer import SlotMemory
 from asyncckpt.supervisor import Supervisor, known_supervisors
 
-# Every so many instructions of a save there is an interrupt: 1 tries them all, and takes hours.
+# Interrupt once in this number of instructions. 1 interrupts at every instruction, and takes hours.
 EVERY = int(os.environ.get("ASYNCCKPT_TEST_EVERY", 149))
 
-# Of what was opened when an exception came before anybody had it: Python closes it, and says so.
+# Python closes the files and sockets that an exception left without an owner, and warns about each.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed (file|<socket):ResourceWarning")
 
 
@@ -39,7 +39,7 @@ def _state(step: int) -> dict[str, Any]:
 
 
 class Trainings:
-    """The trainings of one process, one after the other. None is closed."""
+    """Consecutive trainings in one process. Their checkpointers are never closed."""
 
     def __init__(self, root: Path, config: Config, slots: int | None = 2) -> None:
         self._root, self._config, self.others = root, replace(config, slots=slots), _children()
@@ -47,16 +47,16 @@ class Trainings:
         self.checkpointer = self.before = Checkpointer(root, self._config)
 
     def save(self) -> Save:
-        """Under the next step."""
+        """Save under the next step."""
         self.step += 1
         return self.checkpointer.save(self.step, _state(self.step))
 
     def make(self) -> None:
-        """Another checkpointer, while that before is still known."""
+        """Create another checkpointer while the previous one is still referenced."""
         self.before, self.checkpointer = self.checkpointer, Checkpointer(self._root, self._config)
 
     def begin_anew(self) -> None:
-        """Check for the last saved step or a newer one, and make the next save."""
+        """Check that the last durable step or a newer one loads, and save the next step."""
         self.make()
         if self.durable:
             into = _state(0)
@@ -67,7 +67,7 @@ class Trainings:
         self.durable = self.step
 
     def load(self) -> int:
-        """As a training does that is begun anew."""
+        """Load with a new checkpointer, as a restarted training does."""
         self.make()
         return self.checkpointer.load(_state(0))
 
@@ -85,7 +85,7 @@ def _with_workers() -> list[Supervisor]:
 
 
 def _check_threads(trainings: Trainings) -> None:
-    """There are those of the last alone. One that was closed by nobody ends its own when it is collected."""
+    """Check that only the last checkpointer has threads. A collected checkpointer ends its threads."""
     trainings.before = trainings.checkpointer
     engine = trainings.checkpointer._engine
     assert engine.worker is not None
@@ -98,7 +98,7 @@ def _check_threads(trainings: Trainings) -> None:
 
 
 def _check(trainings: Trainings, memory: set[int]) -> None:
-    """There is one of all, and the memory is the same."""
+    """Check that one segment, one worker and one checkpointer's threads exist, and that the segments are ``memory``."""
     assert set(mapped_segments()) == memory
     _check_one_of_all(trainings)
 
@@ -108,7 +108,7 @@ def _check_one_of_all(trainings: Trainings) -> None:
     assert len(mapped_segments()) == 1 and len(_with_workers()) == 1
     deadline = time.monotonic() + 30
     while len(_children() - trainings.others) > 1 and time.monotonic() < deadline:
-        detached_workers()  # takes note of those that have ended
+        detached_workers()  # forgets the workers that have ended
         time.sleep(0.002)
     worker = trainings.checkpointer._engine.worker
     assert worker is not None and _children() - trainings.others == {worker.pid}
@@ -129,14 +129,14 @@ def test_after_an_interrupt_at_any_instruction(root: Path, part: str, overlap: b
 
 @pytest.mark.timeout(900)
 def test_after_an_interrupt_while_memory_is_taken_and_given_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of another image is taken if saves overlap, and goes back after a save without overlap."""
+    """Overlapping saves take memory for another image. A save without overlap gives the memory back."""
     taken: list[None] = []
     given_back: list[None] = []
     on_taken, give_back = SlotMemory._on_taken, SlotMemory.give_back_last
     monkeypatch.setattr("asyncckpt.staging.buffer._LONG", 1)
     monkeypatch.setattr(SlotMemory, "_on_taken", lambda *of: taken.append(on_taken(*of)))
     monkeypatch.setattr(SlotMemory, "give_back_last", lambda of: given_back.append(give_back(of)))
-    # It takes some time to be written.
+    # Make each write take some time.
     monkeypatch.setitem(globals(), "_state", lambda step: {"w": torch.full((2_000_000,), float(step)), "step": step})
     trainings = Trainings(root, Config(keep_last=3), slots=None)
     trainings.begin_anew()
@@ -156,7 +156,7 @@ def test_after_an_interrupt_while_memory_is_taken_and_given_back(root: Path, mon
 
 @pytest.mark.timeout(900)
 def test_after_an_interrupt_at_any_instruction_of_the_first_save(root: Path) -> None:
-    """Which takes over the memory of the one before."""
+    """The first save takes over the memory of the previous checkpointer."""
     trainings = Trainings(root, Config(keep_last=3))
     trainings.begin_anew()
 
@@ -173,7 +173,7 @@ def test_after_an_interrupt_at_any_instruction_of_the_first_save(root: Path) -> 
 
 @pytest.mark.timeout(900)
 def test_after_an_interrupt_at_any_instruction_of_a_load(root: Path) -> None:
-    """A training takes over from another and closes it. Every second time all are given up."""
+    """Each training takes over from the previous one and closes it. Every second time the abort hook runs first."""
     trainings = Trainings(root, Config(keep_last=3))
     trainings.begin_anew()
     memory = set(mapped_segments())
@@ -189,7 +189,7 @@ def test_after_an_interrupt_at_any_instruction_of_a_load(root: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("overlap", [False, True], ids=["copied", "overlapping"])
 def test_after_an_interrupt_at_any_instruction_of_a_close(root: Path, overlap: bool) -> None:
-    """By an error that ends a training, as long as which the hook gives up what there is, and raises another."""
+    """An error ends the training. Every second time the abort hook runs after the interrupt."""
     trainings = Trainings(root, Config(overlap=overlap, keep_last=3))
     trainings.begin_anew()
     memory = set(mapped_segments())
@@ -206,7 +206,7 @@ def test_after_an_interrupt_at_any_instruction_of_a_close(root: Path, overlap: b
 
 
 def test_one_that_could_only_load_leaves_nothing(root: Path) -> None:
-    """And was given up: the next that loads closes it."""
+    """The next checkpointer that loads closes a checkpointer that was given up after a failed load."""
     with Checkpointer(root) as first:
         first.save(1, _state(1)).result(60)
     for _ in range(3):
@@ -254,7 +254,7 @@ def test_what_was_given_up_says_so(root: Path, gate: Path) -> None:
 def test_who_waits_for_a_slot_as_all_is_given_up_takes_none(
     root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For this process all saves have ended. The worker that was left still writes their slots."""
+    """All saves have ended for this process, but the detached worker still writes their slots."""
     first = Checkpointer(root, Config(slots=1))
     first.save(1, _state(1))
     stage: Any = SaveOperation.stage
@@ -279,7 +279,7 @@ def test_who_waits_for_a_slot_as_all_is_given_up_takes_none(
 def test_a_worker_that_was_just_left_is_not_taken_for_dead(
     root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, is_committed: bool
 ) -> None:
-    """The worker is not ended while it writes."""
+    """The new checkpointer does not end the worker during a write."""
     first = Checkpointer(root, Config(slots=2, timeout=3))
     save = first.save(1, _state(1))
     if is_committed:
@@ -289,7 +289,7 @@ def test_a_worker_that_was_just_left_is_not_taken_for_dead(
 
     def check_and_be_given_up(self: Supervisor) -> None:
         check_usable(self)
-        if next(calls) == 1:  # the first is that of ``save`` itself
+        if next(calls) == 1:  # the first call is by ``save`` itself
             AbortAsyncckpt()(None)
 
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What a save does when no slot is free, and what overlaps it."""
+"""Test saves that find no free slot, and copies that overlap with training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _running(checkpointer: Checkpointer, root: Path) -> None:
 
 
 def test_busy_wait(root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Group, "check_first", lambda _: gate.touch())  # called while it waits
+    monkeypatch.setattr(Group, "check_first", lambda _: gate.touch())  # called while the save waits
     with Checkpointer(root, Config(slots=1)) as checkpointer:
         checkpointer.save(1, small_state())
         assert not gate.exists()
@@ -53,7 +53,7 @@ def test_busy_wait(root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_slot_is_waited_for_as_long_as_a_save_may_take(
     root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Storage is slow, and the save before is in time."""
+    """Storage is slow, but the previous save still ends in time."""
     timeout = 3.0
     begun = time.monotonic()
 
@@ -64,7 +64,7 @@ def test_a_slot_is_waited_for_as_long_as_a_save_may_take(
     monkeypatch.setattr(Group, "check_first", open_when_late)
     with Checkpointer(root, config := Config(slots=1, commit_timeout=60)) as checkpointer:
         checkpointer.save(1, small_state())
-        checkpointer._engine._saves._config = replace(config, timeout=timeout)  # of which the worker needs more
+        checkpointer._engine._saves._config = replace(config, timeout=timeout)  # the worker keeps the longer timeout
         begun = time.monotonic()
         checkpointer.save(2, small_state())
         checkpointer.wait(60)
@@ -85,7 +85,7 @@ def test_busy_skip(root: Path, gate: Path) -> None:
 def test_a_save_counts_until_it_has_ended(
     root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot is written, and it is not committed: others would pile up behind it."""
+    """A save with a written slot counts until its commit. Otherwise saves would pile up behind the commit."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
     faulty_worker("finalize:hold")

@@ -1,4 +1,4 @@
-"""Several data files of one rank in an image: who asked for them gets them, and everybody else reads them as one."""
+"""Test separate data files of one rank in an image. All readers see them as one checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine() -> Iterator[Engine]:
 
 
 def _tied() -> dict[str, Any]:
-    """Objects and tensors, small and large, of both files among each other; some that both have."""
+    """Return small and large values for both files, with tensors that both files share."""
     state = small_state()
     state["tied"] = state["optimizer"]["state"][0]["exp_avg"]
     state["optimizer"]["again"] = state["model"]["weight"]
@@ -61,7 +61,7 @@ def test_names_that_begin_so_have_a_file_of_their_own(engine: Engine, tmp_path: 
         assert same(loaded, state) and same(stock, state)
         files = _files(path)
         assert set(files["optimizer__0_1.distcp"]) == {"optimizer.large", "optimizer.lr", "optimizer.state.0.step"}
-        # What is tied is stored once, with the first of its names.
+        # Tied tensors are stored once, in the main file.
         tied = {"tied", "optimizer.state.0.exp_avg", "optimizer.again"}
         assert set(files["__0_0.distcp"]) == {"model.weight", "model.bias", "step", *tied}
     assert len(engine._buffers.known) == 1  # planned once
@@ -89,10 +89,10 @@ def test_all_of_it_may_be_apart(engine: Engine, tmp_path: Path) -> None:
 
 
 def test_without_the_files_apart_the_rest_loads(engine: Engine, tmp_path: Path) -> None:
-    """It is what they are apart for."""
+    """Separate files exist so that the rest can be loaded without them."""
     state = small_state()
     engine.save(path := tmp_path / "one", state, separate="optimizer").result(60)
-    # Megatron-LM's remove_sharded_tensors wants that no other file's name begins so.
+    # Megatron-LM's remove_sharded_tensors requires that no other file's name begins with "optimizer".
     assert [file.name for file in path.glob("optimizer*")] == ["optimizer__0_1.distcp"]
     (path / "optimizer__0_1.distcp").unlink()
     load(loaded := {"model": zeros_like(state["model"])}, str(path), no_dist=True)
@@ -104,7 +104,7 @@ def test_without_the_files_apart_the_rest_loads(engine: Engine, tmp_path: Path) 
 
 @pytest.mark.device
 def test_on_a_device_too(engine: Engine, tmp_path: Path, device_type: str) -> None:
-    """In each file, tensors of the device stand before those of the host."""
+    """In each file, the tensors of the device stand before those of the host."""
 
     def part(value: float) -> dict[str, Any]:
         tensors = [torch.full((3,), value + number) for number in range(20)]

@@ -1,4 +1,4 @@
-"""A training on a device is killed, and goes on: from memory or from storage, on the device that it likes."""
+"""Test that a killed training on a device resumes from memory or from storage."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_killed_and_resumed(device_type: str, root: Path, overlap: bool, memory:
 def test_nothing_is_copied_any_more_when_an_interrupt_is_raised(
     device_type: str, root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """By Ctrl-C, just when the copies are queued, or while they are waited for. The next save takes the same slot."""
+    """Ctrl-C arrives while the copies are queued or awaited. The next save takes the same slot."""
 
     def interrupted(real: Callable[..., Any], *args: Any) -> Any:
         if at == "wait":
@@ -133,7 +133,7 @@ def test_the_worker_is_killed_while_copies_are_under_way(device_type: str, root:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_loaded_to_the_device(device_type: str, root: Path, index: int) -> None:
-    """Whatever the memory there looks like, and another dtype; not before the device has done what it was given."""
+    """Load into strided tensors and into another dtype. The load waits for the device's earlier work."""
     if index >= module().device_count():
         pytest.skip("one device")
     device = f"{device_type}:{index}"
@@ -173,7 +173,7 @@ def test_states_of_several_devices(device_type: str, root: Path) -> None:
             for tensor in state.values():
                 tensor.fill_(step)
             save = checkpointer.save(step, state)
-            for index in (0, 1):  # a step on one device waits for the copies from that one only
+            for index in (0, 1):  # a step on one device waits only for the copies from this device
                 with module().device(index):
                     save.synchronize_staging(60)
             for tensor in state.values():

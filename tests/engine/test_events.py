@@ -1,4 +1,4 @@
-"""Events: all that happens is told, in its order, and nobody who listens can slow a save or have it fail."""
+"""Test that events are complete and in order, and that a listener can neither slow nor fail a save."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_loads_are_told(tmp_path: Path, heard: Heard) -> None:
 
 
 class _Refuses:
-    """A model into which no state fits."""
+    """A model that refuses every state."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return dict(STATE)
@@ -139,7 +139,7 @@ def test_a_replaced_save_and_one_that_another_took_over(tmp_path: Path, heard: H
         assert worker is not None
         first = checkpointer.save(1, {"w": torch.arange(100_000)})
         checkpointer.save(2, STATE)
-        for step in range(3, 20):  # some of these find all slots taken by a save that is staged, and not written yet
+        for step in range(3, 20):  # some of these find all slots taken by a staged save that is not yet written
             checkpointer.save(step, STATE)
         first.result(60)
     ends = [heard.phases(step) for step in range(20)]

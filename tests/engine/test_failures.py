@@ -1,4 +1,4 @@
-"""Saves that fail: the errors in the training, and the saves after them."""
+"""Test failed saves: the errors in the training, and the saves after them."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_the_next_save_is_made_and_raises_what_nobody_was_told(
         with pytest.raises(StorageError, match="step 1"):
             checkpointer.save(2, state)
         expected = copy.deepcopy(state)
-        state["model"]["weight"].zero_()  # it is staged
+        state["model"]["weight"].zero_()  # the state is staged by now
         checkpointer.save(3, small_state()).result(60)
         assert checkpointer.failures == 1 and checkpointer.steps() == [2, 3]
         assert checkpointer.load(into := zeros_like(expected), 2) == 2 and same(into, expected)
 
 
 def test_the_failure_of_a_save_that_raised_is_for_the_next_call(root: Path) -> None:
-    """Nobody has its handle."""
+    """The failed call returns no handle."""
     checkpointer = Checkpointer(root)
     checkpointer.save(0, small_state()).result(60)
     assert checkpointer._engine.worker is not None
@@ -87,10 +87,10 @@ def test_or_a_warning_is_enough(root: Path, faulty_worker: Faulty, caplog: pytes
     while not save.done():
         time.sleep(0.01)
     checkpointer.save(2, small_state()).result(60)
-    twice = checkpointer.save(2, small_state())  # which is there already
+    twice = checkpointer.save(2, small_state())  # this step exists already
     assert twice.done() and twice.staged() and twice.failure is not None
     with pytest.raises(StorageError, match="step 1"):
-        save.result()  # who asks is told
+        save.result()  # the handle still raises
     checkpointer.wait(60)
     checkpointer.close()
     with pytest.raises(ClosedError):
@@ -101,7 +101,7 @@ def test_or_a_warning_is_enough(root: Path, faulty_worker: Faulty, caplog: pytes
 
 @pytest.mark.parametrize("saves_before", [0, 1])
 def test_names_that_collide_are_an_error_of_ours(root: Path, saves_before: int) -> None:
-    """The same after a save of another structure, because its names are compared with these."""
+    """After a save of another structure, the names are first compared with the old ones. The error is the same."""
     twice = {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)}
     failures: tuple[Literal["raise", "warn"], ...] = ("raise", "warn")
     for failure in failures:
@@ -134,7 +134,7 @@ def test_workers_that_die_one_after_the_other(root: Path, faulty_worker: Faulty)
             return str(caught.value)
 
         assert "SIGKILL" in fails(1)
-        assert "SIGKILL" in fails(2)  # the next save starts a new one at once
+        assert "SIGKILL" in fails(2)  # the next save starts a new worker at once
         assert "another is started in 0." in fails(3)
         time.sleep(0.31)
         assert "SIGKILL" in fails(4)
@@ -164,7 +164,7 @@ def _has_another(checkpointer: Checkpointer, worker: WorkerClient) -> bool:
 
 
 def test_a_worker_that_dies_takes_its_memory_along(root: Path) -> None:
-    """Another takes memory beside the training, before the next save wants it."""
+    """A new worker allocates memory in the background, before the next save needs it."""
     heard = Heard()
     with Checkpointer(root, on_event=heard) as checkpointer:
         state = small_state()
@@ -175,7 +175,7 @@ def test_a_worker_that_dies_takes_its_memory_along(root: Path) -> None:
             assert worker is not None
             os.kill(worker.pid, signal.SIGKILL)
             wait_for(partial(_has_other_memory, inode))
-            checkpointer.prepare(state)  # comes after what is still under way
+            checkpointer.prepare(state)  # runs after the work in the background
             assert len(mapped_segments()) == 1 and checkpointer._engine.worker is not worker
             assert heard.phases(None).count("worker restarted") == step
         checkpointer.load(into := zeros_like(state), 2)
@@ -183,7 +183,7 @@ def test_a_worker_that_dies_takes_its_memory_along(root: Path) -> None:
 
 
 def test_a_worker_that_dies_again_waits_for_the_next_save(root: Path) -> None:
-    """Else one that dies of what it does at its start would be started without end."""
+    """Otherwise a worker that crashes at its start would be restarted forever."""
     with Checkpointer(root, Config(restart_pause=0)) as checkpointer:
         checkpointer.save(1, small_state()).result(60)
         for is_replaced in (True, False):
@@ -210,7 +210,7 @@ def test_storage_that_stalls_stops_nobody(
             save.result(60)
         assert time.monotonic() - begun < 30 and caught.value.rank == 0
         (tmp_path / "gate").touch()
-        checkpointer._engine.config = replace(checkpointer._engine.config, commit_timeout=60)  # it must succeed
+        checkpointer._engine.config = replace(checkpointer._engine.config, commit_timeout=60)  # the next save must succeed
         checkpointer.save(2, small_state()).result(60)
         assert checkpointer.steps() == [2]
         deadline = time.monotonic() + 30
@@ -223,7 +223,7 @@ def test_storage_that_stalls_stops_nobody(
 def test_what_was_told_as_failed_is_never_saved(
     root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Its worker is only slow, and goes on when nobody waits for it any more."""
+    """The worker is only slow, and continues after the save has timed out."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     faulty_worker(fault)
     with Checkpointer(root) as checkpointer:
@@ -235,7 +235,7 @@ def test_what_was_told_as_failed_is_never_saved(
         (tmp_path / "gate").touch()
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGCONT)
-    # It has been closed, and with it the worker has ended: whatever it was to do is done.
+    # The closed checkpointer has ended its worker, so no work is pending.
     assert checkpointer.steps() == [] and [path.name for path in root.iterdir()] == [LOCK_NAME]
 
 
@@ -293,7 +293,7 @@ def test_a_write_that_never_returns_keeps_no_process(
 def test_a_file_system_that_vanishes(
     root: Path, tmp_path: Path, faulty_worker: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It vanishes in the middle of a save, with all files. Then it is back, empty."""
+    """The file system vanishes with all files during a save, and comes back empty."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     faulty_worker("finalize:hold")
     with Checkpointer(root) as checkpointer:
@@ -314,7 +314,7 @@ def test_no_space_for_it_is_seen_before_writing(root: Path, monkeypatch: pytest.
 
 
 def test_what_a_killed_worker_left_is_removed(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Known by its owner, by the lock that nobody holds, and by its age."""
+    """A worker removes a folder if the user owns it, no process holds its lock, and it is old."""
     root.mkdir()
     hour_ago = time.time() - 3600
     held = storage_for(str(root)).begin_checkpoint(str(root / "step-00000001"), "0123456789ab-1", 1)
@@ -351,7 +351,7 @@ def test_what_a_killed_worker_left_is_removed(root: Path, caplog: pytest.LogCapt
 
 
 def test_one_that_was_being_replaced_gets_its_name_back(root: Path) -> None:
-    """Where names cannot be exchanged, the worker may be killed when neither the old nor the new one has it."""
+    """If the file system cannot exchange names, a kill can come while neither checkpoint has the name."""
     state = {"w": torch.ones(3), "step": 1}
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, state).result(60)
@@ -407,7 +407,7 @@ def test_a_state_that_changes_while_it_is_planned_leaves_no_memory(root: Path, m
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_thread_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
-    """Any of the threads: the call fails and names the limit of threads, or does without the thread."""
+    """Refuse each thread in turn: the call fails and names the thread limit, or does without the thread."""
     start: Any = threading._start_new_thread  # type: ignore[attr-defined]
     refused, begun, tries = 0, 0, 0
 

@@ -1,4 +1,4 @@
-"""Sets of files: each is what the usual function would have written, all are there or none."""
+"""Test sets of files: each file equals the output of its usual function, and a set is saved whole or not at all."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from asyncckpt.planning.file_set import SafetensorsFile
 
 
 def check(path: Path, seed: float, beside: Path) -> None:
-    """That ``path`` holds what ``make`` has made, and no more than that."""
+    """Check that ``path`` holds exactly the files of ``make``."""
     save_file(weights(seed), beside / "stock.safetensors", {"format": "pt"})
     assert (path / "model.safetensors").read_bytes() == (beside / "stock.safetensors").read_bytes()
     loaded = torch.load(path / "optimizer.pt")
@@ -65,7 +65,7 @@ def check(path: Path, seed: float, beside: Path) -> None:
 def test_each_file_is_what_its_own_function_would_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine() as engine:
         engine.save(tmp_path / "0", make(0.0)).result(60)
-        monkeypatch.setattr("asyncckpt.engine.plan_selection.make_file_set_plan", None)  # now nothing may be planned
+        monkeypatch.setattr("asyncckpt.engine.plan_selection.make_file_set_plan", None)  # now a new plan would fail
         for number in range(1, 4):
             save = engine.save(tmp_path / str(number), make(number))
             assert save.result(60) == str(tmp_path / str(number))
@@ -94,7 +94,7 @@ def _update(files: FileSet, **tensors: torch.Tensor) -> None:
 
 
 def test_a_state_dict_at_the_top(root: Path, tmp_path: Path) -> None:
-    """Then it is a checkpoint as any other, with files beside."""
+    """A state dict at the top makes an ordinary checkpoint with additional files."""
     state: dict[str, Any] = {"w": torch.randn(LARGE), "n": 5}
     files = FileSet()
     files.add_dcp_folder("", state)
@@ -108,7 +108,7 @@ def test_a_state_dict_at_the_top(root: Path, tmp_path: Path) -> None:
 
 
 def test_structures_that_change(tmp_path: Path) -> None:
-    """Larger files, other files, other kinds of files, none that is staged."""
+    """Save larger files, other files, other kinds of files, and a set without staged files."""
     with Engine() as engine:
         changes: list[Callable[[FileSet], object]] = [
             lambda files: None,
@@ -130,7 +130,7 @@ def test_structures_that_change(tmp_path: Path) -> None:
 
 
 class _Renaming(DefaultSavePlanner):
-    """A planner of a user's own."""
+    """A user's own planner."""
 
     def set_up_planner(self, state_dict: Any, *args: Any, **options: Any) -> None:
         super().set_up_planner({f"own {name}": value for name, value in state_dict.items()}, *args, **options)
@@ -233,7 +233,7 @@ def test_what_stands_there_already(tmp_path: Path, where: Any) -> None:
 
 
 def test_a_dict_that_is_used_again(tmp_path: Path) -> None:
-    """``torch.save`` writes what it is given; so does a set, whatever becomes of it until that is saved."""
+    """A set keeps the values at the time of the call, as ``torch.save`` does."""
     files, state = FileSet(), {"loss": 1.0, "m": torch.ones(LARGE), "names": ["a"]}
     files.add_torch_file("one.pt", state)
     state["loss"], state["names"] = 2.0, ["b"]
@@ -299,7 +299,7 @@ def test_a_failure_harms_nothing(tmp_path: Path, faulty_worker: Faulty, point: s
         faulty_worker("")
         with pytest.raises(StorageError if fault == "enospc" else WorkerDiedError):
             engine.save(path, make(1)).result(60)
-        engine.wait(60)  # an error in the call comes before what was written is removed
+        engine.wait(60)  # the call may raise before the worker removes the written files
         assert not os.listdir(tmp_path)
         engine.save(path, make(2)).result(60)
         segments = mapped_segments()
@@ -323,7 +323,7 @@ def test_what_a_killed_worker_has_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_what_is_left_of_a_removal_is_removed_later(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever removes it is killed half-way."""
+    """The process that removes the checkpoint is killed half-way."""
     with Checkpointer(root) as checkpointer:
         path = Path(checkpointer.save(1, make(1)).result(60))
         real = os.unlink

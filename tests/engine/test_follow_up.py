@@ -1,4 +1,4 @@
-"""A pointer names the new checkpoint, and older ones go, as soon as it is durable: the worker does both."""
+"""Test that the worker advances the pointer and removes older checkpoints once a new checkpoint is durable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncckpt.link import process as worker_process
 
 
 def save(engine: Engine, folder: Path, step: int, spares: int = 0, needs: tuple[str, ...] = ()) -> Save:
-    """Save a step whose worker names it in ``latest``, and removes those before it."""
+    """Save a step. The worker names the step in ``latest`` and removes older steps."""
     older = [str(folder / f"step-{each}") for each in range(step)]
     return engine.save(
         folder / f"step-{step}",
@@ -31,7 +31,7 @@ def save(engine: Engine, folder: Path, step: int, spares: int = 0, needs: tuple[
 
 @pytest.fixture
 def own_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Holds only the workers that are told to wait for it."""
+    """Return the path of a gate that only workers with a ``hold`` fault wait for."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     return tmp_path / "gate"
 
@@ -84,7 +84,7 @@ def test_a_trainer_that_is_killed_leaves_both_to_its_worker(root: Path, own_gate
 
 @pytest.mark.usefixtures("forkserver")
 def test_an_older_save_that_comes_late_sets_nothing_back(root: Path, own_gate: Path) -> None:
-    """The trainer in the place of a killed one has not waited for its worker."""
+    """The next trainer does not wait for the worker of the killed trainer."""
     assert alone(_killed, root, "finalize:hold:2")[0] == -signal.SIGKILL
     wait_reached(own_gate)
     with Engine(alone=True) as engine:
@@ -121,7 +121,7 @@ def test_a_pointer_that_cannot_be_written_is_told(root: Path) -> None:
             first.result(60)
         with pytest.raises(StorageError, match="latest"):
             save(engine, root, 2).result(60)
-        assert steps(root) == [1, 2]  # nothing is removed for it
+        assert steps(root) == [1, 2]  # a failed pointer prevents the removal
         (root / ".latest.new").rmdir()
         save(engine, root, 3).result(60)
     assert latest(root) == "step-3" and steps(root) == [3]

@@ -1,4 +1,4 @@
-"""Frozen parameters have a data file of their own, whatever is configured."""
+"""Test that frozen parameters get their own data file in every configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from asyncckpt.weights.subscriber import WeightSubscriber
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
-_WIDTH = 512  # a mebibyte for each layer
+_WIDTH = 512  # 1 MiB per layer
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ class Adapted(nn.Module):
 
 
 def _step(model: nn.Module, *names: str) -> None:
-    """Change what is trained, and the parameters of these ``names``."""
+    """Change the trained parameters, and the parameters in ``names``."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad or name in names:
@@ -83,7 +83,7 @@ def test_a_frozen_parameter_that_changes_is_saved_as_it_is(engine: Engine, tmp_p
 
 
 def test_what_is_frozen_may_change(engine: Engine, tmp_path: Path) -> None:
-    """As layers are unfrozen one by one, and frozen again."""
+    """A training may unfreeze its layers one by one, and freeze them again."""
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(3)))
     sizes = []
     for number, frozen in enumerate([(), (0, 1), (0, 1), (0,), (0,), (), (0, 1, 2), (0, 1, 2)]):
@@ -212,7 +212,7 @@ def test_a_set_of_files_with_modules(engine: Engine, tmp_path: Path) -> None:
 def test_frozen_tensors_on_a_device_are_copied_behind_the_callers_stream(
     device_type: str, tmp_path: Path, is_side: bool
 ) -> None:
-    """As offloading does: the same values, in new memory."""
+    """Each save has the same values in new memory, as with offloading."""
     values = {f"base.{number}": torch.randn(1 << 20).to(device_type) for number in range(6)}
     stream = module().Stream() if is_side else module().current_stream()
     config = Config(linger=0, assume_unchanged=["base.*"])

@@ -1,4 +1,4 @@
-"""A training goes back to an older step, and on from there: what it saves is the newest, whatever its number."""
+"""Test that a training can go back to an older step. Its next save is the newest, whatever the step's number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def state(value: float = 0.0) -> dict[str, Any]:
 
 @pytest.fixture
 def saved(root: Path) -> Path:
-    """A root with the steps 800, 900 and 1000."""
+    """Return a root with the steps 800, 900 and 1000."""
     with Checkpointer(root) as checkpointer:
         for step in (800, 900, 1000):
             checkpointer.save(step, state(step)).result(60)
@@ -47,14 +47,14 @@ def test_what_is_saved_after_going_back_is_the_newest(saved: Path, caplog: pytes
         assert checkpointer.load(into := state()) == 810 and into["w"][0] == 810
         for step in (820, 830):
             checkpointer.save(step, state(step)).result(60)
-    assert checkpointer.steps() == [810, 820, 830]  # what was left behind went first
+    assert checkpointer.steps() == [810, 820, 830]  # the abandoned steps went first
     assert Checkpointer(saved).load(state()) == 830
 
 
 def test_a_newest_that_is_outrun_while_it_is_loaded_is_no_going_back(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As an evaluation loads what a training saves."""
+    """An evaluation loads while a training saves."""
 
     class SavesMeanwhile:
         def state_dict(self) -> dict[str, Any]:
@@ -77,19 +77,19 @@ def test_a_step_that_was_left_behind_is_set_aside_when_it_is_saved_again(
         checkpointer.load(state(), 800)
         checkpointer.save(900, state(1)).result(60)
         assert "step-00000900.abandoned" in caplog.text
-        for again in (900, 800):  # but not what this run has saved, nor what it has come from
+        for again in (900, 800):  # but not a step that this run has saved or loaded
             with pytest.raises(CheckpointExistsError):
                 checkpointer.save(again, state(2))
         assert checkpointer.load(into := state()) == 900 and into["w"][0] == 1
     aside = saved / "step-00000900.abandoned-1"
     assert json.loads((aside / "asyncckpt.json").read_bytes())["step"] == 900
-    with Checkpointer(saved) as checkpointer:  # another run comes to the other one
+    with Checkpointer(saved) as checkpointer:  # another run comes to the other abandoned step
         checkpointer.load(state())
         (saved / "step-00001000" / "asyncckpt.json").write_bytes(b"{}")
         checkpointer.save(1000, state(3)).result(60)
         assert checkpointer.load(into := state()) == 1000 and into["w"][0] == 3
     with Checkpointer(saved) as checkpointer, pytest.raises(CheckpointExistsError):
-        checkpointer.save(900, state())  # who has loaded nothing has gone back behind nothing
+        checkpointer.save(900, state())  # a run that has loaded nothing has not gone back
     assert sorted(os.listdir(saved)) == [
         "asyncckpt.lock",
         *("step-00000800", "step-00000900", "step-00000900.abandoned-1", "step-00001000"),
@@ -110,7 +110,7 @@ def test_a_save_that_fails_leaves_the_one_it_was_to_take_the_place_of(saved: Pat
 
 
 def test_order_of_creation_goes_by_no_clock(saved: Path) -> None:
-    """The host that has saved before had a clock that was ahead by a day."""
+    """The clock of the previous host was ahead by a day."""
     for step in (900, 1000):
         rewrite(saved, step, lambda manifest: manifest["created"] + 86400)
     with Checkpointer(saved) as checkpointer:
@@ -164,7 +164,7 @@ def _train_and_die(root: str, first: int | None, fault: str, *steps: int) -> Non
 
 @pytest.mark.parametrize("fault", ["", "finalize:eio"])
 def test_the_newest_in_memory_is_the_one_staged_last(root: Path, fault: str) -> None:
-    """Written or not: the memory of the one before, with step 1000 in it, has been taken over."""
+    """The newest staged image counts even if its write fails. This image has replaced the one of step 1000."""
     alone(_train_and_die, str(root), None, "", 800, 900, 1000)
     alone(_train_and_die, str(root), 900, fault, 910)
     with Checkpointer(root) as checkpointer:

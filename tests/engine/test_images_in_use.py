@@ -1,4 +1,4 @@
-"""Who loads from memory keeps it as it is, until he has loaded, whoever takes it over meanwhile."""
+"""Test that an image does not change while a process loads it, even if a trainer takes the memory over."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _wait(path: str) -> None:
 def _late(
     root: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object], step: int | None = None
 ) -> None:
-    """From now on the last piece of a load of ``step`` is checked, and before it is copied something happens."""
+    """From now on, call ``meanwhile`` before the last piece of a load of ``step`` is copied."""
     fill, last = Destinations.fill, 0
 
     def noted(self: Destinations, begin: int, data: memoryview) -> None:
@@ -69,7 +69,7 @@ def _save_and_die(root: str, step: int) -> None:
 
 
 def test_a_trainer_takes_over_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an evaluation loads, say, which is there first."""
+    """An evaluation, for example, may load before the next trainer takes over."""
     alone(_save_and_die, str(root), 1)
     _late(root, monkeypatch, lambda: alone(_save_and_die, str(root), 2))
     with Checkpointer(root) as reading:

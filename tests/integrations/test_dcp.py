@@ -1,4 +1,4 @@
-"""The calls of torch.distributed.checkpoint, on our engine."""
+"""The functions of torch.distributed.checkpoint, on our engine."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from asyncckpt.staging import host_copy
 
 def stock_save(state: dict[str, Any], path: Path) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+        warnings.simplefilter("ignore")  # DCP warns if there is only one process
         return state_dict_saver.save(state, checkpoint_id=path)
 
 
 def test_the_calls_of_dcp(tmp_path: Path) -> None:
     state = small_state()
     path = tmp_path / "checkpoint"
-    path.mkdir()  # as people do
+    path.mkdir()  # users often create the folder first
     assert asyncckpt.async_save(state, checkpoint_id=path).result(60) == str(path)
     for number in range(3):
         state["step"] = number
-        metadata = asyncckpt.save(state, checkpoint_id=path)  # replaces
+        metadata = asyncckpt.save(state, checkpoint_id=path)  # replaces the checkpoint
     assert "model.weight" in metadata.state_dict_metadata
     asyncckpt.load(into := zeros_like(state), checkpoint_id=path)
     assert same(into, state)
     (path / "notes.txt").touch()
     state["step"] = 7
-    asyncckpt.save(state, checkpoint_id=path)  # beside the files of others, as DCP does
+    asyncckpt.save(state, checkpoint_id=path)  # keeps the files of others in the folder, as DCP does
     asyncckpt.load(into := zeros_like(state), checkpoint_id=path)
     assert same(into, state) and (path / "notes.txt").exists()
     (tmp_path / "file").touch()
@@ -81,7 +81,7 @@ def test_a_planner_of_the_users_own(tmp_path: Path) -> None:
 def test_dcps_writer_and_reader_say_which_folder(tmp_path: Path) -> None:
     state = small_state()
     writer = FileSystemWriter(tmp_path / "first", thread_count=2)
-    asyncckpt.save(state, writer)  # in the second place, as DCP's earlier signature had it
+    asyncckpt.save(state, writer)  # the writer as the second argument, as in DCP's earlier signature
     metadata = asyncckpt.save(state, storage_writer=writer, checkpoint_id=tmp_path / "second")
     asyncckpt.async_save(state, storage_writer=FileSystemWriter(tmp_path / "third")).result(60)
     for name in ("first", "second", "third"):
@@ -106,7 +106,7 @@ def test_dcps_writer_says_whether_to_overwrite(tmp_path: Path) -> None:
     (tmp_path / "it").mkdir()
     (tmp_path / "it/notes.txt").touch()
     writer = FileSystemWriter(tmp_path / "it", overwrite=False)
-    asyncckpt.save({"a": torch.ones(2)}, storage_writer=writer)  # there is no checkpoint
+    asyncckpt.save({"a": torch.ones(2)}, storage_writer=writer)  # the folder holds no checkpoint yet
     for save in (asyncckpt.save, asyncckpt.async_save):
         with pytest.raises(CheckpointException, match="already exists and self.overwrite=False"):
             save({"a": torch.zeros(2)}, storage_writer=writer)
@@ -130,7 +130,7 @@ class _FaultyWriter(FileSystemWriter):
 
 
 def test_a_link_leads_to_what_is_overwritten(tmp_path: Path) -> None:
-    """As with DCP; what it leads to is whole before and after, and the link stays."""
+    """The save writes through the link, as DCP does. The target stays complete, and the link stays."""
     (tmp_path / "last").symlink_to("step-1")
     for number in (1, 2, 3):
         state = {"w": torch.full((5,), float(number))}
@@ -167,7 +167,7 @@ def test_what_is_not_dcps_own_goes_to_dcp(tmp_path: Path, caplog: pytest.LogCapt
         asyncckpt.save(state, storage_writer=_FaultyWriter(tmp_path / "faulty"))
     assert type(raised.value.failures[0][0]) is ValueError
     with pytest.raises(RuntimeError, match="Cannot detect"):
-        asyncckpt.save(state, checkpoint_id="abc://bucket/it")  # and not into a folder named abc:
+        asyncckpt.save(state, checkpoint_id="abc://bucket/it")  # must not create a folder named "abc:"
     with pytest.raises(RuntimeError, match="Cannot detect"):
         asyncckpt.load(state, checkpoint_id="abc://bucket/it")
 
@@ -230,7 +230,7 @@ def _by_torch_save(state: dict[str, Any], path: Path) -> Any:
 def test_who_gets_no_handle_of_ours_may_change_tensors_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[dict[str, Any], Path], Any]
 ) -> None:
-    """Whatever the environment says of overlap."""
+    """Callers without one of our handles may change tensors at once, even if the environment asks for overlap."""
     monkeypatch.setenv("ASYNC_CKPT_OVERLAP", "yes")
     copy, may_go_on, path = host_copy._ByteCopy.copy, threading.Event(), tmp_path / "one"
 

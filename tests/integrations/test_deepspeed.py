@@ -1,4 +1,4 @@
-"""DeepSpeed saves by us: what stock DeepSpeed would have written, in one step, and ``latest`` after it."""
+"""DeepSpeed saves with our engine: the same files as stock DeepSpeed, committed in one step, ``latest`` last."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def test_as_deepspeed_does(scenario: str, tmp_path: Path) -> None:
 
 
 def main() -> None:
-    """In a process that finds DeepSpeed."""
+    """Run the scenario in a process that can import DeepSpeed."""
     globals()[sys.argv[1]](Path(sys.argv[2]))
 
 
-# All that follows runs there.
+# All code below runs in that process.
 
 
 def files_in(folder: Path) -> set[str]:
-    """Of the training, not ours."""
+    """Return the files of the training, without our own."""
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     return {name for name in names if not name.endswith((".index.json", "asyncckpt.json"))}
 
 
 def as_deepspeed_does(folder: Path) -> None:
-    """With each stage of ZeRO two ranks save the same, and each goes on from what the other has saved."""
+    """Two ranks save the same files as stock, at each ZeRO stage, and stock and ours load each other's checkpoints."""
     from support.deepspeed_training import Training
 
     def compare(stage: int) -> None:
@@ -56,7 +56,7 @@ def as_deepspeed_does(folder: Path) -> None:
         losses = Training(stage, ours=False).run(6, (2, 4), stock)
         training = Training(stage, ours=True)
         assert training.run(4, (2, 4), ours) == {step: losses[step] for step in range(1, 5)}
-        path, client_state = training.engine.load_checkpoint(ours)  # waits
+        path, client_state = training.engine.load_checkpoint(ours)  # waits for the save
         assert Path(path).parent == ours / "global_step4" and client_state["note"] == [4]
         dist.barrier()
         assert files_in(stock) == files_in(ours)
@@ -80,7 +80,7 @@ def as_deepspeed_does(folder: Path) -> None:
 
 
 def killed_while_writing(folder: Path) -> None:
-    """Both ranks are killed: ``latest`` names what is durable, and stock goes on from there."""
+    """Kill both ranks. ``latest`` names the durable step, and stock DeepSpeed resumes from that step."""
     from support.deepspeed_training import Training
 
     gate = folder / "gate"
@@ -104,7 +104,8 @@ def killed_while_writing(folder: Path) -> None:
         assert training.run(4) == {step: losses[step] for step in (3, 4)}
         dist.barrier()
         gate.touch()
-        wait_for(lambda: (folder / "latest").read_text() == "global_step4")  # no trainer was there to write it
+        # The workers write it, because no trainer is alive.
+        wait_for(lambda: (folder / "latest").read_text() == "global_step4")
         assert training.engine.load_checkpoint(folder, "global_step4")[0] is not None
 
     on_ranks(2, begin, folder=folder, codes={-signal.SIGKILL})
@@ -133,10 +134,10 @@ def a_failure_leaves_the_older(training: Any, folder: Path) -> None:
         with pytest.raises(StorageError, match="global_step2"):
             first.engine.load_checkpoint(folder)
         assert (folder / "latest").read_text() == "global_step1" and not (folder / "global_step2").exists()
-        assert first.engine.load_checkpoint(folder)[0] is not None  # it is told once
+        assert first.engine.load_checkpoint(folder)[0] is not None  # the error is raised only once
         with pytest.raises(UnsavableStateError, match="lambda"):
             first.engine.save_checkpoint(folder, client_state={"it": lambda: None})
-    (folder / ".latest.new").mkdir()  # in the way of what is to name the next one
+    (folder / ".latest.new").mkdir()  # blocks the update of ``latest``
     for how in ("load", "save"):
         first.engine.save_checkpoint(folder, how)
         with pytest.raises(CheckpointError, match="not named as the newest.*latest"):
@@ -153,7 +154,7 @@ def save_again(engine: Any, folder: Path) -> None:
 
 
 def what_is_there(training: Any, folder: Path) -> None:
-    """The same tag again, another one that ``latest`` is not to name, and one that DeepSpeed has written."""
+    """Save a tag again, save a tag that ``latest`` must not name, and replace a tag that DeepSpeed wrote."""
     training(1, ours=False).run(1, (1,), folder)
     (folder / "global_step1" / "notes.txt").write_text("of somebody")
     its = training(1, ours=True)
@@ -181,19 +182,19 @@ def is_deepspeeds_own(training: Any, folder: Path) -> None:
 
 
 def two_in_turns(training: Any, folder: Path) -> None:
-    """An actor and a critic, say, whose files have the same names: each is planned once."""
+    """Save an actor and a critic with equal file names in turns. Each is planned only once."""
     both = [training(1, ours=True, width=width) for width in (20_000, 30_000)]
     with pytest.MonkeyPatch.context() as patch:
         for number in range(3):
             for name, its in zip("ab", both, strict=True):
                 its.engine.save_checkpoint(folder / name, str(number))
-            patch.setattr("asyncckpt.engine.plan_selection.make_file_set_plan", None)  # now nothing may be planned
+            patch.setattr("asyncckpt.engine.plan_selection.make_file_set_plan", None)  # any later plan would fail
     engines.shared.get().wait()
     assert (folder / "a" / "latest").read_text() == (folder / "b" / "latest").read_text() == "2"
 
 
 def others_files(training: Any, folder: Path) -> None:
-    """What is for elsewhere DeepSpeed writes itself."""
+    """DeepSpeed itself writes files outside the tag's folder."""
     from asyncckpt.integrations.deepspeed import _CollectingEngine
 
     its = training(1, ours=True)

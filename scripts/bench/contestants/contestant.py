@@ -1,4 +1,4 @@
-"""What a benchmark asks of something that saves."""
+"""The interface of a contestant: a library or function that saves checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from bench.states import State
 
 LIMIT_S = 300.0
-"""Seconds after which a save is given up."""
+"""Maximum time of a save in seconds."""
 
 
 def _always() -> bool:
@@ -29,41 +29,41 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Pending:
-    """A save under way."""
+    """A save in flight."""
 
     wait: Callable[[], object] = _nothing
-    """Waits until it is written, or as far as it gets without the trainer."""
+    """Waits until the checkpoint is written, as far as the save gets without the trainer."""
     finish: Callable[[], object] = _nothing
-    """What the trainer has left to do then, which is blocked time too; most have nothing."""
+    """The trainer's remaining work after ``wait``. Counts as blocked time. Most contestants have none."""
     poll: Callable[[], bool] = _always
-    """What a trainer calls between its steps instead of both: whether it has ended; does what is left then."""
+    """Called between steps in place of ``wait`` and ``finish``. Returns whether the save has ended, and finishes it."""
 
 
 class Contestant(ABC):
-    """Something that saves. The order of calls, all by the trainer's thread:
+    """A library or function that saves checkpoints.
 
-    ``prepare`` once; then, one after the other, ``save``s with numbers 1, 2, 3, ... Before a state changes that was
-    given to ``save``, ``changing`` is entered, and left when it has changed. What one ``Pending`` says is waited for
-    before the next ``save``. ``load`` when a save has ended. ``close`` in the end.
+    The trainer's thread makes all calls, in this order: ``prepare`` once, then ``save`` with numbers 1, 2, 3, ...,
+    one save at a time. Each ``Pending`` is waited for before the next ``save``. The trainer changes a state that was
+    given to ``save`` only inside ``changing``. ``load`` follows when a save has ended. ``close`` is last.
     """
 
     fsyncs = True
-    """Whether it syncs its files itself; the suite does it for those that do not, and counts it."""
+    """Whether the contestant syncs its files. If not, the suite syncs them and counts the time."""
     shares_each = False
-    """Whether it holds a piece of shared memory for each tensor, of which a process can have so many."""
+    """Whether each tensor takes a shared memory mapping of its own. A process has a limited number of mappings."""
     blocks = False
-    """Whether its ``save`` returns when all is written: then there is nothing to overlap with."""
+    """Whether ``save`` returns only when the checkpoint is written. Then no training overlaps with the save."""
 
     def __init__(self, root: str) -> None:
-        """``root``: a folder of its own, which is there."""
+        """``root``: an existing folder for this contestant alone."""
         self.root = root
 
     def path(self, number: int) -> str:
-        """Where that checkpoint is, a folder."""
+        """Return the folder of checkpoint ``number``."""
         return f"{self.root}/{number}"
 
     def prepare(self, state: State) -> None:
-        """Whatever it can do before its first save. By default nothing."""
+        """Do the work that is possible before the first save. Does nothing by default."""
         return
 
     @abstractmethod
@@ -71,24 +71,24 @@ class Contestant(ABC):
         """Begin to save ``state`` into ``path(number)``."""
 
     def changing(self) -> AbstractContextManager[object]:
-        """For those that copy after ``save`` has returned: entered when that is done."""
+        """Return a context for changes of the state. Entering it waits for copies that outlast ``save``."""
         return nullcontext()
 
     @abstractmethod
     def load(self, number: int, state: State) -> State:
-        """What ``path(number)`` has; ``state``, of the same structure, may be used for it."""
+        """Return the state in ``path(number)``. ``state`` has the same structure and may be filled in place."""
 
     def remove(self, number: int) -> None:
-        """Checkpoint and all."""
+        """Delete checkpoint ``number``."""
         shutil.rmtree(self.path(number), ignore_errors=True)
 
     def close(self) -> None:
-        """End all that it has started. By default nothing."""
+        """End all processes and threads of the contestant. Does nothing by default."""
         return
 
 
 def be_a_job() -> None:
-    """Some only save in a job of ranks: this is one of one rank."""
+    """Create a process group of one rank, because some contestants save only in a distributed job."""
     if not dist.is_initialized():
         store = tempfile.mkdtemp()
         backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

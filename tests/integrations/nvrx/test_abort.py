@@ -1,4 +1,4 @@
-"""The abort hook: it ends waits in other threads, and is what each release of nvrx takes."""
+"""The abort hook ends waits in other threads, and has the interface that each nvrx release expects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _state(step: int) -> dict[str, Any]:
 
 
 def test_a_wait_in_another_thread_ends(root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the main thread waits for a slot, and nothing is written."""
+    """The main thread waits for a slot, because the gate holds every write."""
     checkpointer = Checkpointer(root, Config(slots=1))
     checkpointer.save(1, _state(1))
     took: list[float] = []

@@ -1,4 +1,4 @@
-"""Which implementation serves; and a save with each release of nvrx."""
+"""Test which implementation is selected, and save with each nvrx release."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_without_nvrx_ours_serves() -> None:
         python(_GUARD, arguments=("False",))
 
 
-# A job of one process: nvrx's own finalizing talks to a device, unless it is told of another.
+# A job of one process. Without settings, nvrx's own finalizing calls a device.
 _SAVE = """
 import logging, os, sys, torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Checkpoint folders by nvrx's names: what is in them, and what a failure leaves."""
+"""nvrx's file system classes: the contents of checkpoint folders, and the files left after a failure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_save_joins_what_is_in_its_folder(queue: nvrx.AsyncCallsQueue, tmp_pat
 
 
 def test_the_newest_metadata_is_read(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
-    """Also where a reader has read what was there before; upstream it keeps that."""
+    """A reader returns the new metadata even if an earlier reader has read the old. Upstream caches the old."""
     for names in ("a", "ab", "c"):
         queue.schedule_async_request(plan({name: torch.ones(3) for name in names}, tmp_path))
         queue.maybe_finalize_async_calls(blocking=True)
@@ -82,7 +82,7 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_hint_separates(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
-    """Under the names that nvrx's own writer gives, with two threads."""
+    """File names match those of nvrx's own writer with two threads."""
     for folder, hint in (("apart", "optimizer"), ("whole", None), ("again", "optimizer")):
         writer = nvrx.FileSystemWriterAsync(tmp_path / folder, separation_hint=hint, thread_count=2)
         nvrx.save_state_dict_async_finalize(*nvrx.save_state_dict_async_plan(state := small_state(), writer))
@@ -94,7 +94,8 @@ def test_a_hint_separates(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
 def test_spans_have_the_names_of_nvrx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, tracers = InMemorySpanExporter(), TracerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER", tracers)  # which can be set only once in a process
+    # The tracer provider can be set only once in a process.
+    monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER", tracers)
     filesystem._spans.cache_clear()
     queue = nvrx.AsyncCallsQueue(otel_bootstrap={"enabled": True, "service_name": "training"})
     writer = nvrx.FileSystemWriterAsync(tmp_path / "it")
@@ -141,7 +142,7 @@ def _some_have_nothing(root: str) -> None:
         )
         while number % 2 and queue.get_num_unfinalized_calls():
             queue.maybe_finalize_async_calls(blocking=False, no_dist=False)
-    # What else the ranks do meanwhile is no business of the queue, and the other way round.
+    # Collectives of the ranks and of the queue do not interfere.
     dist.barrier()
     queue.close()
     for number in range(4):
@@ -155,7 +156,7 @@ def test_w2_and_w4_a_rank_with_nothing_to_write(tmp_path: Path) -> None:
 
 
 def _moved(root: str) -> None:
-    """The same names, shapes and types in the job; what changes is which rank has which."""
+    """Swap the ranks of two tensors. Names, shapes and dtypes in the job stay the same."""
     whole = torch.arange(8.0).reshape(4, 2)
     queue = nvrx.AsyncCallsQueue()
     for number in range(4):
@@ -198,7 +199,7 @@ def test_w8_memory_is_taken_once(queue: nvrx.AsyncCallsQueue, tmp_path: Path) ->
         queue.maybe_finalize_async_calls(blocking=True)
         sizes.append(mapped_segments())
     assert sizes[0] == sizes[1] == sizes[2] and len(sizes[0]) == 1
-    assert sum(sizes[0].values()) < 2.5 * sum(tensor.nbytes for tensor in state.values())  # two images, and little else
+    assert sum(sizes[0].values()) < 2.5 * sum(tensor.nbytes for tensor in state.values())  # two images and little else
 
 
 def _many_tensors(root: str) -> None:

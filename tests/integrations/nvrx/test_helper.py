@@ -1,4 +1,4 @@
-"""Functions of the user's own, which a helper process runs."""
+"""User functions that run in a helper process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def test_any_function_runs_in_a_helper(queue: nvrx.AsyncCallsQueue, tmp_path: Path) -> None:
-    """A closure too; the tensors among its arguments are those of the moment of the call."""
+    """A closure works too. Its tensor arguments keep the values that they have at the call."""
     path, finalized = str(tmp_path / "file"), []
     whole = torch.arange(1000.0)
     view = whole[10:20].requires_grad_()
@@ -68,7 +68,7 @@ def _raise() -> None:
 
 @pytest.mark.parametrize(("function", "words"), [(_die, "killed by SIGKILL"), (_raise, "OSError: as the test wants")])
 def test_a_function_that_fails(queue: nvrx.AsyncCallsQueue, function: Callable[[], None], words: str) -> None:
-    """Upstream the next call of anything would wait for ever."""
+    """The next call works. Upstream, every later call hangs."""
     finalized: list[int] = []
     queue.schedule_async_request(nvrx.AsyncRequest(function, (), [lambda: finalized.append(1)]))
     with pytest.raises(CheckpointException) as caught:
@@ -89,7 +89,7 @@ def test_what_does_not_pickle_is_refused_at_once(queue: nvrx.AsyncCallsQueue) ->
 def test_a_request_that_is_interrupted_takes_no_answer_of_another(
     queue: nvrx.AsyncCallsQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """By Ctrl-C. What was given to the helper before is done, and what comes later, too."""
+    """After Ctrl-C in a request, the helper still completes the requests before and after that request."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -136,7 +136,7 @@ def _leaves_a_function_running(path: str) -> None:
 
 
 def test_a_killed_trainer_leaves_nobody_behind(tmp_path: Path) -> None:
-    """What it had asked for is done all the same."""
+    """The helper completes the pending function, then exits."""
     path = tmp_path / "file"
     assert alone(_leaves_a_function_running, str(path))[0] == -signal.SIGKILL
     for process in processes("asyncckpt.integrations.nvrx"):
@@ -153,7 +153,7 @@ def _functions_on_ranks(bad: int) -> str:
     queue.schedule_async_request(nvrx.AsyncRequest(fail, (dist.get_rank(),), [dist.barrier]))
     try:
         while not queue.maybe_finalize_async_calls(blocking=False, no_dist=False):
-            time.sleep(0.01)  # a step of the training
+            time.sleep(0.01)  # a training step
     except CheckpointException as error:
         return str(list(error.failures))
     finally:
@@ -167,7 +167,7 @@ def test_functions_end_on_all_ranks_alike(tmp_path: Path, bad: int, outcome: str
 
 
 def _with_a_child(path: str, dies: bool) -> None:
-    """As a function that writes by ``multiprocessing``: its child writes on, to storage that is slow."""
+    """Simulate a function whose ``multiprocessing`` child keeps writing to slow storage."""
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     child.start()
     Path(path + ".partial").write_text(str(child.pid))

@@ -1,4 +1,4 @@
-"""Restarts in the same process, by the wrapper of nvrx's own wheel: the state goes on, and nothing is left behind."""
+"""In-process restarts by the wrapper of the nvrx wheel: the state survives, and no resource leaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _restarted(tmp_path: Path, iterations: int, world: int = 2, **options: Any) -> list[list[Seen]]:
-    """What each rank that was not killed has seen."""
+    """Run a job that restarts. Return the records of each rank that was not killed."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     plan = Plan(str(tmp_path / "root"), str(tmp_path), iterations, port, **options)
@@ -29,14 +29,14 @@ def _restarted(tmp_path: Path, iterations: int, world: int = 2, **options: Any) 
 
 
 def check(ranks: list[list[Seen]], steps: list[int]) -> None:
-    """Each iteration has loaded what all ranks had saved last, and all handles of the one before have ended alike."""
+    """Check that each iteration loads the newest save of all ranks, and that all ranks see the same save results."""
     for seen in chain(*ranks):
         assert not seen.loaded or (seen.is_right and seen.is_newest), seen
         for _, outcome in seen.before:
             assert outcome.split(":")[0] in ENDS, outcome
     for same in zip(*ranks, strict=False):
         assert len({(each.loaded, each.source) for each in same}) == 1, same
-        # The ends that are known are the same on all ranks.
+        # All ranks agree on each save whose result is known.
         known = [{step: end for step, end in each.before if not end.startswith("ClosedError")} for each in same]
         for step in set.intersection(*map(set, known)):
             assert len({each[step] == "committed" for each in known}) == 1, (step, known)
@@ -44,8 +44,10 @@ def check(ranks: list[list[Seen]], steps: list[int]) -> None:
 
 
 def check_holds(ranks: list[list[Seen]]) -> None:
-    """No restart leaves anything behind but what the next takes over: one memory, its worker and that before, which is
-    leaving, and the threads of a checkpointer that was not closed.
+    """Check that a restart leaks nothing.
+
+    A rank may hold one segment, its worker, the exiting worker before, and the threads of a checkpointer that was not
+    closed.
     """
     most = {"threads": MOST_THREADS, "workers": 2, "segments": 1}
     for seen in chain(*ranks):
@@ -62,11 +64,11 @@ def test_every_restart_goes_on_from_memory(tmp_path: Path) -> None:
     check(ranks, complete_steps(str(tmp_path / "root")))
     check_holds(ranks)
     assert not [seen for seen in chain(*ranks) if seen.loaded and seen.source != "memory"]
-    assert sum(not seen.loaded for seen in ranks[0]) <= 1 + RESTARTS / 4  # those in which loading was to fail
+    assert sum(not seen.loaded for seen in ranks[0]) <= 1 + RESTARTS / 4  # the first, and failures on purpose
 
 
 def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path: Path) -> None:
-    """In the memory that this has left."""
+    """The spare loads from the memory that the killed rank leaves."""
     first, other = _restarted(tmp_path, 2, 3, kill_at=1, spare=True)
     assert [seen.world for seen in first] == [2] * 3 and [seen.rank for seen in other] == [1]
     check([first[2:], other], complete_steps(str(tmp_path / "root")))

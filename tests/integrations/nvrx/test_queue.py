@@ -43,7 +43,7 @@ def test_several_under_way_are_finalized_in_order(queue: nvrx.AsyncCallsQueue, t
 def test_what_a_finalize_function_raises_comes_from_the_handle_of_its_save(
     queue: nvrx.AsyncCallsQueue, tmp_path: Path, bad: int, asked: int
 ) -> None:
-    """Whichever handle is asked first: the one of a save that lacks something must not say that it is whole."""
+    """The handle of the incomplete save raises, in whichever order the handles are asked."""
 
     def write_metadata() -> None:
         raise OSError("as the test wants")
@@ -132,7 +132,7 @@ def test_an_abort_ends_the_workers_of_all_queues_and_all_go_on(
             nvrx.abort_nvrx_checkpoint()
             assert isinstance(file.failure, WorkerDiedError)
             assert not any(caller._debug_is_async_process_running() for caller in callers)
-            shutil.rmtree(folder)  # nobody is writing there any more
+            shutil.rmtree(folder)  # no process writes there any more
     queue.maybe_finalize_async_calls(blocking=True)
     saved.finalize_async_save(blocking=True, terminate=True)
     assert is_there(state, folder / "folder") and torch.load(folder / "file.pt")["w"].all()
@@ -159,7 +159,7 @@ def _save_and_be_killed(root: str) -> None:
 
 
 def test_w11_a_killed_trainers_save_is_written(tmp_path: Path) -> None:
-    """And its worker leaves, as the fixture sees."""
+    """The worker exits too. The fixture checks that."""
     root = tmp_path / "it"
     assert alone(_save_and_be_killed, str(root))[0] == -signal.SIGKILL
     for process in processes("asyncckpt.worker"):
@@ -208,7 +208,7 @@ def _a_worker_dies(root: str, bad: int) -> str:
             queue.maybe_finalize_async_calls(blocking=False)
     except CheckpointException as error:
         outcome = f"{list(error.failures)} {type(error.failures[bad][0]).__name__}"
-    # They learned of it at the same call, and go on in step.
+    # Both ranks get the error at the same call, and stay in step.
     queue.schedule_async_request(plan(state := {f"w{dist.get_rank()}": torch.ones(1000)}, f"{root}/2"))
     while queue.get_num_unfinalized_calls():
         polls += 1
@@ -225,7 +225,7 @@ def test_all_ranks_learn_of_a_killed_worker(tmp_path: Path, bad: int) -> None:
 
 
 def _poll_without_a_device(root: str) -> list[int]:
-    """In a job whose process group sends only what is on a device, as NCCL's does."""
+    """Poll in a job whose process group sends only device tensors, like NCCL's."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
@@ -242,14 +242,14 @@ def _poll_without_a_device(root: str) -> list[int]:
 
 
 def test_no_poll_waits_for_a_device(tmp_path: Path) -> None:
-    """Sent by way of it, a poll would wait for all that the device is to do. The ranks make one group more, once."""
+    """The queue makes one extra group. Polls over the job's group would wait for all pending device work."""
     assert run(2, _poll_without_a_device, str(tmp_path / "it"), folder=tmp_path) == [[2, 2], [2, 2]]
 
 
 def _warm_before_they_meet(root: str) -> None:
-    """As Megatron-LM does: its worker is started before ``torch.distributed`` is initialised."""
+    """Start the worker before ``torch.distributed`` is initialised, as Megatron-LM does."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # until the other has met this one too
+    dist.barrier()  # wait until the other rank has joined this group too
     dist.destroy_process_group()
     nvrx.AsyncCallsQueue.warmup_persistent_caller(rank, cpu_shm_mode=True)
     dist.init_process_group("gloo", init_method=f"file://{root}.meeting", rank=rank, world_size=world)

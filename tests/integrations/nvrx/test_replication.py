@@ -1,4 +1,4 @@
-"""nvrx's own local checkpoints with replicas, through our queue: their functions hold process groups."""
+"""nvrx's local checkpoints with replicas through our queue. Their functions hold process groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _saves_locally(package: str, folder: str) -> None:
     from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
     from nvidia_resiliency_ext.checkpointing.local.replication.strategies import CliqueReplicationStrategy
 
-    # nvrx asks for CUDA here, whatever the tensors are on.
+    # nvrx calls CUDA here even if all tensors are on the CPU.
     torch.cuda.synchronize = lambda *_: None
     BasicTensorAwareStateDict.restore_tensor_device = lambda self, non_blocking: None
 
@@ -43,7 +43,7 @@ def _saves_locally(package: str, folder: str) -> None:
         queue.schedule_async_request(manager.save(state, iteration, is_async=True))
         while queue.get_num_unfinalized_calls():
             queue.maybe_finalize_async_calls(blocking=False)
-            time.sleep(0.01)  # a step of the training
+            time.sleep(0.01)  # a training step
     queue.close()
 
     assert manager.find_latest() == 2
@@ -55,7 +55,7 @@ def _saves_locally(package: str, folder: str) -> None:
 
 
 def _held(manager: Any, rank: int) -> Any:
-    """The replica that this rank has of the newest state of ``rank``."""
+    """Return this rank's replica of the newest state of ``rank``."""
     file = Path(manager.local_ckpt_dir) / f"iter_0000002_{rank}_local.pt"
     return torch.load(file, weights_only=False).state_dict
 
@@ -95,7 +95,7 @@ def _uses_its_group() -> list[str]:
 
 
 def test_a_collective_in_the_background_is_an_error(tmp_path: Path) -> None:
-    """Upstream it would be one in a fork of the trainer, which no other rank answers."""
+    """Upstream runs the collective in a fork of the trainer, and no other rank answers."""
     for said in run(2, _uses_its_group, folder=tmp_path):
         assert "collective" in said[0] and "a finalize function" in said[0]
         assert "process group" in said[1] and said[2] == "done"
