@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Weights on other hosts, whose workers, readers and trainers are killed at random: is a read torn, or never comes?
+"""Kill workers, readers and trainers of weights on several hosts at random. Detect torn reads and stuck readers.
 
     scripts/torture_mirrors.py                      # 300 kills on four hosts: some minutes on two cores
     scripts/torture_mirrors.py --kills 5            # a taste
 
-All elements of a version are its number, but for a part that never changes and so does not travel again. A host is a
-runtime folder. Readers on each look at every element. Exits with 1 if an element was of another version, a reader got
-an older version than it had, or nothing new for a minute.
+All elements of a version equal its number, except in one constant tensor, which is sent only once. A host is a runtime
+folder. Readers on each host check every element. The exit code is 1 if an element has another version, a process fails
+by itself, or a reader receives nothing new for a minute.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _read(runtime: str, locator: str, reads: Synchronized[int], wrong: Synchroni
 
 
 class Process:
-    """One that is started again when it was killed."""
+    """A process that can be killed and started again."""
 
     def __init__(self, target: Any, *arguments: Any) -> None:
         self._target, self._arguments = target, arguments
@@ -93,12 +93,12 @@ class Process:
         self._process.close()
 
     def has_ended(self) -> bool:
-        """By itself, which is by an error."""
+        """Return whether the process has ended by itself, because of an error."""
         return not self._process.is_alive()
 
 
 def _kill_workers(runtime: Path) -> int:
-    """Those of a host. Returns how many there were."""
+    """Kill the workers of a host. Return their number."""
     os.environ[FOLDER_VARIABLE] = str(runtime)
     killed = 0
     for name in endpoint_names():
@@ -111,7 +111,7 @@ def _kill_workers(runtime: Path) -> int:
 
 
 def trial(hosts: int, kills: int, seed: int, folder: Path) -> dict[str, Any]:
-    """All of it. Returns what was seen."""
+    """Run the trial. Return the counts."""
     chance = random.Random(seed)
     runtimes = [folder / f"host-{number}" for number in range(hosts + 1)]
     locator = str(folder / "locator")
@@ -131,7 +131,7 @@ def trial(hosts: int, kills: int, seed: int, folder: Path) -> dict[str, Any]:
             which = chance.random()
             if which < 0.1:
                 trainer.kill()
-                if chance.random() < 0.5:  # its host is lost
+                if chance.random() < 0.5:  # the trainer's host is lost, too
                     _kill_workers(runtimes[0])
                 trainer.start()
                 seen["trainers killed"] += 1
@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write what was seen there")
     options = parser.parse_args()
-    # A worker that starts just now is in no list, and leaves by itself.
+    # A worker that is just starting has no endpoint yet. It exits by itself.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         begun = time.perf_counter()
         seen = trial(options.hosts, options.kills, options.seed, Path(folder))

@@ -4,15 +4,16 @@
     scripts/torture_weights.py                                              # some minutes on two cores
     scripts/torture_weights.py --publications 500 --kills 10 --ends 4 --rank-rounds 50    # a taste
 
-All elements of a version equal its number. Readers check all elements and hold some versions for a while. They write to
-some tensors, which no other reader may see. Readers are killed at random points. Three trials run one after the other:
+All elements of a version equal its number. Readers check all elements and hold some versions for a while. They also
+write to some tensors, and no other reader may see these writes. Readers are killed at random points. Three trials run
+one after the other:
 
 - One trainer publishes the same structure again and again.
 - Trainers end without closing their publisher, each in another way, and start again.
 - Four ranks publish together, on meshes of some of the ranks, and at times with no tensors of their own.
 
-The exit code is 1 if an element has another version, a slot stays taken when no reader is left, more than two images
-then take memory, a resource grows, or a reader receives nothing new for 30 seconds.
+The exit code is 1 if an element has another version, a resource grows, or a reader receives nothing new for 30 seconds.
+It is also 1 if, without readers, a slot stays taken or more than two images take memory.
 """
 
 from __future__ import annotations

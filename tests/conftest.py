@@ -1,4 +1,4 @@
-"""Fixtures for all tests: a check for leaks, and a few state dicts."""
+"""Fixtures for all tests, with a check for leaks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from asyncckpt.link import endpoint as endpoint
 from asyncckpt.link import process as worker_process
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 
-# obstore wants Python 3.11.
+# obstore needs Python 3.11.
 has_obstore = importlib.util.find_spec("obstore") is not None
 _FOR_STORES = (
     *("engine/test_object_stores.py", "engine/test_sets_on_stores.py"),
@@ -44,7 +44,7 @@ def _open_files() -> set[str]:
             target = os.readlink(fd)
         except OSError:
             continue
-        # pytest's own captures and torch's caches come and go; what we open are these kinds.
+        # Descriptors of pytest's captures and torch's caches come and go. Our descriptors are of these kinds.
         if target.startswith(("socket:", "/memfd:", "anon_inode:[pidfd]")):
             found.add(f"{fd.name} {target}")
     return found
@@ -55,9 +55,9 @@ def _maps() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each of xdist's workers begins with some of the slow tests: none is to run alone when all others have ended.
+    """Let each xdist worker begin with some of the slow tests, so that none runs alone at the end.
 
-    A worker gets as many neighbours as each other one, and begins with the first of them.
+    Each worker gets the same number of neighbouring tests, and begins with the first of them.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     slow = [item for item in items if item.get_closest_marker("slow")]
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def forkserver() -> Iterator[None]:
-    """The process that ranks and trainers are forked from, so that each need not import torch."""
+    """Start the process that forks ranks and trainers, so that these need not import torch."""
     server.ensure_running()
     yield
     server._forkserver._stop()  # type: ignore[attr-defined]
@@ -81,17 +81,17 @@ def forkserver() -> Iterator[None]:
 
 @pytest.fixture
 def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A runtime folder of the test's own. ``$RUNTIME_FOLDERS``: where it stands, if not among the temporary folders."""
+    """Return the test's own runtime folder. ``$RUNTIME_FOLDERS``: its parent, instead of a temporary folder."""
     place = os.environ.get("RUNTIME_FOLDERS")
     folder = (Path(tempfile.mkdtemp(dir=place)) if place else tmp_path_factory.mktemp("host")) / "runtime"
     monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(folder))
-    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # a worker that is aborted says where it was
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # an aborted worker prints its stack
     return folder
 
 
 @pytest.fixture
 def two_hosts(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Runtime folders as of two hosts. The first one is this host's."""
+    """Yield the runtime folders of two simulated hosts. The first folder is this host's."""
     other = tmp_path / "other"
     yield [str(runtime), str(other)]
     monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(other))
@@ -101,11 +101,11 @@ def two_hosts(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(autouse=True)
 def no_leaks(runtime: Path) -> Iterator[None]:
-    """Fail a test that leaves a descriptor, a thread, a process or shared memory behind, or garbage uncollected."""
+    """Fail a test that leaves a descriptor, thread, process or shared memory behind, or the garbage collector off."""
     process = psutil.Process()
     before = _open_files(), {child.pid for child in process.children()}, _maps(), accelerators.registrations()
     threads = set(threading.enumerate())
-    # Or each collection below looks through all that torch and pytest have, for some 0.3 s.
+    # Otherwise each collection below visits all objects of torch and pytest, for some 0.3 s.
     gc.freeze()
     yield
     is_collected = gc.isenabled()
@@ -117,7 +117,7 @@ def no_leaks(runtime: Path) -> Iterator[None]:
     while True:
         gc.collect()
         worker_process.detached_workers()
-        subprocess._cleanup()  # type: ignore[attr-defined]  # those that an interrupt has lost
+        subprocess._cleanup()  # type: ignore[attr-defined]  # processes that an interrupt has lost
         left = {
             "files": sorted(_open_files() - before[0]),
             "processes": sorted({child.pid for child in process.children()} - before[1]),
@@ -139,7 +139,7 @@ def _ours(thread: threading.Thread) -> bool:
 
 @pytest.fixture
 def device_type() -> Iterator[str]:
-    """The type of the test's device. Unused memory of the device is given back at the end."""
+    """Yield the type of the test's device. Give back unused memory of the device at the end."""
     device_type = accelerators.load()
     yield device_type
     gc.collect()
@@ -153,13 +153,13 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hosts(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the folders of the hosts that ranks are on."""
+    """Yield the folder that holds a folder for each host of the ranks."""
     yield from hosts_of(tmp_path, monkeypatch, runtime)
 
 
 @pytest.fixture
 def queue() -> Iterator[AsyncCallsQueue]:
-    """nvrx's queue, as we have it."""
+    """Yield asyncckpt's version of nvrx's queue."""
     queue = AsyncCallsQueue(cpu_shm_mode=True)
     yield queue
     queue.close()
@@ -167,7 +167,7 @@ def queue() -> Iterator[AsyncCallsQueue]:
 
 @pytest.fixture
 def faulty_worker(monkeypatch: pytest.MonkeyPatch) -> Faulty:
-    """Call it with "point:action" to have workers started from then on fail there; see ``support/faulty_worker.py``."""
+    """Return a function. Its argument "point:action" lets later workers fail; see ``support/faulty_worker.py``."""
     real = worker_process.command
 
     def choose(fault: str) -> None:
@@ -178,7 +178,7 @@ def faulty_worker(monkeypatch: pytest.MonkeyPatch) -> Faulty:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """torch computes with one thread: for tiny models the others only get in the way of other processes."""
+    """Let torch compute with one thread. More threads do not help tiny models, and slow other processes down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -199,7 +199,7 @@ def subscriber() -> Iterator[WeightSubscriber]:
 
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty) -> Path:
-    """The worker writes nothing before this file exists."""
+    """Return the path of a file. The worker writes nothing before this file exists."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     faulty_worker("write:hold")
     return tmp_path / "gate"

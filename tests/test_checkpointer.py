@@ -1,4 +1,4 @@
-"""Saving and loading as a training loop does it."""
+"""Test saves and loads as in a training loop."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run(checkpointer: Checkpointer, root: Path) -> None:
 
 
 def test_the_values_are_those_of_one_moment(root: Path) -> None:
-    """The caller changes everything right after save() returns, again and again."""
+    """The caller changes all values right after each save() returns."""
     small = {f"small {number}": torch.zeros(100) for number in range(300)}
     large = {"large": torch.zeros(5_000_000), "strided": torch.zeros(600, 500).t()}
     state: dict[str, Any] = {**small, **large, "step": 0}
@@ -97,7 +97,7 @@ def test_an_optimizer_without_a_state_to_load_into_is_warned_about(
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     checkpointer.save(1, {"model": model, "optimizer": optimizer}).result(60)
-    checkpointer.load({"model": model})  # which leaves the optimizer out on purpose
+    checkpointer.load({"model": model})  # leaves the optimizer out on purpose
     assert "not asked for" not in caplog.text
     checkpointer.load({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
     assert "'optimizer.state.0.exp_avg'" in caplog.text and "were not asked for" in caplog.text
@@ -108,19 +108,19 @@ def test_an_optimizer_without_a_state_to_load_into_is_warned_about(
 def test_a_dict_without_the_keys_that_are_stored_is_warned_about(
     is_stock: bool, checkpointer: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As metrics that a new process has none of yet: nothing of them is asked for, and they stay empty."""
+    """A new process may have empty metrics. The load asks for none of the stored metrics, and they stay empty."""
     state = {"model": torch.ones(3), "seen": {"metrics": {"loss": 0.5}}, "rank": asyncckpt.PerRank({"a": 1})}
     path = str(checkpointer.save(1, state).result(60))
     if is_stock:
         dcp_save(state, checkpoint_id=(path := str(tmp_path / "stock")), no_dist=True)
-    asyncckpt.load({"model": torch.zeros(3)}, checkpoint_id=path)  # which leaves them out on purpose
+    asyncckpt.load({"model": torch.zeros(3)}, checkpoint_id=path)  # leaves them out on purpose
     assert "not asked for" not in caplog.text
     fresh = {"model": torch.zeros(3), "seen": {"metrics": {}}, "rank": asyncckpt.PerRank({})}
     asyncckpt.load(fresh, checkpoint_id=path)
     assert "2 values of" in caplog.text and "'rank.rank-0-of-1.a', 'seen.metrics.loss'" in caplog.text
 
 
-# When all slots are busy.
+# Refused and failed saves.
 
 
 def _next_save_works(checkpointer: Checkpointer) -> None:
@@ -150,7 +150,7 @@ def test_a_root_that_is_a_file(tmp_path: Path) -> None:
 
 
 def test_a_root_that_is_a_checkpoint_is_refused(root: Path) -> None:
-    """Or a training would begin at step 0 inside of it, and go when retention removes that checkpoint."""
+    """Otherwise a training would begin at step 0 inside the checkpoint, and retention would remove both."""
     with Checkpointer(root) as checkpointer:
         path = checkpointer.save(100, small_state()).result(60)
     before = sorted(os.listdir(path))
@@ -189,7 +189,7 @@ def test_a_root_may_hold_checkpoints_of_others_too(root: Path) -> None:
     asyncckpt.save({"w": torch.ones(3)}, checkpoint_id=root / "best")
     with Checkpointer(root) as checkpointer:
         assert checkpointer.latest() == 1
-    shutil.rmtree(path)  # by hand; the lock of the folder still says whose it is
+    shutil.rmtree(path)  # by hand; the lock of the folder still names its owner
     with Checkpointer(root) as checkpointer:
         assert checkpointer.latest() is None
 
@@ -221,7 +221,7 @@ def test_a_read_only_folder(root: Path, faulty_worker: Faulty) -> None:
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system that is mounted read-only."""
+    """Yield a folder on a file system that is mounted read-only."""
     place = tmp_path / "mounted"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
@@ -237,7 +237,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_read_only_file_system_is_found_out_at_once(read_only: Path) -> None:
     with Checkpointer(read_only) as checkpointer:
-        assert checkpointer.latest() is None  # whoever only reads may
+        assert checkpointer.latest() is None  # a reader may open it
         with pytest.raises(StorageError, match="mounted read-only") as caught:
             checkpointer.prepare(small_state())
         for step in (1, 2):
@@ -261,7 +261,7 @@ def test_a_bad_disk(root: Path, faulty_worker: Faulty, point: str, action: str, 
             for step in (1, 2):
                 checkpointer.save(step, state).result(60)
         assert caught.value.rank == 0 and caught.value.step in (1, 2)
-        assert not list(root.glob(".*"))  # nothing half-written stays
+        assert not list(root.glob(".*"))  # no partial checkpoint stays
         steps = checkpointer.steps()
         assert caught.value.step not in steps
         _next_save_works(checkpointer)
@@ -269,7 +269,7 @@ def test_a_bad_disk(root: Path, faulty_worker: Faulty, point: str, action: str, 
 
 
 def test_a_disk_that_fills_in_the_middle_of_a_write(root: Path) -> None:
-    """The real thing: the kernel ends the write at a limit, here that of the worker for the size of a file."""
+    """The kernel ends the write at a limit, here the worker's limit for the size of a file."""
     large = {"large": torch.ones(12 << 20)}
     with Checkpointer(root) as checkpointer:
         checkpointer.prepare(large)
@@ -293,13 +293,13 @@ def test_loading_what_is_not_there(checkpointer: Checkpointer, root: Path) -> No
     checkpointer.save(3, state).result(60)
     with pytest.raises(CheckpointNotFoundError, match="the newest are: 3"):
         checkpointer.load(state, 4)
-    (root / "step-00000008").mkdir()  # without a manifest: no checkpoint
+    (root / "step-00000008").mkdir()  # no manifest, so no checkpoint
     assert checkpointer.latest() == 3
     with pytest.raises(MismatchError, match="has no 'model.more'"):
         checkpointer.load({"model": {"more": torch.ones(1)}})
     with pytest.raises(MismatchError, match=r"'model.bias' is \(33,\) and \(32,\) is stored"):
         checkpointer.load({"model": {"bias": torch.ones(33)}})
-    assert checkpointer.load({"model": {"bias": torch.ones(32)}}) == 3  # part of it
+    assert checkpointer.load({"model": {"bias": torch.ones(32)}}) == 3  # a part of the checkpoint
 
 
 def test_after_close(root: Path) -> None:
@@ -323,13 +323,13 @@ def test_a_failure_nobody_asked_about_is_raised_by_wait(
             with pytest.raises(StorageError, match="step 1"):
                 checkpointer.wait(60)
         assert [record.levelname for record in caplog.records] == ["ERROR"] and "saving failed" in caplog.text
-        checkpointer.wait(60)  # once
+        checkpointer.wait(60)  # the failure is raised once
         checkpointer.save(2, small_state())
         checkpointer.wait(60)
 
 
 def test_too_little_memory(root: Path) -> None:
-    state = {"huge": torch.ones(1).expand(1 << 41)}  # 8 TiB, of which none is there
+    state = {"huge": torch.ones(1).expand(1 << 41)}  # 8 TiB in shape, without memory behind it
     with Checkpointer(root) as checkpointer:
         with pytest.raises(OutOfMemoryError, match="fewer slots"):
             checkpointer.save(1, state)
@@ -369,7 +369,7 @@ def test_the_one_just_written_is_the_newest_whatever_its_number(root: Path) -> N
     assert checkpointer.steps() == [7]
 
 
-# DCP's own calls.
+# Arguments of the calls.
 
 
 @pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), True + 6])
@@ -434,7 +434,7 @@ def test_publish_takes_a_handle_and_a_version(checkpointer: Checkpointer) -> Non
 
 
 def test_a_save_while_the_interpreter_ends_is_made(root: Path) -> None:
-    need_locks(root.parent)  # otherwise there is a warning
+    need_locks(root.parent)  # otherwise a warning is logged
     need_lasting_inodes(root.parent)
     script = (
         "import atexit, sys, torch; from asyncckpt import Checkpointer, Config;"
@@ -485,7 +485,7 @@ def test_what_another_version_wrote_is_not_damaged(root: Path, said: dict[str, A
         assert checkpointer.load(small_state(), 1) == 1
         checkpointer.save(3, small_state()).result(60)
         checkpointer.wait(60)
-    assert checkpointer.steps() == [2, 3]  # retention leaves it alone, too
+    assert checkpointer.steps() == [2, 3]  # retention keeps step 2, too
 
 
 @pytest.mark.parametrize("place", ["", "file"])

@@ -1,4 +1,4 @@
-"""The command line, and what is chosen on others' command lines."""
+"""Test the command line, and our options on other programs' command lines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_ls(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["step"] for row in rows] == [2, 1]
     assert _run(capsys, "ls", saved / "none")[0] == 2
     (saved / "step-00000001" / "asyncckpt.json").write_text("{")
-    status, out = _run(capsys, "ls", saved)  # one bad manifest is one bad line
+    status, out = _run(capsys, "ls", saved)  # one bad manifest makes one bad line
     assert status == 1 and "step-00000002" in out
 
 
@@ -65,7 +65,7 @@ def test_inspect(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_newest_is_what_was_created_last(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After going back that is not the highest step."""
+    """After going back, the newest step is not the highest one."""
     file = saved / "step-00000001/asyncckpt.json"
     manifest = Manifest.parse(file.read_bytes(), "")
     file.write_bytes(replace(manifest, created=manifest.created + 1000).encode())
@@ -88,7 +88,7 @@ def test_what_retention_removes_after_it_was_listed_is_passed_over(
     monkeypatch.setattr(listing if command == "ls" else verification, "checkpoints_at", listed)
     assert _run(capsys, command, saved, "--json")[0] == 0
     monkeypatch.undo()
-    assert _run(capsys, command, saved / "step-00000001")[0] == 2  # who names it wants it
+    assert _run(capsys, command, saved / "step-00000001")[0] == 2  # a named checkpoint must exist
 
 
 def test_what_is_inspected_is_not_removed_meanwhile(
@@ -104,7 +104,7 @@ def test_what_is_inspected_is_not_removed_meanwhile(
 
 
 def test_inspect_of_a_sharded_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One row for a tensor, whole; and its shards where that is asked for."""
+    """A tensor has one row. ``--shards`` also shows its shards."""
     value = Value("w", "float32", [Shard("__0_0.distcp", 24, (2 * half, 0), (2, 3)) for half in (0, 1)])
     assert value.shape == (4, 3) and value.nbytes == 48 and Value("x", "float32", [Shard("f", 4)]).shape == ()
     with Checkpointer(root) as checkpointer:
@@ -233,7 +233,7 @@ def test_errors_pickle_and_say_where() -> None:
 
 @pytest.mark.parametrize("command", ["verify", "demo"])
 def test_a_pipe_that_is_closed_is_no_good_end(saved: Path, command: str) -> None:
-    """Of ``verify | head``: whoever asks how that went (``pipefail``) must not hear that all is good."""
+    """With ``verify | head`` and ``pipefail``, the shell must not see success."""
     argv = [sys.executable, "-m", "asyncckpt", command, *([str(saved)] if command == "verify" else [])]
     read, write = os.pipe()
     os.close(read)

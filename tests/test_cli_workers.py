@@ -1,4 +1,4 @@
-"""``asyncckpt workers``: which there are, what they wait for, and how one is ended."""
+"""Test ``asyncckpt workers``: the list of workers, their states, and how to end a worker."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ STATE = {"w": torch.ones(300_000)}
 
 
 class Shell:
-    """The command, as a shell would call it."""
+    """Runs the command as a shell would."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
     def __call__(self, *argv: Any) -> tuple[int, str]:
-        """The exit status, and all that was printed."""
+        """Return the exit status and the printed text."""
         status = cli.main(["workers", *map(str, argv)])
         said = self._capsys.readouterr()
         return status, said.out + said.err
 
     def listed(self, worker: int) -> dict[str, Any] | None:
-        """What is said of that worker, if it is listed; there may be others on this host."""
+        """Return the facts about a worker, or None if it is not listed. Other workers may run on this host."""
         status, out = self("--json")
         assert status == 0
         return next((each for each in json.loads(out) if each["id"] == worker), None)
@@ -51,7 +51,7 @@ class Shell:
 
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
-    monkeypatch.setattr(running_workers, "_ANSWER_S", 30.0)  # on a loaded machine they may need a moment
+    monkeypatch.setattr(running_workers, "_ANSWER_S", 30.0)  # workers on a loaded machine may need a moment
     return Shell(capsys)
 
 
@@ -61,7 +61,7 @@ def worker_of(checkpointer: Checkpointer) -> int:
 
 
 def left(root: Path, config: Config | None = None, *, wait: bool = True) -> int:
-    """The worker of a training that has ended by an error, after a save."""
+    """Return the worker of a training that has failed after a save."""
     with pytest.raises(ZeroDivisionError), Checkpointer(root, config) as checkpointer:
         save = checkpointer.save(1, STATE)
         if wait:
@@ -111,7 +111,7 @@ def test_one_that_lingers(root: Path, shell: Shell) -> None:
         assert facts is not None and time.monotonic() < deadline, facts
     assert not facts["has_trainer"] and 0 < facts["lingers_s"] < 600
     again = shell.listed(worker)
-    assert again is not None and again["lingers_s"] < facts["lingers_s"]  # to look at it does not keep it
+    assert again is not None and again["lingers_s"] < facts["lingers_s"]  # a query does not prolong the lingering
     assert "lingers for another trainer" in shell.row(worker) and "(gone)" in shell.row(worker)
     status, out = shell("--end", worker)
     assert status == 0 and "has ended" in out and shell.listed(worker) is None
@@ -128,10 +128,10 @@ def test_one_that_still_writes(root: Path, shell: Shell, gate: Path) -> None:
     status, out = shell("--end", worker, "--timeout", "0.1")
     assert status == 2 and "still writes" in out
     deadline = time.monotonic() + 60
-    while "step-00000001, then leaves" not in shell.row(worker):  # it may answer before it has read that it is to leave
+    while "step-00000001, then leaves" not in shell.row(worker):  # the worker may answer before it has read the request
         assert time.monotonic() < deadline
     gate.touch()
-    wait_gone(worker)  # it does not linger any more
+    wait_gone(worker)  # the worker does not linger any more
     assert complete_steps(str(root)) == [1]
 
 
@@ -156,7 +156,7 @@ def test_one_without_an_endpoint(root: Path, shell: Shell) -> None:
 
 
 def test_one_whose_endpoint_was_removed(root: Path, shell: Shell, runtime: Path) -> None:
-    """By somebody who clears up. It is told by a signal."""
+    """A clean-up has removed the endpoint, so the command ends the worker by a signal."""
     code, worker = alone(_save_and_die, str(root))
     assert code == -signal.SIGKILL
     for file in runtime.iterdir():

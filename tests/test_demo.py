@@ -1,4 +1,4 @@
-"""The demo, tiny: kill a trainer, and resume exactly."""
+"""Test a tiny demo: kill a trainer, and resume exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation: every public name has its entry, examples run, and what is imported or quoted is there."""
+"""Test the documentation: public names have entries, examples run, and imports and quoted messages exist."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _INTEGRATIONS = "asyncckpt.integrations"
 
 @functools.cache
 def _package() -> griffe.Object | griffe.Alias:
-    """asyncckpt, from its sources; nothing is imported, so what is not installed can be looked at, too."""
+    """Return asyncckpt, parsed from its sources. Nothing is imported, so optional packages may be missing."""
     return griffe.load("asyncckpt", search_paths=[HERE], resolve_aliases=True)
 
 
 def _found(name: str) -> griffe.Object | griffe.Alias:
-    """What ``name`` is. Raises ``KeyError`` where there is no such thing."""
+    """Return the object with this name. Raise ``KeyError`` if it does not exist."""
     found = _package()
     for part in name.split(".")[1:]:
         found = found[part]
     found = found.final_target if isinstance(found, griffe.Alias) else found
-    # griffe gives the module where a package has a name of its own for what stands in a module of that name.
+    # griffe returns the module if a package exports a name from a module of the same name.
     return found[part] if found.is_module and name.count(".") == 3 and part in found.members else found
 
 
 def _exported(package: griffe.Object | griffe.Alias) -> Iterator[str]:
-    """What a package has in ``__all__``, or imports by the same name, as in ``import X as X``."""
+    """Yield the names in a package's ``__all__``, and its imports such as ``import X as X``."""
     tree = ast.parse(Path(str(package.filepath)).read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -47,7 +47,7 @@ def _exported(package: griffe.Object | griffe.Alias) -> Iterator[str]:
 
 
 def _imported(block: Block) -> Iterator[str]:
-    """What of ours a block of Python imports."""
+    """Yield the names of asyncckpt that a block of Python imports."""
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "asyncckpt":
             yield from (f"{node.module}.{each.name}" for each in node.names)
@@ -57,7 +57,7 @@ def _imported(block: Block) -> Iterator[str]:
 
 @functools.cache
 def _public() -> dict[str, griffe.Object | griffe.Alias]:
-    """All that is public, by where it is defined."""
+    """Return all public objects by the path of their definition."""
     packages = [
         _package(),
         _found("asyncckpt.weights"),
@@ -66,7 +66,7 @@ def _public() -> dict[str, griffe.Object | griffe.Alias]:
     ]
     names = {name for package in packages for name in _exported(package)}
     names |= {each.path for each in _found("asyncckpt.errors").classes.values()}
-    # And what a page tells users to import.
+    # Add the names that a page tells users to import.
     names |= {name for page in pages() for block in _python(page) for name in _imported(block)}
     found = [_found(name) for name in names]
     return {each.path: each for each in found if each.is_class or each.is_function}
@@ -85,7 +85,7 @@ def test_every_public_name_has_its_entry() -> None:
     entries = {_found(name).path for page in REFERENCE for name in _ENTRY.findall(page.read_text())}
     assert set(_public()) - entries == set()
     unknown = entries - set(_public())
-    # What is returned, or is made by a framework, and imported by nobody.
+    # Objects that are returned, or made by a framework, and never imported.
     assert {name.rpartition(".")[2] for name in unknown} == {"Exported", "AsyncckptFSDPManager"}
 
 
@@ -98,7 +98,7 @@ def test_every_entry_has_an_example() -> None:
 
 
 def _methods(found: griffe.Object | griffe.Alias) -> list[griffe.Object | griffe.Alias]:
-    """The public methods and properties of a class, unless it takes the place of a framework's, which tells of them."""
+    """Return the public methods and properties of a class, unless it replaces a framework's documented class."""
     own = found.members.values() if found.is_class and _own_bases(found) else []
     called = [each for each in own if each.is_function or (each.is_attribute and "property" in each.labels)]
     return [each for each in called if not each.name.startswith("_")]
@@ -119,12 +119,12 @@ def test_every_argument_is_told_of() -> None:
             untold += [
                 f"{each.path}({name})" for name in names if name[0] != "_" and not re.search(rf"\b{name}\b", text)
             ]
-    # DCP's ``Stateful`` has these.
+    # DCP's ``Stateful`` defines these.
     assert [each for each in untold if ".load_state_dict(" not in each] == []
 
 
 def _own_bases(found: griffe.Object | griffe.Alias) -> bool:
-    """Whether a class derives from ours and those of Python alone, as far as its module says where they are from."""
+    """Return whether a class derives only from our classes and Python's, as far as its module shows."""
     bases = [str(getattr(base, "canonical_path", base)) for base in getattr(found, "bases", [])]
     tops = {base.split(".")[0] for base in bases if "." in base}
     return tops <= {"asyncckpt", *sys.stdlib_module_names}
@@ -145,7 +145,7 @@ def test_the_examples_of_the_reference_run(page: Path, tmp_path: Path) -> None:
         shown = re.findall(r"except (\w+) as error:[^\n]*\n +print\(repr\(error\)\)", script(page))
         assert len(shown) > 12
         raised = re.findall(r"^(\w+)\(", printed, re.MULTILINE)
-        # On a busy machine the save may be durable before the example waits for it for no time.
+        # On a busy machine, the save may be durable before the example waits with a timeout of zero.
         optional = {"SaveTimeoutError"} - set(raised)
         assert raised == [name for name in shown if name not in optional]
 
@@ -161,7 +161,7 @@ def test_the_first_steps_run_and_resume(page: Path, tmp_path: Path) -> None:
 def test_what_to_change_runs(tmp_path: Path) -> None:
     page = DOCS / "coming-from.md"
     prelude = TRAINING.splitlines()
-    code = "\n".join([*prelude, *script(page).splitlines()[len(prelude) :]])  # before the first block, so lines stay
+    code = "\n".join([*prelude, *script(page).splitlines()[len(prelude) :]])  # keeps the line numbers
     run_forked(code, str(page), tmp_path)
     assert sorted(path.name for path in (tmp_path / "run-2").glob("step-*")) == ["step-00000002", "step-00000003"]
 
@@ -181,15 +181,13 @@ def test_what_one_message_says_is_quoted_in_its_order() -> None:
 
 
 def _is_said(quoted: str, said: list[str]) -> bool:
-    """Whether one of the messages has the parts between "…", in their order."""
+    """Return whether a message contains the parts between "…" in their order."""
     parts = re.compile(".*".join(re.escape(part.strip()) for part in quoted.split("…")), re.DOTALL)
     return any(map(parts.search, said))
 
 
 def _texts() -> Iterator[str]:
-    """All that stands between quotes in the sources, as Python joins it; of an f-string what is always said, with NULs
-    for what is not.
-    """
+    """Yield all strings in the sources, as Python joins them. NULs replace the variable parts of f-strings."""
     for folder in ("asyncckpt", "worker", "shm"):
         for file in (HERE / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
@@ -200,7 +198,7 @@ def _texts() -> Iterator[str]:
 
 
 def test_links_and_pictures_are_there() -> None:
-    """Whatever is written between brackets and is no address: mkdocs finds it too, but only where the site is built."""
+    """Check that every relative link names an existing file. mkdocs does this too, but only where the site is built."""
     names = subprocess.check_output(["git", "ls-files"], cwd=HERE, text=True).splitlines()
     known = {(HERE / name).resolve() for name in names}
     known |= {folder for path in known for folder in path.parents}
@@ -214,6 +212,6 @@ def test_links_and_pictures_are_there() -> None:
 
 
 def test_what_builds_the_site_says_how_it_is_used() -> None:
-    """That it is built, of what needs no torch, is for ``.ci/run`` to see."""
+    """``.ci/run`` checks that the site can be built without torch."""
     shown = subprocess.run([HERE / "scripts/docs", "--help"], capture_output=True, text=True, check=True, timeout=60)
     assert "scripts/docs serve" in shown.stdout

@@ -1,4 +1,4 @@
-"""What stays of weights and checkpoints, by how the trainer ends: the table of the page on weights, row by row."""
+"""Test which weights and checkpoints stay, by how the trainer ends: each row of the table on the page on weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ if how != "ends":
 """
 _GONE = ["closes", "drops", "block", "block, Ctrl-C", "ends", "sys.exit", "Ctrl-C"]
 _STAYS = ["block, error", "error", "os._exit", "killed"]
-# Those need a process that ends as Python's do.
+# These need a process that ends as Python's do.
 _REAL = ("ends", "sys.exit", "Ctrl-C", "error")
 
 
@@ -106,7 +106,7 @@ def test_what_stays(root: Path, tmp_path: Path, how: str) -> None:
             _wait((tmp_path / "published").exists)
             held = subscriber.acquire()
             (tmp_path / "acquired").touch()
-            _wait(lambda: complete_steps(str(root)) == [1])  # a save under way is committed, whatever happens
+            _wait(lambda: complete_steps(str(root)) == [1])  # a save under way is always committed
             if how in _GONE:
                 _wait(lambda: not endpoint_names())
             else:
@@ -119,7 +119,7 @@ def test_what_stays(root: Path, tmp_path: Path, how: str) -> None:
                 else:
                     with new.acquire() as weights:
                         assert weights.version == 1 and weights["w"].sum() == 1000
-            for each in (held, subscriber.acquire()):  # who was there before goes on with what is mapped
+            for each in (held, subscriber.acquire()):  # an earlier reader keeps the version that it has mapped
                 with each as weights:
                     assert weights["w"].sum() == 1000
         finally:
@@ -184,4 +184,4 @@ def test_a_process_that_lost_a_save_does_not_end_well(tmp_path: Path, how: str, 
     ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * _LIMIT_S, check=False)
     assert ended.returncode == status, ended.stderr
     assert ended.stderr.count("others are called, too") == 1
-    assert "File too large" in ended.stderr or how == "error"  # then the worker goes on alone
+    assert "File too large" in ended.stderr or how == "error"  # after an error, the worker continues alone

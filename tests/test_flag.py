@@ -1,4 +1,4 @@
-"""Flags, and exceptions out of signal handlers in any call of them."""
+"""Test flags, and exceptions from signal handlers in any of their calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_it_is_waited_for() -> None:
 
 
 def test_an_interrupt_leaves_it_usable() -> None:
-    """Wherever it comes: whoever comes later neither waits in vain nor misses that it is set."""
+    """After an interrupt at any point, the flag can still be set, and later waits return at once."""
     flags = [Flag()]
     rounds = 0
     for _ in interrupted_everywhere(lambda: flags[-1].set(), "asyncckpt/threads.py"):
@@ -54,6 +54,6 @@ def test_a_waiter_that_is_interrupted_as_it_is_let_in_holds_up_no_other() -> Non
     other.start()
     while other.is_alive() and not flag._gate.locked():
         time.sleep(0.001)
-    flag._is_set = True  # the state in between, as it is when the one who was let in has raised
+    flag._is_set = True  # the state in between, after the waiter that was let in has raised
     assert woken.get(timeout=20)
     other.join()

@@ -1,4 +1,4 @@
-"""What collects no garbage meanwhile, and what does."""
+"""Test which calls pause the garbage collector."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_who_has_switched_it_off_has_it_off() -> None:
 
 
 class _Looking(DefaultSavePlanner):
-    """Notes in each step whether garbage would be collected."""
+    """Notes in each planning step whether the garbage collector is on."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The shape of the house: rooms, one-way imports, one name for one thing, what is loaded, what installs."""
+"""Test the architecture: rooms, one-way imports, unique names, loaded modules, installed packages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from asyncckpt import extension
 HERE = Path(__file__).parent.parent
 FOLDERS = {"asyncckpt": HERE / "asyncckpt", "asyncckpt.worker": HERE / "worker", "asyncckpt.shm": HERE / "shm"}
 
-# The import line: a room knows rooms of earlier lines, and none of its own. Every file and folder directly in
-# ``asyncckpt/`` is a room.
+# The import line: a room imports only from earlier lines. Every file and folder directly in ``asyncckpt/`` is a room.
 LINE = (
     ("errors", "config"),
     ("events", "interval", "threads"),
@@ -47,7 +46,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(LINE) for room in rooms}
 
 
 def _modules() -> dict[str, Path]:
-    """All modules of the three packages, by their names; links are resolved."""
+    """Return the files of all modules of the three packages, by module name. Links are resolved."""
     found = {}
     for package, folder in FOLDERS.items():
         for file in folder.rglob("*.py"):
@@ -62,7 +61,7 @@ TREES = {module: ast.parse(file.read_text()) for module, file in MODULES.items()
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """The modules of ours that are imported, also inside functions, but not for type checkers alone."""
+    """Yield our modules that ``tree`` imports, also inside functions or for type checkers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [name.name for name in node.names]
@@ -77,7 +76,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _module_of(name: str) -> str:
-    """The module that ``name`` is, or is in."""
+    """Return the module with this name, or the module that defines it."""
     while name not in MODULES:
         if f"{name}.__init__" in MODULES:
             return f"{name}.__init__"
@@ -96,7 +95,7 @@ def test_every_file_and_folder_is_in_the_import_line() -> None:
 def test_imports_go_one_way() -> None:
     for module, tree in TREES.items():
         if module == "asyncckpt.__init__":
-            continue  # it gives its names when they are first used
+            continue  # loads its names on first use
         for other in _imported(tree):
             if _room(other) != _room(module):
                 assert FLOOR[_room(other)] < FLOOR[_room(module)], f"{module} imports {other}"
@@ -109,7 +108,7 @@ def test_configuration_and_errors_import_nothing_of_ours() -> None:
 
 def test_there_are_no_cycles() -> None:
     visiting: list[str] = []
-    done = {"asyncckpt.__init__"}  # whose imports for type checkers and lazy ones are no cycle
+    done = {"asyncckpt.__init__"}  # lazy imports and imports for type checkers make no cycle
 
     def look_at(module: str) -> None:
         assert module not in visiting, f"cycle: {' -> '.join([*visiting, module])}"
@@ -183,7 +182,7 @@ def _alias(node: ast.stmt) -> str | None:
 
 
 def test_no_private_attribute_of_another_file_is_touched() -> None:
-    """Counted by name: an attribute that begins with one underscore, on anything but self, cls and our own classes."""
+    """Compare by name: attributes with one leading underscore that the file does not define itself."""
     reaches = []
     for module, tree in TREES.items():
         own = {name for node in ast.walk(tree) for name in _private_names(node)}
@@ -195,10 +194,10 @@ def test_no_private_attribute_of_another_file_is_touched() -> None:
     assert not reaches
 
 
-# Private names of torch, nvrx, Megatron-LM, transformers, torchtitan and the standard library, with no public way.
+# Private names of torch, nvrx, Megatron-LM, transformers, torchtitan and Python that have no public alternative.
 OTHERS_PRIVATE = frozenset(
     {
-        *("_asdict", "_replace"),  # of a NamedTuple, where they are public
+        *("_asdict", "_replace"),  # public in a NamedTuple
         *(
             "_exit",
             "_C",
@@ -211,7 +210,7 @@ OTHERS_PRIVATE = frozenset(
             "_version",
         ),
         "_condition",  # of a Future: its lock
-        "_is_owned",  # of an RLock: whether this thread has it
+        "_is_owned",  # of an RLock: tells whether this thread has it
         *(
             "_save_checkpoint",
             "_load_checkpoint",
@@ -219,8 +218,8 @@ OTHERS_PRIVATE = frozenset(
             "_get_output_dir",
             "_push_from_checkpoint",
         ),  # of a Trainer
-        "_register_atexit",  # of threading: called before it is waited for threads
-        "_option_string_actions",  # of an ArgumentParser: what it knows
+        "_register_atexit",  # of threading: called before threads are joined
+        "_option_string_actions",  # of an ArgumentParser: its options
         *("_link_checkpoint", "_save_distributed_checkpoint", "_state_dict_type"),  # of Lightning
         *("_create_checkpoint_id", "_flattened_model_states_sd", "_load_config"),  # of torchtitan
         *("_save_last_step", "_should_save", "_states_to_load"),
@@ -230,13 +229,13 @@ OTHERS_PRIVATE = frozenset(
             "_rebuild_tensor_v2",
             "_rebuild_tensor_v3",
             "_dtype_to_storage_type_map",
-        ),  # what stored tensors name
+        ),  # named in stored tensors
     }
 )
 
 
 def _private_names(node: ast.AST) -> Iterator[str]:
-    """Private names that a file defines itself: functions, methods, attributes of self, fields."""
+    """Yield the private names that a file defines itself: functions, methods, attributes of self, fields."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         yield node.name
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
@@ -281,7 +280,7 @@ def test_no_module_is_called_worker_or_shm() -> None:
 
 
 def test_a_folder_of_that_name_hides_no_editable_install(tmp_path: Path) -> None:
-    (tmp_path / "asyncckpt").mkdir()  # as in the folder above a clone
+    (tmp_path / "asyncckpt").mkdir()  # like the folder above a clone
     done = subprocess.run([sys.executable, "-c", "import asyncckpt; asyncckpt.Checkpointer"], cwd=tmp_path)
     assert done.returncode == 0
 
@@ -324,7 +323,7 @@ sys.exit(cli.main(["ls", sys.argv[1]]))
 
 
 def test_a_save_on_one_host_imports_hard_dependencies_alone(tmp_path: Path) -> None:
-    """In the trainer, in the worker, which inherits the environment, and on the command line."""
+    """This holds in the trainer, in the worker, which inherits the environment, and on the command line."""
     (tmp_path / "sitecustomize.py").write_text(_BLOCKED)
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE)])}
     command = [sys.executable, "-c", _SAVES, str(tmp_path / "root")]

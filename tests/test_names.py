@@ -1,4 +1,4 @@
-"""Paths as a file system allows them: of any bytes, and of any length that fits."""
+"""Test paths of any bytes that a file system allows, and of any length that fits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_is_left_of_one_with_a_long_name_is_removed(tmp_path: Path) -> None
 
 
 def test_one_that_loses_its_long_name_is_not_removed(tmp_path: Path) -> None:
-    """A worker was killed while it replaced a checkpoint, where names cannot be exchanged."""
+    """If names cannot be exchanged, a worker may be killed while it replaces a checkpoint."""
     old = Path(attempt_path(str(tmp_path / ("d" * 255)), "0123456789ab-1")).with_suffix(".asyncckpt-old")
     (old).mkdir()
     (old / "asyncckpt.json").touch()

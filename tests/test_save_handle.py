@@ -1,4 +1,4 @@
-"""The handle of a save: what has to wait for its copies."""
+"""Test the handle of a save: waits, callbacks and actions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_with_the_hosts_tensors_alone_the_host_waits() -> None:
 
 
 def test_nobody_can_cancel_it() -> None:
-    """``asyncio`` would, when it stops waiting for the future; then the save would count as ended."""
+    """``asyncio`` cancels a future when it stops waiting. The save would then count as ended."""
     save = Save(state := SaveState("somewhere", 1))
     assert not save.future.cancel() and not save.done()
     state.end(None)
@@ -42,7 +42,7 @@ def test_nobody_can_cancel_it() -> None:
 
 
 def test_callbacks_keep_nobody() -> None:
-    """Neither a slow one whoever tells of the end, nor one that waits for another save itself."""
+    """A slow callback delays no other save. A callback may wait for another save."""
     one, other = SaveState("one", 1), SaveState("other", 2)
     go, called = threading.Event(), SimpleQueue[str]()
 
@@ -64,7 +64,7 @@ def test_callbacks_keep_nobody() -> None:
 
 
 def test_what_follows_a_save_is_done_when_it_is_durable(caplog: pytest.LogCaptureFixture) -> None:
-    """In the order in which saves end, not after a failure, and before ``wait_for_actions`` returns."""
+    """Actions run in the order in which saves end, not after a failure, and before ``wait_for_actions`` returns."""
     one, other, failed = (SaveState(name, 1) for name in ("one", "other", "failed"))
     go, done = threading.Event(), list[str]()
     one.when_durable(lambda: done.append("slow") if go.wait(60) else None, "waiting")
@@ -86,11 +86,11 @@ def test_what_follows_a_save_is_done_when_it_is_durable(caplog: pytest.LogCaptur
     other.when_durable(lambda: done.append("at once"), "")
     wait_for_actions(60)
     assert done == ["slow", "at once"]
-    wait_for_actions(0)  # nothing is under way
+    wait_for_actions(0)  # no action is under way
 
 
 def test_a_future_is_done_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the interpreter ends, or the process has all that it may have."""
+    """This happens at the end of the interpreter, or at the process's limit of threads."""
     state, other = SaveState("somewhere", 1), SaveState("else", 1)
     future, followed = state.future, other.when_durable(list, "nothing")
 
@@ -107,7 +107,7 @@ def test_a_future_is_done_where_no_thread_can_be_started(monkeypatch: pytest.Mon
 
 
 def test_who_is_interrupted_while_it_waits_for_the_future_keeps_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lock stays taken then; whoever tells of ends must not wait for that."""
+    """The interrupt leaves the future's lock taken. A thread that ends the save must not wait for this lock."""
     state = SaveState("somewhere", 1)
     future = state.future
     assert future._condition.acquire()
@@ -120,7 +120,7 @@ def test_who_is_interrupted_while_it_waits_for_the_future_keeps_no_save(monkeypa
 
 
 def test_a_future_that_was_left_locked_keeps_no_other() -> None:
-    """Of saves that end later, in the next iteration of a restart, say."""
+    """A locked future delays no save that ends later, for example after a restart in the process."""
     states = [SaveState("somewhere", number) for number in range(2)]
     locked, other = (state.future for state in states)
     assert locked._condition.acquire()

@@ -1,4 +1,4 @@
-"""What becomes of workers when their process ends, or forgets them, and where their words go."""
+"""Test how workers end when their process ends or drops them, and where their messages go."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _run(root: Path, code: str) -> tuple[subprocess.CompletedProcess[str], psutil.Process | None]:
-    """The script, ended, and its worker where that is still there."""
+    """Run the script to its end. Return the process, and its worker if it still runs."""
     ended = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=120)
     try:
         return ended, psutil.Process(int(ended.stdout))
@@ -48,7 +48,7 @@ def _run(root: Path, code: str) -> tuple[subprocess.CompletedProcess[str], psuti
 
 
 def test_an_orderly_end_is_no_death(root: Path) -> None:
-    """Nobody has closed it: all is saved, and nothing is left behind."""
+    """The process closes nothing. Its save is still written, and nothing is left behind."""
     ended, worker = _run(root, _SAVE)
     assert ended.returncode == 0 and not ended.stderr and worker is None
     assert complete_steps(str(root)) == [1]
@@ -64,9 +64,9 @@ def test_after_an_error_the_worker_lingers(root: Path) -> None:
         assert checkpointer.loaded is not None and checkpointer.loaded.source == "memory"
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of what nobody has closed
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # from the unclosed checkpointers
 def test_a_cell_that_is_run_again(root: Path) -> None:
-    """A second one of the same process, while the first is still known somewhere, or only its worker is left."""
+    """A process makes another checkpointer while the previous one, or only its worker, still exists."""
     first = Checkpointer(root)
     first.save(1, _state(1)).result(60)
     second = Checkpointer(root)
@@ -118,7 +118,7 @@ def _leave_by_an_error(root: str) -> float:
 
 
 def test_an_error_does_not_wait_for_other_ranks(root: Path, tmp_path: Path) -> None:
-    """They may never come to that save, and the launcher has to see that this one has failed."""
+    """Other ranks may never reach that save, and the launcher must see that this rank has failed."""
     ended = Job(2, _leave_by_an_error, str(root), folder=tmp_path).wait()
     assert not any(end.error for end in ended), ended
     assert ended[0].result < 40
@@ -160,7 +160,7 @@ def test_what_the_environment_says(root: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_another_default_device(root: Path) -> None:
-    """What we make for ourselves is on the CPU, wherever the user's tensors go."""
+    """asyncckpt makes its own tensors on the CPU, whatever the default device is."""
     state = _state(1) | {"none": torch.ones(0), "number": 3, "scalar": torch.tensor(2.0)}
     into = {**_state(0), "none": torch.ones(0), "number": 0, "scalar": torch.tensor(0.0)}
     torch.set_default_device("meta")

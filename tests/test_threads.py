@@ -1,4 +1,4 @@
-"""Threads and the tasks of pools."""
+"""Test threads and the tasks of pools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncckpt.threads import settle
 
 
 class _NoMemory:
-    """The lock of a task, for which there is no memory."""
+    """A task's lock that raises ``MemoryError``."""
 
     def acquire(self) -> None:
         raise MemoryError
@@ -24,7 +24,7 @@ class _NoMemory:
 
 
 def test_an_exception_while_tasks_are_settled_keeps_no_lock() -> None:
-    """The thread of another task can end it."""
+    """The thread of another task can end that task."""
     tasks: list[Future[int]] = sorted((Future() for _ in range(2)), key=id)
     running, broken = tasks
     running.set_running_or_notify_cancel()

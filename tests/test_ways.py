@@ -1,6 +1,6 @@
-"""The ways of a steady save and of a load: how many files they run, and how many calls, in trainer and worker.
+"""Test how many files and calls a steady save and a load run, in trainer and worker.
 
-The limits only go down. A change that needs more files has found a seam that is missing.
+The limits only go down. A change that needs more files shows that a seam is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncckpt.link import process as worker_process
 
 
 class Limit(NamedTuple):
-    """At most so many files and calls."""
+    """The maximum numbers of files and calls."""
 
     files: int
     calls: int
@@ -64,7 +64,7 @@ def test_a_steady_save_and_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             counts.is_counting = False
             loads.append(counts.calls)
             counts.calls = Counter()
-    # On a busy machine a wait looks more often.
+    # On a busy machine a wait polls more often.
     check(min(in_trainer[3:], key=Counter.total), SAVE_IN_TRAINER)
     check(min(in_worker[3:], key=Counter.total), SAVE_IN_WORKER)
     check(min(loads, key=Counter.total), LOAD)

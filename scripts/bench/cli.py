@@ -1,4 +1,4 @@
-"""The command line: each measurement by itself, or all of them."""
+"""The command line of the benchmarks: each measurement by itself, or all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "benchmarks"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print tables, write what came of it."""
+    """Measure, print tables, and write the results."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.out is not None and importlib.util.find_spec("matplotlib") is None:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(report.write(args.out))
         return 0
     _allow_descriptors()
-    # What torch and the peers warn about is not what is looked for here, nor in the processes that they start.
+    # Warnings of torch and the peers do not matter here, nor in child processes.
     warnings.simplefilter("ignore")
     os.environ["PYTHONWARNINGS"] = "ignore"
     for job in args.jobs(args):
@@ -44,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _allow_descriptors() -> None:
-    """As many as may be: some peers hold one for every tensor."""
+    """Raise the limit of file descriptors to the maximum, because some peers hold one for every tensor."""
     most = int(Path("/proc/sys/fs/nr_open").read_text())
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    except (OSError, ValueError):  # that is for root
+    except (OSError, ValueError):  # only root may set this
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -66,7 +66,7 @@ def _load(args: argparse.Namespace) -> Iterator[Job]:
     if args.ranks == 1:
         yield from (jobs.load(request, _choices(args)) for request in _requests(args))
     else:
-        # All ranks take the same turns: none loses its patience before another.
+        # All ranks must take the same turns, so no rank may run out of patience before another.
         pace = Pace(rounds=args.rounds, pause=args.pause, patience=3600.0)
         yield jobs.load_by_ranks(args.gib, args.layers, args.ranks, pace)
 
@@ -265,7 +265,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _where(gib: float = 1.0, rounds: int = 7) -> argparse.ArgumentParser:
-    """For one command, or for those with the same defaults: parsers share the options of their parents."""
+    """Return a parent parser for commands with the same defaults. Parsers share the options of their parents."""
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument("--folder", help="where to write, on the disk in question (default: the system's temporary)")
     where.add_argument(

@@ -1,8 +1,8 @@
-"""What a save costs the machine, counted. Of these only the time of the cores grows where others use the memory too.
+"""Count the machine's resources that a save takes. Only CPU time grows if others use the memory too.
 
-Each contestant runs in a process of its own, with all that it starts. Read before a save and after it, when it is
-durable and all has come to rest: what was computed, by the user's code and by the kernel; page faults, each of which is
-a page that somebody touches anew; the calls that read and write; the bytes sent to storage.
+Each contestant runs in a process of its own, with its child processes. The counters are read before a save, and after
+the save is durable and all processes are idle. They count CPU time in user and kernel mode, page faults (each one
+is a newly touched page), read and write calls, and bytes sent to storage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.states import Request, make
 from bench.trainer import Trainer
 
 COPY, WRITE, DIGESTS = "one copy", "one direct write", "reading once with XXH3"
-# Saves before those that count: the second one may find that memory is missing.
+# Saves before the counted ones. The second save may still allocate memory.
 WARM = 3
 REST_S = 0.2
 LIMIT_S = 1200.0
@@ -35,17 +35,17 @@ LIMIT_S = 1200.0
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a process and all below it, since they began."""
+    """Counters of a process and all its descendants since their start."""
 
     cpu_s: float
-    """All that was computed, to the nanosecond."""
+    """CPU time, to the nanosecond."""
     user_s: float
-    """Of it by the user's code, in hundredths of a second."""
+    """CPU time in user mode, in hundredths of a second."""
     system_s: float
-    """By the kernel."""
+    """CPU time in the kernel, in hundredths of a second."""
     faults: float
     calls: float
-    """Of ``read``, ``write`` and their kind."""
+    """Calls of ``read``, ``write`` and similar."""
     written: float
     """Bytes sent to storage."""
 
@@ -54,22 +54,22 @@ class Counts:
 
 
 def look() -> Counts:
-    """At this process and all below it."""
+    """Read the counters of this process and all its descendants."""
     mine = psutil.Process()
     found: list[tuple[float, ...]] = [(0.0,) * 6]
     for process in (mine, *mine.children(recursive=True)):
-        # One may end meanwhile.
+        # A process may end meanwhile.
         with suppress(OSError, psutil.NoSuchProcess):
             found.append(_of(process))
     return Counts(*map(sum, zip(*found, strict=True)))
 
 
 def _of(process: psutil.Process) -> tuple[float, ...]:
-    """One, with those of its children that have ended."""
+    """Return the counters of one process, including its ended children."""
     times = process.cpu_times()
     user, system = times.user + times.children_user, times.system + times.children_system
     cpu = computed_s(process.pid) + times.children_user + times.children_system
-    # Behind the name, which may have anything in it, come the fields from the third on; see proc(5).
+    # The name may contain any character. The fields after the name start with number 3; see proc(5).
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     faults = sum(int(fields[number - 3]) for number in (10, 11, 12, 13))
     counters = process.io_counters()
@@ -77,12 +77,12 @@ def _of(process: psutil.Process) -> tuple[float, ...]:
 
 
 def computed_s(pid: int) -> float:
-    """Seconds that a process has computed; to the nanosecond, where psutil counts in hundredths."""
-    return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid makes it
+    """Return the CPU seconds of a process, to the nanosecond. psutil counts only in hundredths of a second."""
+    return time.clock_gettime((~pid << 3) | 2)  # the clock id that clock_getcpuclockid returns
 
 
 def measure(request: Request, names: Sequence[str], saves: int, folder: str) -> dict[str, Any]:
-    """One after the other, each in a process of its own; the limits in another."""
+    """Count for one contestant after the other, each in its own process, and for the limits in another process."""
     facts, limits = _apart(_count_limits, request, saves, folder)
     results: dict[str, Any] = {}
     left_out: dict[str, str] = {}
@@ -110,7 +110,7 @@ def _count_limits(request: Request, saves: int, folder: str) -> tuple[dict[str, 
             for name, call in calls.items():
                 before = time.process_time()
                 call()
-                if number:  # the first one is cold
+                if number:  # the first call is cold
                     found.setdefault(name, []).append(time.process_time() - before)
     return made.facts(), found
 
@@ -129,7 +129,7 @@ def _count(name: str, request: Request, saves: int, folder: str) -> dict[str, li
 
 
 def _count_save(contestant: Contestant, trainer: Trainer, number: int) -> Counts:
-    """One save, until it is on storage and all rests."""
+    """Count one save, until it is durable and all processes are idle."""
     with contestant.changing():
         trainer.change()
     trainer.synchronize()

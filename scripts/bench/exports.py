@@ -1,7 +1,7 @@
-"""What an export costs: a checkpoint in other forms, beside reading and writing its bytes, and beside torch's own way.
+"""Measure exports of a checkpoint to other forms, next to a copy of its bytes and to torch's own tool.
 
-All take turns, files out of the page cache before, and are done when the result is on storage: what torch writes the
-suite syncs. Of each the last result is loaded and compared.
+All ways take turns. Each turn starts with files out of the page cache, and ends when the result is on storage. The
+suite syncs the files of torch's tool. Each result is loaded and compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEP = 1
 
 
 def copy(source: str, out: str) -> None:
-    """The limit: a file past the page cache, read and written in large pieces by a few threads, synced."""
+    """Copy a file past the page cache, in large pieces by a few threads, and sync it. This is the limit of exports."""
     into, outof = LocalFile(out, direct=True), LocalInputFile(source)
     nbytes = os.stat(source).st_size
 
@@ -55,12 +55,12 @@ def copy(source: str, out: str) -> None:
 
 
 def stock_to_torch(source: str, out: str) -> None:
-    """DCP's own way from a checkpoint to a file of torch's."""
+    """Convert a DCP checkpoint to a file of torch by DCP's own tool."""
     dcp_to_torch_save(source, out)
 
 
 Way = Callable[[str, str], object]
-"""From a path to another."""
+"""Exports a checkpoint from one path to another."""
 
 WAYS: Mapping[str, tuple[str, Way]] = {
     "asyncckpt, to safetensors": ("ours", partial(export, to="hf")),
@@ -70,11 +70,11 @@ WAYS: Mapping[str, tuple[str, Way]] = {
     "asyncckpt, DCP's to torch": ("stock", partial(export, to="torch")),
     "DCP's dcp_to_torch_save": ("stock", stock_to_torch),
 }
-"""Each with what it reads."""
+"""Each way to export, with the checkpoint that it reads."""
 
 
 def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
-    """Exports in all ways, and the limit."""
+    """Measure all ways to export, and the limit."""
     made = make(request)
     sources = {"ours": step_folder(f"{folder}/root", STEP), "stock": f"{folder}/stock"}
     with files.runtime_folder(f"{folder}/runtime"), asyncckpt.Checkpointer(f"{folder}/root") as checkpointer:
@@ -95,7 +95,7 @@ def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
 
 
 def _turn(way: Way, source: str, out: str, expected: State | None) -> float:
-    """Seconds. What comes of it is compared, and removed."""
+    """Export, compare and remove the result. Return the seconds of the export."""
     files.forget(source if os.path.isdir(source) else os.path.dirname(source))
     begun = time.perf_counter()
     way(source, out)
@@ -109,7 +109,7 @@ def _turn(way: Way, source: str, out: str, expected: State | None) -> float:
 
 
 def _has(out: str, expected: State) -> bool:
-    """Whether the tensors of a state are in what was written."""
+    """Return whether the export in ``out`` has the tensors of a state."""
     if not os.path.isdir(out):
         return same_tensors(expected["model"], torch.load(out, mmap=True)["model"])
     found: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""From what was measured to what a report says: medians, and ratios to the limits of the same run."""
+"""Compute the figures of a report from measurements: medians, and ratios to the limits of the same run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bench.results import Result
 
 
 def median(values: list[float]) -> float | None:
-    """None of nothing."""
+    """Return the median, or None for an empty list."""
     return statistics.median(values) if values else None
 
 
 def copy_limit(found: dict[str, Any]) -> float:
-    """Seconds: of the ways to copy the bytes once that were measured, the median of the fastest.
+    """Return the median seconds of the fastest measured way to copy the bytes once.
 
-    From a device that is the copy into pinned memory.
+    For a device this is the copy into pinned memory.
     """
     limits: dict[str, list[float]] = found["limits"]
     if "pinned copy" in limits:
@@ -31,12 +31,12 @@ COPY_FILE = "direct read and write"
 """The limit of an export."""
 
 UPLOADS = ("one PUT", "multipart upload")
-"""How a store is given the bytes of a state by itself."""
+"""The ways to upload the bytes of a state without a checkpoint library."""
 
 
 @dataclass(frozen=True)
 class SaveLimits:
-    """Seconds, medians: of copying the bytes once, and of that and writing them; of a store, of sending them alone."""
+    """Median seconds of the limits: a copy of the bytes, and a copy and a write. For a store: the upload alone."""
 
     copy: float
     durable: float
@@ -51,7 +51,10 @@ class SaveLimits:
 
 @dataclass(frozen=True)
 class SaveFigures:
-    """Of one contestant: seconds, medians of warm saves; and ratios to the limits. None where it had no warm save."""
+    """The figures of one contestant: median seconds of warm saves, and ratios to the limits.
+
+    A figure is None if there is no warm save.
+    """
 
     blocked: float | None
     blocked_ratio: float | None
@@ -77,7 +80,7 @@ class SaveFigures:
 
 @dataclass(frozen=True)
 class UnchangedFigures:
-    """Of one contestant, medians of the saves that count: seconds and bytes."""
+    """The figures of one contestant: medians of the counted saves, in seconds and bytes."""
 
     call: float
     durable: float
@@ -104,7 +107,7 @@ class UnchangedFigures:
 
 
 def sooner_than_peers(found: dict[str, Any], peers: Collection[str] = ASYNC_PEERS) -> tuple[float, str] | None:
-    """How many times sooner asyncckpt is durable than the best of ``peers``, and which that is."""
+    """Return the ratio of the best peer's durable time to asyncckpt's, and the name of that peer."""
     medians = {name: median(result.get("durable_s", [])) for name, result in found["results"].items()}
     ours = medians.get(OURS)
     others = [(value, name) for name in peers if (value := medians.get(name)) is not None]
@@ -116,7 +119,7 @@ def sooner_than_peers(found: dict[str, Any], peers: Collection[str] = ASYNC_PEER
 
 @dataclass(frozen=True)
 class LoopFigures:
-    """What a save costs the loop: seconds, median and quartiles of the pairs; in steps; over copying the bytes once."""
+    """The cost of a save to the loop: median and quartiles in seconds, in steps, and relative to one copy."""
 
     cost: float
     low: float
@@ -125,7 +128,7 @@ class LoopFigures:
     ratio: float
     pairs: int
     late: int
-    """Pairs in which the save was not durable by the end of its block: it costs more than was measured."""
+    """Pairs with a save that is not durable by the end of its block. The save costs more than measured."""
 
     @classmethod
     def of(cls, result: dict[str, Any], copy: float) -> LoopFigures:
@@ -144,7 +147,7 @@ COPY, READ_AND_COPY = "copying the bytes once", "direct read and copy"
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """Seconds, the median of warm loads; over a direct read and a copy; over a copy alone; of the first."""
+    """Median seconds of warm loads, ratios to a direct read and a copy and to a copy, and seconds of the first load."""
 
     load: float
     read_ratio: float
@@ -153,7 +156,7 @@ class LoadFigures:
 
 
 def load_figures(found: Result) -> dict[str, LoadFigures]:
-    """By contestant; before them that of the limits."""
+    """Return the figures of the limits, then those of each contestant."""
     copy = copy_limit(found)
     limit = copy + statistics.median(found["limits"]["direct read"])
     rows = {COPY: LoadFigures(copy, copy / limit, 1, None)}

@@ -1,4 +1,4 @@
-"""Files of checkpoints: where they are, syncing them, what of them is in the page cache; where workers are found."""
+"""Files of checkpoints: list, sync, and drop them from the page cache. Folders for work and for workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncckpt.link.endpoint import FOLDER_VARIABLE
 
 @contextmanager
 def working_folder(inside: str | None) -> Iterator[str]:
-    """A folder in ``inside`` (None: the system's for temporary files), removed in the end."""
+    """Create a folder in ``inside`` (None: the system's temporary folder), and remove it at the end."""
     if inside is not None:
         os.makedirs(inside, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=inside, prefix="bench-", ignore_cleanup_errors=True) as folder:
@@ -24,7 +24,7 @@ def working_folder(inside: str | None) -> Iterator[str]:
 
 @contextmanager
 def runtime_folder(folder: str) -> Iterator[None]:
-    """Workers are found in ``folder`` meanwhile, by no one else."""
+    """Set ``folder`` as the runtime folder, so that only this process and its children find the workers."""
     before = os.environ.get(FOLDER_VARIABLE)
     os.environ[FOLDER_VARIABLE] = folder
     try:
@@ -36,12 +36,12 @@ def runtime_folder(folder: str) -> Iterator[None]:
 
 
 def files_in(folder: str) -> list[str]:
-    """All of them, also in folders within."""
+    """Return all files in ``folder`` and its subfolders."""
     return [str(path) for path in Path(folder).rglob("*") if path.is_file()]
 
 
 def sync(folder: str) -> None:
-    """Until all in ``folder`` is on storage: files, and the folders that name them."""
+    """Sync all files in ``folder``, and the folders that name them."""
     inside = [str(path) for path in Path(folder).rglob("*") if path.is_file() or path.is_dir()]
     for path in [*inside, folder, os.path.dirname(folder)]:
         fd = os.open(path, os.O_RDONLY)
@@ -52,7 +52,7 @@ def sync(folder: str) -> None:
 
 
 def forget(folder: str) -> None:
-    """Out of the page cache with them. What is not yet on storage stays."""
+    """Drop the files in ``folder`` from the page cache. Pages that are not yet on storage stay."""
     for path in files_in(folder):
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -60,7 +60,7 @@ def forget(folder: str) -> None:
 
 
 def cached_bytes(folder: str) -> int:
-    """How much of the files is in the page cache."""
+    """Return the bytes of the files in the page cache."""
     return sum(map(_cached_bytes, files_in(folder)))
 
 
@@ -72,7 +72,7 @@ def _cached_bytes(path: str) -> int:
     size = os.stat(path).st_size
     if not size:
         return 0
-    # Private and writable, as ctypes wants it to tell the address; nothing is written.
+    # ctypes gives the address only of a writable mapping, so this one is private and writable. Nothing is written.
     with open(path, "rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
         start = ctypes.c_char.from_buffer(mapped)
         pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))

@@ -1,8 +1,8 @@
-"""What the first save of a job of thousands costs the first rank: in a new job, and in one that goes on.
+"""Measure the first save of a job of thousands of ranks on the first rank, in a new job and in a resumed job.
 
-The first rank is real, its engine, its worker and the store, in a process group whose other ranks torch makes up. What
-these would send is there before: so what is left out is the network, and waiting for them; and what a load takes longer
-for reading the plan. Another save goes before, so that neither pays for what it imports.
+The first rank is real: its engine, its worker and the store. torch fakes the other ranks of the process group. Their
+messages are in the store before the save begins, so the result leaves out the network and the waiting time. The result
+also leaves out the time to read the stored plan at load. A save before the measurement takes the cost of imports.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from asyncckpt.ranks.rounds import Call, Rounds, pack, round_name
 
 _TIMEOUT_S = 300.0
 _STEP, _ATTEMPT = 1, "attempt"
-# Of each tensor on a rank, in elements.
+# The shape of each tensor on a rank, in elements.
 _ROWS, _COLUMNS = 64, 1024
 
 
 class FirstSaves(NamedTuple):
-    """Seconds that ``save`` takes on the first rank where it is planned, and where the plan is stored; ``nbytes``: what
-    each other rank sends for the former.
+    """Seconds of ``save`` on the first rank with a new plan and with a stored plan.
+
+    ``nbytes``: bytes that each other rank sends for a new plan.
     """
 
     planned_s: float
@@ -55,7 +56,7 @@ class FirstSaves(NamedTuple):
 
 
 def save_plan(rank: int, world_size: int, items: int) -> SavePlan:
-    """As FSDP2 and Adam make it: every tensor sharded over all ranks, and step counters that all have."""
+    """Return a plan like that of FSDP2 and Adam, with every tensor sharded over all ranks."""
     properties = TensorProperties(dtype=torch.float32)
     size = torch.Size([world_size * _ROWS, _COLUMNS])
     made = []
@@ -68,11 +69,11 @@ def save_plan(rank: int, world_size: int, items: int) -> SavePlan:
 
 
 def simulate_first_saves(world_size: int, items: int) -> FirstSaves:
-    """What the first ``save`` of a job costs.
+    """Measure the first ``save`` of a job.
 
     Args:
-        world_size: How many ranks there are.
-        items: Of how many tensors each has a shard.
+        world_size: The number of ranks.
+        items: The number of tensors with a shard on each rank.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -105,7 +106,7 @@ def simulate_first_saves(world_size: int, items: int) -> FirstSaves:
 
 
 def _others(rendezvous: Rendezvous, world_size: int) -> list[Rounds]:
-    """The other ranks, on one connection."""
+    """Return the other ranks, which share one connection."""
     first = Rounds(_of(rendezvous, 1), _TIMEOUT_S)
     first.store_id(_TIMEOUT_S)
     return [
@@ -124,7 +125,7 @@ def _first_rank(pipe: Connection, world_size: int, items: int, path: str) -> Non
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     plans: list[CheckpointPlan] = []
     with tempfile.TemporaryDirectory() as folder, Engine(Config(timeout=_TIMEOUT_S), alone=True) as engine:
-        engine.save(os.path.join(folder, "step"), {"a": torch.zeros(1)}).result()  # what any first save imports
+        engine.save(os.path.join(folder, "step"), {"a": torch.zeros(1)}).result()  # run all imports of a first save
 
     def noting(*args: Any) -> None:
         make_plans(*args)
@@ -143,7 +144,7 @@ def _first_rank(pipe: Connection, world_size: int, items: int, path: str) -> Non
         engine.start()
         if stored:
             engine.plan_as(partial(_stored, plans[0]))
-        gc.collect()  # or the second would pay for what the first has left
+        gc.collect()  # otherwise the second save pays for the garbage of the first
         pipe.recv()
         begun = time.perf_counter()
         engine.save(path, state, step=_STEP)
@@ -164,7 +165,7 @@ def _state(world_size: int, items: int) -> dict[str, Any]:
 
 
 def _stored(plan: CheckpointPlan) -> StoredPlan:
-    """As it comes from the checkpoint that was saved by ``plan``."""
+    """Return the plan as read from the checkpoint that ``plan`` saved."""
     indexes = []
     for file in plan.files:
         tail = Index.tail(file.nbytes, array("Q", bytes(8 * (len(file.spans) - 1))))

@@ -1,9 +1,9 @@
-"""What a save costs a training by Hugging Face's Trainer, by Lightning's, and in torchtitan's loop: with their own
-saves, and with ours.
+"""Measure saves in a training by Hugging Face's Trainer, by Lightning, and in torchtitan's loop.
 
-Each turn is a short training with one save in it. *Blocked* is the call that saves. *Lost* is what the steps from the
-save on took more than as many before it, until well after the checkpoint was there: all that a save takes from the
-training. *Durable* is from the call until the checkpoint is on storage; where nobody syncs it, this does.
+Each trains with its own saves and with asyncckpt's. Each turn is a short training with one save. *Blocked* is the time
+of the call. *Lost* is the extra time of the steps from the save on, compared with as many usual steps, until well after
+the checkpoint is written. It includes everything that a save takes from the training. *Durable* is the time from the
+call until the checkpoint is on storage. The suite syncs the files if nobody else does.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from bench.turns import Pace, take
 
 WIDTH = 1024
 BEFORE, AFTER = 5, 14
-"""Steps before the save, the first of which is not counted, and after it."""
-_STATES = 3  # of AdamW's: the parameters and two moments
+"""The numbers of steps before and after the save. The first step is not counted."""
+_STATES = 3  # the parameters and two moments of AdamW
 
 
 class Stack(torch.nn.Module):
-    """Linear layers with so many bytes of state that a step of AdamW is most of the work."""
+    """Linear layers with so many bytes of state that AdamW's step is most of the work."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Stack(torch.nn.Module):
 
 @dataclass
 class Clock:
-    """When each step began, when the call that saves began and returned, when the checkpoint was there: seconds."""
+    """The times of one training in seconds: begin of each step, call and return of the save, end of the write."""
 
     steps: list[float] = field(default_factory=list)
     called: float = 0.0
@@ -57,11 +57,11 @@ class Clock:
     there: float = 0.0
 
     def step(self) -> None:
-        """A step begins."""
+        """Note the begin of a step."""
         self.steps.append(time.perf_counter())
 
     def figures(self, synced_s: float) -> dict[str, float]:
-        """What came of it; ``synced_s``: what the sync took that nobody had done."""
+        """Return the figures of the training. ``synced_s``: the seconds of the suite's sync."""
         lengths = [end - begin for begin, end in zip(self.steps[:-1], self.steps[1:], strict=True)]
         usual = statistics.median(lengths[1 : BEFORE - 1])
         since = lengths[BEFORE - 1 :]
@@ -71,7 +71,7 @@ class Clock:
 
 
 def _watched(call: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
-    """``call``, which saves."""
+    """Wrap the saving function ``call`` to note its begin and end."""
 
     def watched(*args: Any, **options: Any) -> Any:
         clock.called = time.perf_counter()
@@ -86,7 +86,7 @@ def _watched(call: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
 def _train_hugging_face(nbytes: int, folder: str, clock: Clock, *, ours: bool) -> None:
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    class Steps(TrainerCallback):  # type: ignore[misc]  # whose type is not known where it is not installed
+    class Steps(TrainerCallback):  # type: ignore[misc]  # the type is unknown if transformers is not installed
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             clock.step()
 
@@ -171,7 +171,7 @@ def _train_lightning(nbytes: int, folder: str, clock: Clock, *, way: str) -> Non
 
 
 def _train_torchtitan(nbytes: int, folder: str, clock: Clock, *, ours: bool, mode: Any) -> None:
-    """The loop of its ``Trainer``, which itself wants a CUDA device, with its own optimizers and manager."""
+    """Run the loop of torchtitan's ``Trainer`` with its optimizers and manager. The ``Trainer`` itself needs CUDA."""
     _find_torchtitan()
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.dataloader import ParallelAwareDataloader
@@ -215,7 +215,7 @@ def _train_torchtitan(nbytes: int, folder: str, clock: Clock, *, ours: bool, mod
             optimizers.step()
             schedulers.step()
             optimizers.zero_grad()
-            if step == 1:  # each manager begins with no memory
+            if step == 1:  # the first save of each manager allocates memory
                 checkpointer.save(step)
                 checkpointer.maybe_wait_for_saving()
             if step == BEFORE:
@@ -228,7 +228,7 @@ def _train_torchtitan(nbytes: int, folder: str, clock: Clock, *, ours: bool, mod
 
 
 def _find_torchtitan() -> None:
-    """``scripts/peers.sh`` has unpacked it, and what it needs, each into a folder of its own."""
+    """Add torchtitan and its requirements to the path. ``scripts/peers.sh`` unpacked each into a folder of its own."""
     for name in ("torchtitan", "torchdata", "spmd-types", "tyro", "docstring-parser", "typeguard"):
         sys.path.extend(str(each) for each in Path(sys.prefix, "peers").glob(f"{name}-*") if str(each) not in sys.path)
 
@@ -247,7 +247,7 @@ WAYS: Mapping[str, tuple[Callable[..., None], bool]] = {
     ),
     "torchtitan, asyncckpt": (partial(_train_torchtitan, ours=True, mode="async"), True),
 }
-"""What trains and saves once, and whether that syncs its files."""
+"""Functions that train and save once, and whether they sync their files."""
 
 
 def _turn(train: Callable[..., None], syncs: bool, nbytes: int, folder: str) -> dict[str, float]:
@@ -261,10 +261,10 @@ def _turn(train: Callable[..., None], syncs: bool, nbytes: int, folder: str) -> 
 
 
 def measure(gib: float, pace: Pace, folder: str) -> dict[str, Any]:
-    """By all there are, and the limits."""
+    """Measure all available ways, and the limits."""
     nbytes = int(gib * GIB)
     with suppress(ImportError):
-        import lightning.pytorch.utilities.rank_zero  # noqa: F401  # it sets up its loggers when it is imported
+        import lightning.pytorch.utilities.rank_zero  # noqa: F401  # the import sets up its loggers
     _be_quiet()
     limits = Limits(nbytes, folder)
     turns: dict[str, Callable[[], dict[str, float]]] = {

@@ -1,7 +1,7 @@
-"""How long new weights take to be on other hosts, each with a link of its own; and what becomes of it when one is lost.
+"""Measure how long new weights take to other hosts, each with a link of its own, also while a host is lost.
 
-A host is a network namespace of this machine, joined to the others by a bridge. What it sends, and what it receives, is
-held to a rate (``tc``). That wants Linux's ``ip`` and ``tc``, and root.
+A host is a network namespace of this machine, joined to the others by a bridge. ``tc`` limits its sending and receiving
+rate. This needs root, and Linux's ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ADDRESS = "policy"
 _LIMIT_S = 600.0
 _CONFIG = Config(timeout=60.0, linger=5.0)
 _NEEDED = ("ip", "tc")
-# How long after a publication a host is lost.
+# Seconds from a publication to the loss of a host.
 _INTO_IT_S = 1.0
 
 
 def missing() -> str | None:
-    """Why this cannot be measured here; None: it can."""
+    """Return the reason why hosts cannot be measured here, or None."""
     if os.geteuid() != 0:
         return "network namespaces can only be made by root"
     return next((f"there is no {tool} (Debian: iproute2)" for tool in _NEEDED if shutil.which(tool) is None), None)
@@ -47,7 +47,7 @@ LINK = "the bytes over one link"
 
 
 def measure(gib: float, tensors: int, hosts: int, mbit: int, rounds: int, folder: str) -> dict[str, Any]:
-    """New weights to one host, to ``hosts`` of them, to one that comes late, and while another host is lost."""
+    """Measure new weights to one host, to ``hosts`` hosts, to a late host, and while another host is lost."""
     with _network(hosts + 2, mbit) as names, contextlib.ExitStack() as ended:
         publisher = ended.enter_context(_Process(names[0], folder, "publish", gib, tensors))
         locator = publisher.said()["locator"]
@@ -78,7 +78,7 @@ def measure(gib: float, tensors: int, hosts: int, mbit: int, rounds: int, folder
 
 
 def _turns(publisher: _Process, readers: list[_Process], rounds: int) -> list[float]:
-    """Seconds until all have the next version, a cold turn before the first one that counts."""
+    """Return the seconds until all readers have the next version. The first, cold turn does not count."""
     found = []
     for _ in range(rounds + 1):
         before = publisher.link()
@@ -98,7 +98,7 @@ def _with_a_loss(publisher: _Process, readers: list[_Process]) -> float:
 
 
 class _Process:
-    """A process on a host, which is told what to do, and says what it has done, a line each."""
+    """A process on a host. It reads commands from standard input, and writes results to standard output, as lines."""
 
     def __init__(self, host: str, folder: str, *what: object) -> None:
         self.runtime = Path(folder, host)
@@ -107,9 +107,9 @@ class _Process:
         pipe = subprocess.PIPE
         self._host = host
         self.sent: list[tuple[int, float]] = []
-        """Of the publisher: for each turn, to how many hosts, and how many bytes its link has carried."""
+        """For the publisher, in each turn: the number of reading hosts, and the bytes sent over its link."""
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-        self._in: IO[str] = self._process.stdin  # type: ignore[assignment]  # it has both pipes
+        self._in: IO[str] = self._process.stdin  # type: ignore[assignment]  # both pipes exist
         self._out: IO[str] = self._process.stdout  # type: ignore[assignment]
 
     def tell(self, text: str) -> None:
@@ -123,13 +123,13 @@ class _Process:
         return found
 
     def link(self) -> float:
-        """How many bytes the host has sent so far."""
+        """Return the bytes that the host has sent so far."""
         command = ["ip", "-s", "-j", "-n", self._host, "link", "show", "host"]
         shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         return float(shown[0]["stats64"]["tx"]["bytes"])
 
     def lose(self) -> None:
-        """Kill it, and its host's worker, which it would start again."""
+        """Kill the process first, because it would restart its worker, then the worker."""
         self._process.kill()
         self._process.wait()
         os.environ[FOLDER_VARIABLE] = str(self.runtime)
@@ -150,7 +150,7 @@ class _Process:
 
 @contextlib.contextmanager
 def _network(hosts: int, mbit: int) -> Iterator[list[str]]:
-    """Namespaces with an address each, joined by a bridge, each with a link of so many Mbit a second."""
+    """Create namespaces joined by a bridge. Each has an address, and a link of ``mbit`` Mbit/s."""
     names = [f"{_PREFIX}-{number}" for number in range(hosts)]
     bridge = f"{_PREFIX}-br"
     limit = f"root tbf rate {mbit}mbit burst 256kb latency 50ms"

@@ -1,4 +1,4 @@
-"""Measurements to make: each with all its choices, and together the standard set."""
+"""The measurements with their choices, and the standard set of them."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from bench.turns import Pace
 
 SCALE_TENSORS = (100, 1000, 10_000, 100_000)
 SCALE_SHARES = (1 / 16, 1 / 4, 1.0)
-"""Of the bytes."""
+"""Shares of the bytes."""
 SIMULATED = (64, 512, 4096, 16384)
 SIMULATED_ITEMS = 25
 FEWER = ("asyncckpt-nvrx", "torchsnapshot", "dcp-process", "dcp-save")
-"""Left out where the standard set has no time for all."""
+"""Contestants left out if the standard set has no time for all."""
 PROCESSES = (1, 2, 4, 8)
 WEIGHTS_TENSORS = (400, 8000)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement; ``measure`` takes the folder to write in."""
+    """One measurement. ``measure`` takes the folder to write in."""
 
     kind: str
     label: str
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What holds for all of them."""
+    """Choices that all measurements share."""
 
     names: Sequence[str] = tuple(ENTRIES)
     pace: Pace = Pace()
@@ -80,7 +80,7 @@ def train(request: Request, choices: Choices, threads: int) -> Job:
 
 
 def load(request: Request, choices: Choices) -> Job:
-    """All there are: they are few."""
+    """Return a measurement of loads by asyncckpt and all peers, because there are only a few."""
 
     def measure(folder: str) -> dict[str, Any]:
         return loads.measure(request, list(loads.PEERS), choices.pace, folder)
@@ -213,13 +213,13 @@ def _label(request: Request) -> str:
 
 
 def standard(gib: float, device: str, choices: Choices, minutes: float, cores: int) -> Iterator[Job]:
-    """The set that ``docs/benchmarks`` shows, within about so many minutes on a small machine."""
+    """Yield the measurements of ``docs/benchmarks``. They take about ``minutes`` on a small machine."""
 
     def request(name: str, of_gib: float = gib) -> Request:
         return Request(name=name, gib=of_gib, device=device)
 
     def within(share: float, *, but: Sequence[str] = ()) -> Choices:
-        """So much of the time, none of the contestants more than a fourth of that; and who has no part in it."""
+        """Return choices with a share of the time, at most a fourth for each contestant, and without ``but``."""
         budget = share * minutes * 60
         pace = replace(choices.pace, budget=budget, patience=min(choices.pace.patience, budget / 4))
         return replace(choices, pace=pace, names=[name for name in choices.names if name not in but])
@@ -229,7 +229,7 @@ def standard(gib: float, device: str, choices: Choices, minutes: float, cores: i
     yield save(request("100000x10kB"), replace(within(0.05, but=["asyncckpt-nvrx", "dcp-save"]), check=False))
     for model in ARCHITECTURES:
         yield save(request(model), within(0.03, but=FEWER))
-    # What blocks until all is written costs just that: measured above.
+    # Leave out contestants that block until the write ends. Their cost to the loop is that time, measured above.
     yield train(request("400"), within(0.2, but=["asyncckpt-nvrx", "dcp-save", "torch-save"]), 1)
     if cores > 1:
         yield train(request("400"), within(0.08, but=[*FEWER, "torch-save"]), cores)

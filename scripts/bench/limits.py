@@ -1,6 +1,6 @@
-"""What all are measured by: copying the bytes once, and moving them past the page cache, as fast as this machine can.
+"""The limits that contestants are compared to: one copy of the bytes, and direct I/O as fast as this machine can.
 
-The copies are those that everybody has, by ``memcpy`` and by torch. A loop of streaming stores takes less than they do.
+The copies use the common ways, ``memcpy`` and torch. A loop of streaming stores would be faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncckpt.shm.segment import PAGE, Segment
 from asyncckpt.storage.local_file import LocalFile
 
 WRITE_THREADS = 2
-# Above these sizes a disk gets no faster, if the buffers are on huge pages.
+# Larger sizes make no disk faster if the buffers are on huge pages.
 WRITE_BYTES = 4 << 20
 READ_THREADS = 4
 READ_BYTES = 2 << 20
@@ -28,10 +28,10 @@ DIGEST_BYTES = 8 << 20
 
 
 class WriteLimit:
-    """A direct write of so many bytes into a new file, until they are on storage."""
+    """A direct write of a number of bytes into a new file, until they are on storage."""
 
     def __init__(self, nbytes: int, folder: str) -> None:
-        """They are the same few over and over, in the best of buffers."""
+        """Fill the buffers, which are on huge pages. Each write repeats their bytes."""
         self._path = f"{folder}/limit"
         self._buffers = [huge_buffer(WRITE_BYTES) for _ in range(WRITE_THREADS)]
         for buffer in self._buffers:
@@ -39,7 +39,7 @@ class WriteLimit:
         self._nbytes = max(PAGE, nbytes // PAGE * PAGE)
 
     def direct_write(self) -> float:
-        """In large pieces, by a few threads."""
+        """Write in large pieces by a few threads, sync, and return the seconds."""
         begun = time.perf_counter()
         file = LocalFile(self._path, direct=True)
 
@@ -57,7 +57,7 @@ class WriteLimit:
 
 
 class Limits:
-    """With memory of its own, all of it touched; the methods return seconds."""
+    """The limits for a number of bytes, in preallocated and touched memory. The methods return seconds."""
 
     def __init__(self, nbytes: int, folder: str, device: str = "cpu") -> None:
         self._nbytes = nbytes
@@ -72,22 +72,22 @@ class Limits:
             self._on_device = self._source.to(device), pinned
 
     def of_copies(self) -> dict[str, Callable[[], float]]:
-        """Of copying the bytes once, by name."""
+        """Return the measurements of one copy of the bytes, by name."""
         found = {"memcpy": self.memcpy, "memcpy, all cores": self.memcpy_all_cores}
         return found | ({"pinned copy": self.pinned_copy} if self._on_device else {})
 
     def of_saves(self) -> dict[str, Callable[[], float]]:
-        """Of these and a write."""
+        """Return the measurements of one copy and of a direct write, by name."""
         return self.of_copies() | {"direct write": self.direct_write}
 
     def memcpy(self) -> float:
-        """By one thread, into shared memory that is in use."""
+        """Copy by one thread into shared memory that is in use."""
         begun = time.perf_counter()
         ctypes.memmove(self._target.data_ptr(), self._source.data_ptr(), self._nbytes)
         return time.perf_counter() - begun
 
     def memcpy_all_cores(self) -> float:
-        """By torch, with a thread for each core."""
+        """Copy by torch, with a thread for each core."""
         threads = torch.get_num_threads()
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         begun = time.perf_counter()
@@ -97,11 +97,11 @@ class Limits:
         return elapsed
 
     def direct_write(self) -> float:
-        """Past the page cache, until they are on storage."""
+        """Write past the page cache, until the bytes are on storage."""
         return self._written.direct_write()
 
     def digests_all_cores(self) -> float:
-        """Reading them once, with XXH3 of 128 bits of each piece, by a thread for each core."""
+        """Read the bytes once, and compute a 128-bit XXH3 of each piece, with a thread for each core."""
         view = self._source.numpy().data
         begun = time.perf_counter()
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -110,7 +110,7 @@ class Limits:
         return time.perf_counter() - begun
 
     def pinned_copy(self) -> float:
-        """From the device into pinned memory."""
+        """Copy from the device into pinned memory."""
         if self._on_device is None:
             raise RuntimeError("there is no device")
         source, target = self._on_device
@@ -134,7 +134,7 @@ class Limits:
 
 
 class ReadLimit:
-    """A direct read of a file, into the best of buffers, used again."""
+    """A direct read of a file into reused buffers on huge pages."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -1,7 +1,8 @@
-"""What a load costs: from the memory that a killed trainer has left, and from storage.
+"""Measure loads from the memory that a killed trainer left, and from storage.
 
-A trainer saves and is killed; this process then loads in its place, over and over, in turns. Files are out of the page
-cache before each load. All bytes are checked by asyncckpt, and by no peer; what was loaded is compared after each turn.
+A trainer saves and is killed. Then this process loads in its place, again and again, in turns. Files are dropped from
+the page cache before each load. asyncckpt checks all bytes, and its peers check none. The loaded values are compared
+after each turn.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LIMIT_S = 60.0
 
 
 def save_and_die(folder: str, request: Request, with_torch: bool) -> None:
-    """The trainer before this one."""
+    """Run the trainer that saves and is killed."""
     state = make(request).state
     checkpointer = asyncckpt.Checkpointer(f"{folder}/ours", asyncckpt.Config(linger=LINGER_S))
     checkpointer.save(STEP, state).result(LIMIT_S)
@@ -44,7 +45,7 @@ def save_and_die(folder: str, request: Request, with_torch: bool) -> None:
 
 
 def load_from_memory(folder: str, state: State) -> float:
-    """By a trainer that has just been started: the memory has to be found and mapped."""
+    """Load as a new trainer does. The time includes finding and mapping the memory."""
     with asyncckpt.Checkpointer(f"{folder}/ours") as checkpointer:
         begun = time.perf_counter()
         checkpointer.load(state)
@@ -78,7 +79,7 @@ def load_by_torch(folder: str, state: State) -> float:
 
 
 Load = Callable[[str, State], float]
-"""Fills the state, and returns the seconds that took."""
+"""Fills the state, and returns the seconds of the load."""
 
 OURS: dict[str, Load] = {"asyncckpt, memory": load_from_memory, "asyncckpt, storage": load_from_storage}
 PEERS: dict[str, Load] = {"dcp-load": load_by_dcp, "torch-load": load_by_torch}
@@ -88,7 +89,7 @@ def _turn(load: Load, folder: str, state: State, expected: State, pause: float) 
     for tensor in tensors_of(state):
         tensor.fill_(1)
     files.forget(folder)
-    time.sleep(pause)  # the kernel has to free what it had
+    time.sleep(pause)  # the kernel frees memory
     elapsed = load(folder, state)
     if not same_tensors(expected, state):
         raise RuntimeError("it has loaded something else")
@@ -96,7 +97,7 @@ def _turn(load: Load, folder: str, state: State, expected: State, pause: float) 
 
 
 def measure(request: Request, names: Sequence[str], pace: Pace, folder: str) -> dict[str, Any]:
-    """Loads by ours and by these peers, and the limits."""
+    """Measure loads by asyncckpt and by these peers, and the limits."""
     with _left_worker(folder):
         trainer = multiprocessing.get_context("spawn").Process(
             target=save_and_die, args=(folder, request, "torch-load" in names)
@@ -127,7 +128,7 @@ def measure(request: Request, names: Sequence[str], pace: Pace, folder: str) -> 
 
 @contextmanager
 def _left_worker(folder: str) -> Iterator[None]:
-    """Where the worker is found that the killed trainer has left; it leaves in the end."""
+    """Set the runtime folder of the killed trainer's worker, and retire the worker at the end."""
     with files.runtime_folder(f"{folder}/runtime"):
         try:
             yield

@@ -1,6 +1,6 @@
-"""What a load of several ranks costs under FSDP2: each fills its shards, out of a checkpoint that all have saved.
+"""Measure loads of several ranks under FSDP2. Each rank fills its shards from a checkpoint that all ranks saved.
 
-The model is a stack of square linear layers. Files are out of the page cache before each load.
+The model is a stack of square linear layers. Files are dropped from the page cache before each load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOADS: dict[str, Load] = {name: (OURS | PEERS)[name] for name in ("asyncckpt, st
 
 
 def _sharded(nbytes: int, layers: int) -> State:
-    """The state of such a model, of which this rank has its shards."""
+    """Return the state of the model, with the shards of this rank."""
     width = max(1, round(math.sqrt(nbytes / layers / 4)))
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -66,7 +66,7 @@ def _rank(rank: int, count: int, rendezvous: str, folder: str, nbytes: int, laye
         dist.barrier()
         if rank == 0:
             files.forget(folder)
-            time.sleep(pace.pause)  # the kernel has to free what it had
+            time.sleep(pace.pause)  # the kernel frees memory
         dist.barrier()
         return call()
 
@@ -90,7 +90,7 @@ def _rank(rank: int, count: int, rendezvous: str, folder: str, nbytes: int, laye
 
 
 def measure(gib: float, layers: int, count: int, pace: Pace, folder: str) -> dict[str, Any]:
-    """Loads by a job of ``count`` ranks, of which the slowest counts, and the limits for all of them at once."""
+    """Measure loads by a job of ``count`` ranks, and the limits on all ranks at once. The slowest rank counts."""
     found = launch(_rank, count, folder, int(gib * GIB), layers, pace)
     found["state"] |= {"description": f"{layers:,} layers under FSDP2, {count} ranks"}
     return found  # type: ignore[no-any-return]

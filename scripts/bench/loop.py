@@ -1,7 +1,7 @@
-"""What a save costs the training loop: the time of steps with a save in them, less that of as many steps without.
+"""Measure the cost of a save to the training loop: the time of steps with a save, minus that of steps without.
 
-In pairs of blocks of steps: one with a save at its beginning and one without, in turn which of them is first. A block
-is so long that the save is durable before its end. The cost is the median of the differences.
+Steps run in pairs of equal blocks, one with a save at its beginning and one without, in alternating order. A block is
+long enough for the save to be durable before its end. The cost is the median of the differences.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from bench.trainer import Trainer
 from bench.turns import Pace, take
 
 LONGER = 2.0
-"""A block is so many times as long as the first warm save took, and some steps more."""
+"""The length of a block, as a multiple of the first warm save. ``SPARE_STEPS`` are added."""
 SPARE_STEPS = 4
 ROW = ("cost_s", "with_s", "without_s", "steps", "fitted")
 
 
 class Blocks:
-    """One contestant's pairs of blocks."""
+    """The pairs of blocks of one contestant."""
 
     def __init__(self, contestant: Contestant, trainer: Trainer) -> None:
         self._contestant = contestant
@@ -41,7 +41,7 @@ class Blocks:
         self._save_first = False
 
     def calibrate(self) -> None:
-        """A cold save, and a warm one that tells how many steps it takes until it is durable."""
+        """Run a cold and a warm save, and count the steps until the warm save is durable."""
         for _ in range(2):
             self.remove()
             steps, saved = 0, self._begin()
@@ -54,7 +54,7 @@ class Blocks:
         self._steps = int(steps * LONGER) + SPARE_STEPS
 
     def pair(self) -> list[float]:
-        """``ROW``: what the save costs, the seconds of both blocks, their steps, and 1 if it was durable in time."""
+        """Return ``ROW``: the cost of the save, the seconds of both blocks, their steps, and 1 if durable in time."""
         self._save_first = not self._save_first
         if self._save_first:
             with_s, fitted = self._block(save=True)
@@ -93,16 +93,16 @@ class Blocks:
         return _Saved(self._contestant, self._number, self._trainer)
 
     def check(self, made: Made) -> None:
-        """That the newest checkpoint is not torn by the steps that came after it. Raises ``RuntimeError``."""
+        """Check that later steps did not tear the newest checkpoint. Raises ``RuntimeError``."""
         check(self._contestant, self._number, self._step_number, self._trainer, made)
 
     def remove(self) -> None:
-        """The newest checkpoint."""
+        """Delete the newest checkpoint."""
         self._contestant.remove(self._number)
 
 
 class _Saved:
-    """A save in the loop; what does not sync itself is synced by a thread when it is written."""
+    """A save in the loop. A thread syncs the written files if the contestant does not."""
 
     def __init__(self, contestant: Contestant, number: int, trainer: Trainer) -> None:
         self._pending = contestant.save(number, trainer.state)
@@ -112,7 +112,7 @@ class _Saved:
             self._syncing = threading.Thread(target=files.sync, args=(contestant.path(number),))
 
     def poll(self) -> bool:
-        """Whether it is durable. To be asked between steps."""
+        """Return whether the save is durable. Must be called between steps."""
         if not self._written:
             self._written = self._pending.poll()
             if self._written and self._syncing is not None:
@@ -123,7 +123,7 @@ class _Saved:
 def measure(
     request: Request, names: Sequence[str], threads: int, pace: Pace, folder: str, *, checked: bool = True
 ) -> dict[str, Any]:
-    """The cost by these contestants, with a trainer of so many threads, and what copying the bytes once takes."""
+    """Measure the cost with each contestant and a trainer of ``threads`` threads, and the copy of the bytes."""
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -145,7 +145,7 @@ def _measure(request: Request, names: Sequence[str], pace: Pace, folder: str, ch
         copies: dict[str, Callable[[], list[float]]] = {
             name: partial(_alone, limit) for name, limit in limits.of_copies().items()
         }
-        # The first round is the one that calibrates.
+        # The first round calibrates.
         taken = take(copies | {name: _Turn(each) for name, each in blocks.items()}, pace, f"loop {request.label}")
     left_out |= taken.left_out
     for name, each in blocks.items():
@@ -176,7 +176,7 @@ def _alone(limit: Callable[[], float]) -> list[float]:
 
 
 class _Turn:
-    """The first is to calibrate."""
+    """A turn of one contestant. The first turn calibrates."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks

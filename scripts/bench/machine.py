@@ -1,4 +1,4 @@
-"""On what it was measured."""
+"""Describe the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def describe(folder: str) -> dict[str, str]:
-    """The hardware and what runs on it; the disk is that of ``folder``."""
+    """Return the hardware, the system, and the disk of ``folder``."""
     found = {
         "CPU": f"{_cpu()}, {psutil.cpu_count()} cores",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
@@ -33,7 +33,7 @@ def _cpu() -> str:
 
 
 def _disk(folder: str) -> str:
-    """File system, and what kind of device it is on."""
+    """Return the file system of ``folder``, and the kind of its device."""
     inside = [part for part in psutil.disk_partitions(all=True) if _is_inside(folder, part.mountpoint)]
     if not inside:
         return "unknown"
@@ -42,7 +42,7 @@ def _disk(folder: str) -> str:
     block = Path("/sys/class/block", name)
     if not block.exists():
         return part.fstype
-    # A partition has its disk's folder above it.
+    # The folder of a partition is inside that of its disk.
     disk = block if (block / "queue").exists() else block.resolve().parent
     if name.startswith("vd"):
         return f"{part.fstype} on a virtual disk"

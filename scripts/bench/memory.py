@@ -1,9 +1,9 @@
-"""What memory a contestant takes, in all its processes, and what page cache its saves leave behind.
+"""Measure the memory of a contestant in all its processes, and the page cache that its saves leave behind.
 
-Each runs in a process of its own, which makes a state, warms up and then saves some times; meanwhile that process and
-all below it are looked at from here, every few milliseconds. *Private* is anonymous memory. *Shared* is shared memory
-(memory files, ``/dev/shm``), each page counted once however many processes map it: its proportional shares, added up.
-What the trainer had before it prepared its first save is taken off.
+Each contestant runs in a process of its own, which makes a state, warms up and then saves several times. Meanwhile this
+process samples that process and its descendants every few milliseconds. *Private* is anonymous memory. *Shared* is
+shared memory (memory files, ``/dev/shm``): the sum of proportional shares, so each page counts once. The trainer's
+memory before its first ``prepare`` is subtracted.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ LIMIT_S = 600.0
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes, at one moment."""
+    """Bytes at one moment."""
 
     trainer: int
-    """Private to the trainer's process."""
+    """Private bytes of the trainer's process."""
     others: int
-    """Private to all processes that it has started, and they."""
+    """Private bytes of all descendants of the trainer."""
     largest_other: int
-    """Of these, to the largest."""
+    """Private bytes of the largest descendant."""
     shared: int
     processes: int
-    """The others."""
+    """The number of descendants."""
 
     @property
     def total(self) -> int:
         return self.trainer + self.others + self.shared
 
     def since(self, base: Use) -> dict[str, int]:
-        """What has been added."""
+        """Return the increase since ``base``."""
         return {
             "trainer": self.trainer - base.trainer,
             "others": self.others,
@@ -61,12 +61,12 @@ class Use:
 
 
 def look(pid: int) -> Use:
-    """At a process and all below it."""
+    """Sample a process and all its descendants."""
     trainer = psutil.Process(pid)
     private, shared = _rollup(pid)
     others = []
     for process in trainer.children(recursive=True):
-        # One may end meanwhile.
+        # A process may end meanwhile.
         with suppress(OSError, psutil.NoSuchProcess):
             theirs, of_all = _rollup(process.pid)
             others.append(theirs)
@@ -75,7 +75,7 @@ def look(pid: int) -> Use:
 
 
 def _rollup(pid: int) -> tuple[int, int]:
-    """Of one process: anonymous bytes, and its share of shared memory."""
+    """Return the anonymous bytes of a process, and its share of shared memory."""
     sizes = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, _, rest = line.partition(":")
@@ -84,7 +84,7 @@ def _rollup(pid: int) -> tuple[int, int]:
 
 
 def measure(request: Request, names: Sequence[str], saves: int, folder: str) -> dict[str, Any]:
-    """One after the other, each in a process of its own."""
+    """Measure one contestant after the other, each in a process of its own."""
     results: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     facts: dict[str, Any] = {}
@@ -132,7 +132,7 @@ def _measure_one(name: str, request: Request, saves: int, folder: str) -> tuple[
 
 
 def _hear(pipe: Connection) -> Any:
-    """What the other process says. Raises what it raises."""
+    """Return the next answer of the other process. Raises ``RuntimeError`` with the error of that process."""
     try:
         good, said = pipe.recv()
     except EOFError as error:
@@ -143,7 +143,7 @@ def _hear(pipe: Connection) -> Any:
 
 
 def _run(pipe: Connection, name: str, request: Request, saves: int, folder: str) -> None:
-    """The process that saves."""
+    """Save, in a process of its own."""
     contestant = None
     try:
         made = make(request)

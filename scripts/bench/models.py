@@ -1,8 +1,8 @@
-"""The shapes of published models, and how much of one fits into so many bytes.
+"""The shapes of published models, and the part of a model that fits into a number of bytes.
 
 Shapes and names are those of the models on the Hugging Face hub. A large model is cut to one rank's part of a job: some
-layers (pipeline parallel), some experts (expert parallel), and of each tensor one part of its first dimension, as FSDP2
-shards it. So the number of tensors, their names and the mix of large and small are those that such a rank has.
+layers (pipeline parallel), some experts (expert parallel), and one part of each tensor's first dimension, as FSDP2
+shards it. So the number of tensors, their names and the mix of large and small tensors match a real rank.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from math import prod
 
 Shape = tuple[int, ...]
 Shapes = Callable[[range, range], Iterator[tuple[str, Shape]]]
-"""Names and shapes of the parameters in these layers, of experts these ones; those outside the layers are with the
-first and with the last of them."""
+"""Returns names and shapes of the parameters in some layers and experts. Parameters outside the layers come with the
+first and the last layer."""
 
 ADAM_BYTES = 2 + 3 * 4
-"""For each parameter: bf16, and in fp32 the master copy and two moments."""
+"""Bytes for each parameter: bf16, and in fp32 the master copy and two moments."""
 
 
 def gpt2(layers: range, experts: range) -> Iterator[tuple[str, Shape]]:
-    """GPT-2 124M; its output layer is its embedding."""
+    """GPT-2 124M. Its output layer is its embedding."""
     width, total = 768, ARCHITECTURES["gpt2"].layers
     if layers.start == 0:
         yield "transformer.wte.weight", (50257, width)
@@ -87,7 +87,7 @@ def olmoe(layers: range, experts: range) -> Iterator[tuple[str, Shape]]:
 
 
 def deepseek_v3(layers: range, experts: range) -> Iterator[tuple[str, Shape]]:
-    """DeepSeek-V3 without its multi-token prediction: latent attention, 256 experts and a shared one in most layers."""
+    """DeepSeek-V3 without multi-token prediction: latent attention, 256 experts and a shared one in most layers."""
     width, heads = 7168, 128
     yield from _ends(layers, ARCHITECTURES["deepseek-v3"].layers, 129280, width)
     for layer in layers:
@@ -113,7 +113,7 @@ def deepseek_v3(layers: range, experts: range) -> Iterator[tuple[str, Shape]]:
 
 @dataclass(frozen=True)
 class Part:
-    """Of a model, what one rank saves."""
+    """The part of a model that one rank saves."""
 
     shapes: dict[str, Shape]
     description: str
@@ -121,27 +121,27 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A model, and which part of it to take if it does not fit."""
+    """A model, and how to cut the model if it does not fit."""
 
     title: str
     shapes: Shapes
     layers: int
     experts: int = 0
     fewer_layers: bool = False
-    """Drop layers from the end until it fits; else all ``stage`` layers stay, and are sharded."""
+    """Drop layers from the end until the model fits. Otherwise all ``stage`` layers stay and are sharded."""
     stage: range | None = None
     """The layers of one pipeline stage. None: all."""
     local_experts: int | None = None
     """The experts of one rank. None: all."""
 
     def fit(self, nbytes: int) -> Part:
-        """So much of it that weights and optimizer take about ``nbytes``."""
+        """Return the part with weights and optimizer of about ``nbytes``."""
         layers = self.stage or range(self.layers)
         experts = range(self.experts if self.local_experts is None else self.local_experts)
         shapes = dict(self.shapes(layers, experts))
         while self.fewer_layers and len(layers) > 1 and _nbytes(shapes) > nbytes:
             layers = layers[:-1]
-            # The last norm stays.
+            # Keep the last norm.
             shapes = dict(self.shapes(layers, experts)) | _last(self, experts)
         ranks = max(1, round(_nbytes(shapes) / nbytes))
         if ranks > 1:
@@ -157,7 +157,7 @@ class Architecture:
 
 
 def _last(architecture: Architecture, experts: range) -> dict[str, Shape]:
-    """What is behind the last layer."""
+    """Return the parameters after the last layer."""
     return dict(architecture.shapes(range(architecture.layers, architecture.layers), experts))
 
 

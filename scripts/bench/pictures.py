@@ -1,4 +1,4 @@
-"""Pictures, one for each measurement, drawn from its JSON."""
+"""Draw one picture for each measurement from its JSON."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ Bars = Sequence[tuple[str, float | None]]
 
 
 def draw(found: Result, path: Path) -> None:
-    """Into a PNG."""
+    """Draw a result into a PNG file."""
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = _DRAWN[found["kind"]](found)
-        # No date: the same figures make the same file.
+        # Without a date, the same figures give the same file.
         figure.savefig(path, dpi=DPI, format="png", metadata={"Software": None})
 
 
 def draw_bars(axes: Any, bars: Bars, label: str, limit: float, milli: bool = True) -> None:
-    """Horizontal ones, with a line at ``limit`` through all; on a logarithmic axis where they differ much."""
+    """Draw horizontal bars and a line at ``limit``. The axis is logarithmic if the values differ much."""
     scale = 1e3 if milli else 1.0
     shown = [(name, value * scale) for name, value in bars if value is not None]
     values = [value for _, value in shown] or [limit * scale]

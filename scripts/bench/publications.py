@@ -1,4 +1,4 @@
-"""What it costs to put weights where readers of the same host find them, and what it costs these to take them."""
+"""Measure how long weights take to publish to readers on the same host, and to acquire there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Named = dict[str, torch.Tensor]
 
 
 class Way(ABC):
-    """A way to publish."""
+    """A way to publish weights."""
 
     def __init__(self, weights: Named, folder: str) -> None:
         self.weights = weights
@@ -35,7 +35,7 @@ class Way(ABC):
         self.version = 0
 
     def turn(self) -> float:
-        """Publish the next version; the seconds it takes."""
+        """Publish the next version, and return the seconds."""
         self.version += 1
         begun = time.perf_counter()
         self.publish()
@@ -45,7 +45,7 @@ class Way(ABC):
     def publish(self) -> None: ...
 
     def close(self) -> None:
-        """Clear up."""
+        """Release all resources. Does nothing by default."""
         return
 
 
@@ -72,7 +72,7 @@ class OursOneByOne(Ours):
 
 
 class OursStaged(Way):
-    """What is staged for a checkpoint; the save is not counted."""
+    """Publication of a save that is just staged. The time of the save does not count."""
 
     def __init__(self, weights: Named, folder: str) -> None:
         super().__init__(weights, folder)
@@ -90,14 +90,14 @@ class OursStaged(Way):
         return elapsed
 
     def publish(self) -> None:
-        """It has a turn of its own."""
+        """Do nothing. This class overrides ``turn``."""
 
     def close(self) -> None:
         self._checkpointer.close()
 
 
 class SharedCopies(Way):
-    """One tensor in shared memory for each, made once: no versions, and a reader may see half of one."""
+    """Copies into one shared tensor for each weight, created once. There are no versions, and a reader may see half."""
 
     def __init__(self, weights: Named, folder: str) -> None:
         super().__init__(weights, folder)
@@ -111,14 +111,14 @@ class SharedCopies(Way):
 
 
 class FreshCopies(Way):
-    """New memory each time, as verl's engine for MoonshotAI's does before it copies again, and pins."""
+    """A clone into new memory each time, as in verl's engine for MoonshotAI's, which then copies again and pins."""
 
     def publish(self) -> None:
         self._copies = {name: tensor.clone() for name, tensor in self.weights.items()}
 
 
 class File(Way):
-    """A safetensors file in memory, which readers reload."""
+    """A safetensors file in memory. Readers load the file again for each version."""
 
     def __init__(self, weights: Named, folder: str) -> None:
         super().__init__(weights, folder)
@@ -175,7 +175,7 @@ def _open(file: File, tensors: int) -> float:
 
 
 def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
-    """All ways, in turns, beside copies of the bytes."""
+    """Measure all ways in turns, next to copies of the bytes."""
     made = make(request)
     weights = {f"layer.{number}.weight": tensor for number, tensor in enumerate(tensors_of(made.state))}
     before = os.environ.get(FOLDER_VARIABLE)

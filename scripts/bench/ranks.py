@@ -1,4 +1,4 @@
-"""What a save costs as ranks grow: real jobs on this machine, beside a direct write of the same bytes."""
+"""Measure saves of real jobs on this machine by number of ranks, next to a direct write of the same bytes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor, Shard
 import asyncckpt
 from bench.limits import WriteLimit
 
-# Until what the save before has left to remove is gone.
+# Seconds for the removal of older checkpoints after a save.
 _PAUSE_S = 0.5
 
 
 def _sharded(total: int, tensors: int) -> dict[str, Any]:
-    """``total`` bytes in ``tensors`` tensors, each sharded over all ranks, and a replicated one."""
+    """Return ``total`` bytes in ``tensors`` tensors, each sharded over all ranks, and a replicated tensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = total // tensors // (256 * 4) // dist.get_world_size()
     shards = {
@@ -71,9 +71,9 @@ def _rank(rank: int, world_size: int, rendezvous: str, folder: str, total: int, 
 
 
 def launch(rank: Callable[..., None], count: int, where: str, *args: object) -> Any:
-    """A job of ``count`` processes, each of which calls ``rank(number, count, rendezvous, folder, *args)``.
+    """Run a job of ``count`` processes that call ``rank(number, count, rendezvous, folder, *args)``.
 
-    Returns what ``folder/result.json`` then says. Raises ``RuntimeError`` if a rank fails.
+    Returns the content of ``folder/result.json``. Raises ``RuntimeError`` if a rank fails.
     """
     context = multiprocessing.get_context("spawn")
     folder = tempfile.mkdtemp(dir=where)
@@ -94,7 +94,7 @@ def launch(rank: Callable[..., None], count: int, where: str, *args: object) -> 
 
 
 def measure(counts: Sequence[int], total: int, tensors: int, saves: int, where: str) -> list[dict[str, Any]]:
-    """A row for each number of processes."""
+    """Return a row for each number of processes."""
     found = []
     for count in counts:
         result = launch(_rank, count, where, total, tensors, saves)

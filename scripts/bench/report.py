@@ -1,4 +1,4 @@
-"""The page in ``docs/benchmarks``: a picture and a table for each result, and what stands behind the figures."""
+"""Write the page in ``docs/benchmarks``: a picture and a table for each result, and explanations of the figures."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ COMMANDS = """    python scripts/bench all                  # all of this page, 
 
 
 def write(out: Path) -> Path:
-    """Draw all pictures anew, and write ``README.md``, from the JSON that is in ``out``. Returns its path."""
-    from bench import pictures  # only here: to measure, nothing that draws is needed
+    """Draw all pictures, and write ``README.md``, from the JSON files in ``out``. Return the path of the page."""
+    from bench import pictures  # imported here, because measurements must not need matplotlib
 
     results = read(out)
     lines = [
@@ -188,7 +188,7 @@ def write(out: Path) -> Path:
 
 
 def heading(found: Result) -> str:
-    """What of its kind it is."""
+    """Return the heading of a result within its kind."""
     if "title" in found:
         return str(found["title"])
     facts = found["state"]
@@ -204,7 +204,7 @@ def heading(found: Result) -> str:
 
 
 def section(found: Result) -> str:
-    """The table, and what is to be said of it."""
+    """Return the table of a result and the remarks below it."""
     parts = [TABLES[found["kind"]](found)]
     if found["kind"] in REMARKS:
         parts += [remark] if (remark := REMARKS[found["kind"]](found)) else []

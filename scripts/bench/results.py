@@ -1,4 +1,4 @@
-"""What was measured, as JSON: one file a measurement, in the folder of the report."""
+"""Results of measurements as JSON, one file for each, in the folder of the report."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from bench.machine import describe
 
 Result = dict[str, Any]
-"""``kind`` (which measurement), ``label`` (which of its kind), ``machine``, ``settings``, and what it found."""
+"""``kind`` (which measurement), ``label`` (which of its kind), ``machine``, ``settings``, and the figures."""
 
 
 def result(kind: str, label: str, folder: str, settings: dict[str, Any], found: dict[str, Any]) -> Result:
-    """``folder`` is where was written."""
+    """Return a result. ``folder``: where the measurement wrote its files."""
     about = {"kind": kind, "label": label, "machine": describe(folder), "settings": settings}
     return {**about, **rounded(found)}
 
 
 def write(found: Result, out: Path) -> Path:
-    """Into the folder ``out``; one of the same kind and label is replaced."""
+    """Write a result into the folder ``out``, in place of one with the same kind and label."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{found['kind']}-{found['label']}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
@@ -27,12 +27,12 @@ def write(found: Result, out: Path) -> Path:
 
 
 def read(out: Path) -> list[Result]:
-    """All there are, in the order of their names."""
+    """Return all results, ordered by kind and label."""
     return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"), key=_order)]
 
 
 def _order(path: Path) -> tuple[int, int, str]:
-    """By kind, and numbers by what they are."""
+    """Return a sort key: the kind, then the number that the label begins with."""
     kind, _, label = path.stem.partition("-")
     digits = "".join(each for each in label.split("x")[0].split("-")[0] if each.isdigit())
     return KINDS.index(kind) if kind in KINDS else len(KINDS), int(digits) if label[:1].isdigit() else 10**9, label
@@ -59,7 +59,7 @@ KINDS = (
 
 
 def rounded(values: Any) -> Any:
-    """Seconds to the microsecond, in any nest: more digits only make the files longer."""
+    """Round all floats in a nested value to microseconds, because more digits only make files longer."""
     if isinstance(values, float):
         return round(values, 6)
     if isinstance(values, dict):

@@ -1,8 +1,8 @@
-"""How long the call of a save blocks the trainer, and how long it takes until it is durable.
+"""Measure how long ``save`` blocks the trainer, and how long it takes until the checkpoint is durable.
 
-*Blocked*: by the call, and by what the trainer has to do itself when all is written. *Free*: from the call until the
-tensors may change; later than the call only where the copy goes on after it. *Durable*: from the call until data and
-metadata are on storage; files of those that do not sync are synced by the suite, and that counts.
+*Blocked*: the time of the call, and of the work that the trainer has to do after the write. *Free*: from the call until
+the tensors may change. This is longer than the call only if the copy continues after the call. *Durable*: from the call
+until data and metadata are on storage. The suite syncs the files of contestants that do not, and counts that time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = ("blocked_s", "free_s", "durable_s")
 
 
 class Series:
-    """One contestant's saves, one after the other, of the newest of which the checkpoint is kept."""
+    """The saves of one contestant, one after the other. Only the newest checkpoint is kept."""
 
     def __init__(self, contestant: Contestant, trainer: Trainer) -> None:
         self._contestant = contestant
@@ -33,7 +33,7 @@ class Series:
         self._step_number = 0
 
     def save(self) -> list[float]:
-        """One save, from the change before it to its being on storage. Returns ``COLUMNS``."""
+        """Change the state, save it, and wait until the checkpoint is on storage. Returns ``COLUMNS``."""
         contestant = self._contestant
         if self._number:
             self.remove()
@@ -58,22 +58,26 @@ class Series:
 
     @property
     def path(self) -> str:
-        """Of the newest checkpoint."""
+        """The folder of the newest checkpoint."""
         return self._contestant.path(self._number)
 
     def remove(self) -> None:
-        """The newest checkpoint."""
+        """Delete the newest checkpoint."""
         self._contestant.remove(self._number)
 
     def check(self, made: Made) -> float:
-        """That the newest checkpoint has the values of its moment. Returns the seconds that its load takes. Raises
-        ``RuntimeError``."""
+        """Check that the newest checkpoint has the values of its step, and return the seconds of the load.
+
+        Raises ``RuntimeError``.
+        """
         return check(self._contestant, self._number, self._step_number, self._trainer, made)
 
 
 def check(contestant: Contestant, number: int, step_number: int, trainer: Trainer, made: Made) -> float:
-    """That checkpoint ``number`` is of that step, in all tensors, and has the values of ``made``, which ``trainer``
-    trains. Returns the seconds that its load takes. Raises ``RuntimeError``."""
+    """Check that checkpoint ``number`` has step ``step_number`` and the values of ``made``, which ``trainer`` trains.
+
+    Returns the seconds of the load. Raises ``RuntimeError``.
+    """
     into = blank(made.state)
     begun = time.perf_counter()
     loaded = contestant.load(number, into)
@@ -89,7 +93,7 @@ def check(contestant: Contestant, number: int, step_number: int, trainer: Traine
 def measure(
     request: Request, names: Sequence[str], pace: Pace, folder: str, *, changing: int = 0, checked: bool = True
 ) -> dict[str, Any]:
-    """Saves by these contestants, and the limits."""
+    """Measure the saves of these contestants, and the limits."""
     made = make(request)
     trainer = Trainer(made.state, request.device, changing)
     left_out: dict[str, str] = {}
@@ -123,12 +127,12 @@ def measure(
 
 
 def alone(limit: Callable[[], float]) -> list[float]:
-    """A limit has one column."""
+    """Return a row for a limit, which has one column."""
     return [limit()]
 
 
 def columns(rows: list[list[float]]) -> dict[str, Any]:
-    """The first save is the cold one, and apart."""
+    """Return the columns of the warm saves, and the first, cold save separately."""
     columns = dict(zip(COLUMNS, map(list, zip(*rows[1:], strict=True)), strict=True)) if rows[1:] else {}
     first = dict(zip((f"first_{name}" for name in COLUMNS), rows[0], strict=True))
     return columns | first

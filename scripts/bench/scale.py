@@ -1,4 +1,4 @@
-"""How the cost of a save grows: with the number of tensors at the same bytes, and with the bytes."""
+"""Measure how a save grows with the number of tensors at the same bytes, and with the bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.turns import Pace
 def measure(
     requests: Sequence[Request], names: Sequence[str], pace: Pace, folder: str, checked: bool
 ) -> list[dict[str, Any]]:
-    """One measurement of saves for each request, each with its part of the time there is."""
+    """Measure saves for each request, each with an equal part of the time budget."""
     pace = replace(pace, budget=pace.budget / len(requests))
     points = []
     for number, request in enumerate(requests):

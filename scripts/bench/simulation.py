@@ -1,8 +1,7 @@
-"""The cost of saves for the first rank of a simulated job of thousands: of later saves, and of the first.
+"""Simulate a job of thousands of ranks, and measure the first rank's cost of the first save and of later saves.
 
-The first rank's code gets the messages of that many ranks through a real store. A few connections send them in turn, so
-only the network is left out. DCP's coordinator does its own work on the same plans,
-with and without its plan cache.
+The first rank's code receives the messages of all ranks through a real store. A few connections send them in turn, so
+the result leaves out only the network. DCP's coordinator runs on the same plans, with and without its plan cache.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from bench.first_saves import save_plan, simulate_first_saves
 
 
 class _Counting(store_connection.StoreClient):
-    """A connection that counts what it sends and receives."""
+    """A connection that counts its messages and bytes."""
 
     messages = 0
     nbytes = 0
@@ -60,7 +59,7 @@ class _Counting(store_connection.StoreClient):
 
 
 def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
-    """The first rank's worker: hosts the store, collects, publishes; says what CPU time each save took it."""
+    """Run the first rank's worker: host the store, collect, commit. Report the CPU seconds of each save."""
     store = Store(b"secret")
     pipe.send(store.port)
     rendezvous: Rendezvous = pipe.recv()
@@ -81,7 +80,7 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
             attempt = begin_attempt(storage_for(path), staged_image, DurableFiles())
             attempt.write(pool)
             report = attempt.seal()
-            for rank in range(1, world_size):  # what the others have written
+            for rank in range(1, world_size):  # create the other ranks' files
                 for name in (data_name(rank), index_name(rank)):
                     os.close(os.open(os.path.join(attempt.opened.path, name), os.O_CREAT | os.O_WRONLY))
             pipe.send(report)
@@ -94,7 +93,7 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
             mine.conclude(round_name("save", save), b"")
             mine.clear("save", save)
             pipe.send((time.perf_counter() - collected, collected - begun))
-            pipe.recv()  # all have the outcome
+            pipe.recv()  # all ranks have the outcome
             pipe.send(_cpu() - before)
             shutil.rmtree(path)
     mine.close()
@@ -107,7 +106,7 @@ def _cpu() -> float:
 
 
 def simulate_commit(world_size: int, saves: int, where: str) -> dict[str, float]:
-    """Return the cost of a save for the first rank's worker, through a real store."""
+    """Return the cost of a later save for the first rank's worker, through a real store."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     folder = tempfile.mkdtemp(dir=where)
@@ -154,7 +153,7 @@ class _Cached(DefaultSavePlanner):
 
 
 def simulate_dcp(world_size: int, items: int, cached: bool, where: str) -> tuple[float, float]:
-    """Return the cost of a later save for DCP's coordinator: seconds, and bytes from and to each rank."""
+    """Return the cost of a later save for DCP's coordinator: seconds, and bytes sent and received for each rank."""
     planner = _Cached(enable_plan_caching=True) if cached else DefaultSavePlanner()
     plans = [save_plan(rank, world_size, items) for rank in range(world_size)]
     for cache in ("_cached_all_plans", "_cached_global_plan", "_cached_metadata"):
@@ -182,7 +181,7 @@ def simulate_dcp(world_size: int, items: int, cached: bool, where: str) -> tuple
 
 
 def measure(counts: Sequence[int], items: int, saves: int, where: str) -> list[dict[str, Any]]:
-    """A row for each number of ranks."""
+    """Return a row for each number of ranks."""
     found = []
     for count in counts:
         first = simulate_first_saves(count, items)
@@ -202,7 +201,7 @@ def measure(counts: Sequence[int], items: int, saves: int, where: str) -> list[d
                 "DCP later bytes/rank": plain_bytes,
             }
         )
-        if "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters:  # older torch has none
+        if "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters:  # missing in older torch
             cached_s, cached_bytes = simulate_dcp(count, items, cached=True, where=where)
             found[-1] |= {"DCP cached s": cached_s, "DCP cached bytes/rank": cached_bytes}
     return found

@@ -1,4 +1,4 @@
-"""States to save: uniform ones, and those with the shapes of published models."""
+"""States to save: uniform states, and states with the shapes of published models."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ State = dict[str, Any]
 GIB = 1 << 30
 _TENSORS_OF_ADAMW = 5
 _BYTES_OF_ADAMW = 14
-"""Of one element: 2 of the weight, 4 of the master copy and of each moment."""
+"""Bytes of one element: 2 of the weight, 4 of the master copy and of each moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Which state: its ``name``, how large, where, and how many small Python values are beside its tensors."""
+    """A request for a state: its ``name``, size, device, and number of small Python values beside the tensors."""
 
     name: str
     gib: float = 1.0
@@ -30,13 +30,13 @@ class Request:
 
     @property
     def label(self) -> str:
-        """Its name for files."""
+        """The name of the state in file names."""
         return self.name + (f"-{self.values}-values" if self.values else "")
 
 
 @dataclass(frozen=True)
 class Made:
-    """A state, and what it is."""
+    """A state with its description."""
 
     request: Request
     state: State
@@ -47,7 +47,7 @@ class Made:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(self.state))
 
     def facts(self) -> dict[str, Any]:
-        """What a report says about it."""
+        """Return the facts about the state for a report."""
         return {
             "name": self.request.label,
             "description": self.description,
@@ -58,7 +58,7 @@ class Made:
 
 
 def check_name(name: str) -> str:
-    """``name``, or ``ValueError``."""
+    """Return ``name``. Raises ``ValueError`` if no such state exists."""
     if name not in ARCHITECTURES and re.fullmatch(r"[1-9]\d*(x[1-9]\d*kB)?|adamw[1-9]\d*", name) is None:
         raise ValueError(
             f"there is no state {name!r}; there are 400, 8000x50kB, adamw2000, any such, {', '.join(ARCHITECTURES)}"
@@ -67,7 +67,7 @@ def check_name(name: str) -> str:
 
 
 def make(request: Request, seed: int = 1) -> Made:
-    """The same for the same ``seed``."""
+    """Create the requested state. Equal seeds give equal states."""
     torch.manual_seed(seed)
     if request.name in ARCHITECTURES:
         part = ARCHITECTURES[request.name].fit(int(request.gib * GIB))
@@ -95,9 +95,9 @@ def _random(shape: tuple[int, ...], request: Request) -> torch.Tensor:
 
 
 def _training_state(shapes: Mapping[str, tuple[int, ...]], device: str, steps_on: str | None = None) -> State:
-    """Return bf16 weights; fp32 master copies, Adam's moments and step counters, as mixed-precision training has them.
+    """Return bf16 weights, and the fp32 master copies, moments and step counters of Adam in mixed precision.
 
-    The step counters are on the device ``steps_on``; None: on that of all others.
+    The step counters are on the device ``steps_on``, by default that of the other tensors.
     """
 
     def random(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _size(nbytes: int) -> str:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a nest of dicts and lists."""
+    """Yield all tensors in nested dicts and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -138,7 +138,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def with_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The same nest with what ``function`` makes of its tensors."""
+    """Return the same nested structure with ``function`` applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -149,17 +149,17 @@ def with_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a DTensor the part of this rank; of another all."""
+    """Return the local shard of a DTensor, or the whole of another tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def blank(state: State) -> State:
-    """A state of the same structure to load into, its memory touched."""
+    """Return a state of the same structure to load into, with touched memory."""
     return dict(with_tensors(state, torch.zeros_like))
 
 
 def same_tensors(left: Any, right: Any) -> bool:
-    """Whether both nests have the same tensors, bit for bit, under the same names."""
+    """Return whether both nested structures have equal tensors under equal names."""
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and torch.equal(left, right.to(left.device))
     if isinstance(left, dict):

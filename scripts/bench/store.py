@@ -1,7 +1,7 @@
-"""What a save to an object store costs, and a load from there: S3 as moto serves it, in a process of its own.
+"""Measure saves to an object store, and loads from the store. moto serves S3 in a process of its own.
 
-All take turns with the limits: a copy of the bytes, and sending and reading them by obstore alone. In the end one
-save of ours goes by way of a proxy that counts its requests.
+All contestants take turns with the limits: a copy of the bytes, and uploads and reads by obstore alone. At the end one
+save of asyncckpt goes through a proxy that counts its requests.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 8
 RANGE_BYTES = 8 << 20
 READ = "ranged read"
-# moto reads all of an object for each range of it: after so long no further round of loads begins.
+# moto reads the whole object for each range. No further round of loads begins after this time in seconds.
 LOADS_S = 150.0
 
 
 class Store:
-    """The bucket, by obstore alone."""
+    """The bucket, accessed through obstore alone."""
 
     def __init__(self, endpoint: str) -> None:
         from obstore.store import from_url
@@ -53,18 +53,18 @@ class Store:
         self.objects: Any = from_url(f"s3://{BUCKET}", endpoint=endpoint, client_options=options)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Of all objects below ``prefix``, by their keys."""
+        """Return the sizes of all objects below ``prefix``, by key."""
         return {each["path"]: each["size"] for page in self.objects.list(prefix=f"{prefix}/") for each in page}
 
     def remove(self, path: str) -> None:
-        """All objects below the address ``path``."""
+        """Delete all objects below the address ``path``."""
         keys = list(self.sizes(path.removeprefix(f"s3://{BUCKET}/")))
         if keys:
             self.objects.delete(keys)
 
 
 class StoreLimits:
-    """The bytes of a state, sent from memory and read; the methods return seconds."""
+    """Uploads and reads of a state's bytes by obstore alone. The methods return seconds."""
 
     key = "limit"
 
@@ -74,20 +74,20 @@ class StoreLimits:
         self._objects = store.objects
 
     def put(self) -> float:
-        """By one request."""
+        """Upload the bytes with one request."""
         begun = perf_counter()
         self._objects.put(self.key, self._bytes, use_multipart=False)
         return perf_counter() - begun
 
     def put_parts(self) -> float:
-        """By a multipart upload, which does not copy them."""
+        """Upload the bytes in parts, without a copy."""
         parts = (self._bytes[begin : begin + PART_BYTES] for begin in range(0, len(self._bytes), PART_BYTES))
         begun = perf_counter()
         self._objects.put(self.key, parts, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
         return perf_counter() - begun
 
     def read(self) -> float:
-        """In ranges, by a few threads."""
+        """Read the bytes in ranges, by a few threads."""
 
         def read(begin: int) -> int:
             length = min(RANGE_BYTES, len(self._bytes) - begin)
@@ -103,7 +103,7 @@ class StoreLimits:
 
 
 class OnStore(Contestant):
-    """One whose ``root`` is an address, and ``store`` the bucket that it is in."""
+    """A contestant on an object store. ``root`` is an address in the bucket of ``store``."""
 
     store: Store
 
@@ -116,7 +116,7 @@ class OursOnStore(OnStore, Ours):
 
 
 class ByFsspec(OnStore):
-    """DCP, which takes its fsspec writer for such an address, and that s3fs."""
+    """DCP with the fsspec writer, which DCP chooses for such an address. fsspec uses s3fs."""
 
     def __init__(self, root: str, **options: Any) -> None:
         importlib.import_module("s3fs")
@@ -127,15 +127,15 @@ class ByFsspec(OnStore):
 
 
 class FsspecSave(ByFsspec, dcp.DcpSave):
-    """``save``."""
+    """``save`` through s3fs."""
 
 
 class FsspecAsync(ByFsspec, dcp.DcpAsync):
-    """``async_save``, by a thread."""
+    """``async_save`` by a thread, through s3fs."""
 
 
 class ByConnector(OnStore):
-    """DCP, with the writer and the reader of s3torchconnector."""
+    """DCP with the writer and the reader of s3torchconnector."""
 
     def __init__(self, root: str, **options: Any) -> None:
         self._connector: Any = importlib.import_module("s3torchconnector")
@@ -151,20 +151,20 @@ class ByConnector(OnStore):
         return state
 
     def _place(self, number: int) -> dict[str, Any]:
-        config = self._connector.S3ClientConfig(force_path_style=True)  # a bucket has no host name of its own here
+        config = self._connector.S3ClientConfig(force_path_style=True)  # the bucket has no host name of its own here
         return {"region": REGION, "path": self.path(number), "s3client_config": config}
 
 
 class ConnectorSave(ByConnector, dcp.DcpSave):
-    """``save``."""
+    """``save`` through s3torchconnector."""
 
 
 class ConnectorPlanner(DefaultSavePlanner):
-    """DCP caches plans under the name of the planner's class, and these are not those of its own writers."""
+    """A planner with its own name. DCP caches plans by class name, and the plans of DCP's writers differ from these."""
 
 
 class ConnectorAsync(ByConnector, dcp.DcpAsync):
-    """``async_save``, by a thread."""
+    """``async_save`` by a thread, through s3torchconnector."""
 
     def __init__(self, root: str, **options: Any) -> None:
         super().__init__(root, **options)
@@ -183,11 +183,11 @@ LOADERS = {
     "DCP load, s3fs": "DCP save, s3fs",
     "DCP load, S3StorageReader": "DCP save, S3StorageWriter",
 }
-"""Who loads what whom has saved; the others load in the same ways."""
+"""Maps each measured load to the contestant that saved the checkpoint. Other contestants load in the same ways."""
 
 
 def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
-    """Saves and loads by all that are there, the limits, and the requests of ours."""
+    """Measure saves and loads of all available contestants, the limits, and the requests of one asyncckpt save."""
     made = make(request)
     trainer = Trainer(made.state, request.device)
     left_out: dict[str, str] = {}
@@ -230,7 +230,7 @@ def _load(series: dict[str, Series], sent: StoreLimits, made: Made, pace: Pace) 
 
 
 def _make_all(store: Store, state: State, left_out: dict[str, str]) -> dict[str, Contestant]:
-    """Those that can be had, prepared; ``left_out`` gets a note about each other."""
+    """Create and prepare the available contestants. Add the reason for each other one to ``left_out``."""
     made: dict[str, Contestant] = {}
     for number, (name, maker) in enumerate(CONTESTANTS.items()):
         try:
@@ -245,7 +245,7 @@ def _make_all(store: Store, state: State, left_out: dict[str, str]) -> dict[str,
 
 
 def count_requests(made: Made, trainer: Trainer, endpoint: str) -> dict[str, Any]:
-    """Those of a warm save of ours, by kind, with the bytes that they send, and those of the image."""
+    """Count the requests of one warm save of asyncckpt by kind, the bytes sent, and the bytes of the image."""
     root = f"s3://{BUCKET}/counted"
     with StoreProxy(endpoint) as proxy:
         set_environment(proxy.endpoint)

@@ -28,7 +28,7 @@ from bench.unchanged import ALL_FULL, ALL_LINKED, COPY_CHANGING, DIGESTS, FULL, 
 
 
 def seconds(value: float | None) -> str:
-    """With three digits, in a unit that suits them."""
+    """Format seconds with three digits, in a suitable unit."""
     if value is None:
         return ""
     if abs(value) >= 0.9995:
@@ -37,12 +37,12 @@ def seconds(value: float | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio."""
+    """Format a ratio."""
     return "" if value is None else f"{value:.2f}x" if abs(value) < 9.995 else f"{value:.0f}x"
 
 
 def size(nbytes: float) -> str:
-    """In binary units."""
+    """Format bytes in binary units."""
     for unit, of_it in (("GiB", 2**30), ("MiB", 2**20)):
         if abs(nbytes) >= 0.9995 * of_it:
             return f"{nbytes / of_it:.3g} {unit}"
@@ -190,7 +190,7 @@ def load(found: Result) -> str:
 
 
 def scale(found: Result) -> str:
-    """A row for each point, a pair of columns for each contestant."""
+    """Return a table with a row for each point, and a column for each contestant."""
     points = found["points"]
     names = list(dict.fromkeys(name for point in points for name in point["results"]))
     rows = []
@@ -258,7 +258,7 @@ def hosts_remark(found: Result) -> str:
 
 
 def columns(found: Result) -> str:
-    """Rows of figures, turned: for ranks."""
+    """Return a transposed table: a column for each number of ranks."""
     rows = found["rows"]
     keys = list(rows[0])
     shown = [[key, *(f"{row[key]:,.4g}" for row in rows)] for key in keys[1:]]

@@ -1,8 +1,8 @@
-"""What it costs to be told of events: saves with all adapters listening, beside saves with nobody, in turns.
+"""Measure the cost of events: saves with all adapters and saves without listeners, in turns.
 
-Both save the same state, each by a checkpointer of its own. A turn ends when its save is committed, and after a pause,
-as long as a short training step, the next begins. Of each call the time is taken, and what the calling thread computes;
-of the adapters, what they compute on their own threads.
+Both contestants save the same state, each with its own checkpointer. A turn ends when its save is committed. The next
+turn begins after a pause as long as a short training step. For each call the benchmark measures elapsed time and CPU
+time of the calling thread. For each adapter it measures CPU time on the adapter's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOBODY, ALL = "nobody listens", "all adapters"
 
 
 class _Timed:
-    """An adapter, and the seconds that it has computed."""
+    """An adapter that counts its CPU seconds."""
 
     def __init__(self, adapter: Callable[[Event], object]) -> None:
         self.name = type(adapter).__name__
@@ -40,7 +40,7 @@ class _Timed:
 
 
 def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
-    """``results``: by who listens, seconds of the call and of its thread; ``adapters``: those of each for a save."""
+    """Measure seconds and CPU seconds of calls by listeners (``results``), and of each adapter (``adapters``)."""
     made = make(request)
     with ExitStack() as opened:
         adapters = [_Timed(each) for each in _adapters(folder, opened)]
@@ -68,7 +68,7 @@ def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
 
 
 def _save(checkpointer: Checkpointer, state: State, steps: Any) -> tuple[float, float]:
-    """The seconds of the call, and those that the calling thread has computed in it."""
+    """Save, and return the seconds of the call and the CPU seconds of the calling thread."""
     begun, computed = time.perf_counter(), time.thread_time()
     save = checkpointer.save(next(steps), state)
     taken = time.perf_counter() - begun, time.thread_time() - computed
@@ -77,7 +77,7 @@ def _save(checkpointer: Checkpointer, state: State, steps: Any) -> tuple[float, 
 
 
 def _adapters(folder: str, opened: ExitStack) -> list[Callable[[Event], object]]:
-    """All there are, as a training has them: spans and metrics are exported in batches, to memory."""
+    """Return all adapters, set up as in a training. Spans and metrics are exported in batches, to memory."""
     import wandb
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader

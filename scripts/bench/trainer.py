@@ -1,4 +1,4 @@
-"""A trainer: real steps of a small model beside the state, in each of which the tensors of the state change."""
+"""A trainer that runs real steps of a small model, and changes the tensors of the state in each step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from bench.states import State, tensors_of
 WIDTH = 512
 BATCH = 128
 CYCLE = 100
-"""Marks go up to this and begin anew: bf16 holds such numbers exactly."""
+"""Marks are numbers below this one, because bf16 holds them exactly."""
 
 
 class Trainer:
-    """Steps, and the changes to the state that come with them.
+    """A trainer with a small model and a large state.
 
-    To change all bytes would be another benchmark. Here the first and the last element of each tensor is set to the
-    number of the step, modulo ``CYCLE``: a copy that is torn, between tensors or within one, shows; and no tensor is as
-    it was, which would be written only once.
+    A change of all bytes would be another benchmark. Each step sets the first and the last element of each tensor to
+    the step number modulo ``CYCLE``. So a torn copy shows, between tensors or within one. Each tensor changes, because
+    an unchanged one may be written only once.
     """
 
     def __init__(self, state: State, device: str, changing_values: int = 0) -> None:
@@ -38,7 +38,7 @@ class Trainer:
         self._batch = torch.randn(BATCH, WIDTH, device=self._device)
 
     def step(self, changing: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        """One training step. ``changing()`` is held while parameters and state change."""
+        """Run one training step. ``changing()`` is entered while parameters and state change."""
         loss = torch.nn.functional.mse_loss(self._model(self._batch), self._batch)
         torch.autograd.backward(loss)
         with changing():
@@ -47,7 +47,7 @@ class Trainer:
             self.change()
 
     def change(self) -> None:
-        """What a step does to the state."""
+        """Change the state as a step does."""
         self.step_number += 1
         mark = self.step_number % CYCLE
         torch._foreach_add_(self._marks, float(mark - self._mark))
@@ -57,22 +57,22 @@ class Trainer:
             self.state["values"][f"value.{number}"] = self.step_number + number / (self._changing_values + 1)
 
     def synchronize(self) -> None:
-        """Wait until a device has done all it was told to."""
+        """Wait until the device has finished its work."""
         if self._device.type != "cpu":
             torch.get_device_module(self._device.type).synchronize(self._device)
 
     def set_marks(self, state: State) -> None:
-        """Give another state of this structure the marks of this moment."""
+        """Set the current marks in another state of this structure."""
         for theirs, ours in zip(marks_of(state), self._marks, strict=True):
             theirs.copy_(ours)
 
 
 def marks_of(state: State) -> list[torch.Tensor]:
-    """The elements that change, as views."""
+    """Return views of the elements that change."""
     tensors = [tensor.view(-1) for tensor in tensors_of(state) if tensor.numel()]
     return [tensor[:1] for tensor in tensors] + [tensor[-1:] for tensor in tensors if tensor.numel() > 1]
 
 
 def are_of(state: State, step_number: int) -> bool:
-    """Whether all marks in ``state`` are those of that step."""
+    """Return whether all marks in ``state`` belong to step ``step_number``."""
     return all(mark.item() == step_number % CYCLE for mark in marks_of(state))

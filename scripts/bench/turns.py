@@ -1,4 +1,4 @@
-"""Taking turns, so that a machine that is now fast and now slow is so for all."""
+"""Let contestants take turns, so that slow phases of the machine affect all of them."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How many turns, how fast, and when it is enough."""
+    """The number of turns, the pauses, and the time limits."""
 
     rounds: int = 5
-    """After a first one, that is cold."""
+    """The number of rounds after a first, cold one."""
     pause: float = 0.5
-    """Seconds before each turn, so that none pays for what the one before left the kernel to do."""
+    """Seconds before each turn, so that the kernel's work for the previous turn does not count."""
     patience: float = 60.0
-    """Seconds after which a contestant takes no further turns, once it has had a cold and a warm one."""
+    """Seconds of turns after which a contestant takes no more, once it has had a cold and a warm one."""
     budget: float = 3600.0
-    """Seconds after which no further round begins, once there was a cold and a warm one."""
+    """Seconds after which no round begins, once there was a cold and a warm one."""
 
 
 @dataclass
 class Turns(Generic[T]):
-    """What came of them, by name, in order; and why some did not go on."""
+    """The results of all turns by name, in order, and the reasons for contestants left out."""
 
     found: dict[str, list[T]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
 
 def take(turns: Mapping[str, Callable[[], T]], pace: Pace, what: str) -> Turns[T]:
-    """Each round every one of ``turns`` is called once, in any order: what comes first is not always the same, nor who
-    comes after whom. One that raises is left out with a note, and so is all that it had."""
+    """Call each of ``turns`` once in each round, in random order, so that first place and predecessor vary.
+
+    If a call raises, the contestant and its earlier results are left out, with a note.
+    """
     taken: Turns[T] = Turns({name: [] for name in turns})
     dice = random.Random(0)
-    # From here on a collection looks at what is new, and not each time at all that torch and the peers are made of.
+    # Garbage collections from here on skip the objects of torch and the peers.
     gc.collect()
     gc.freeze()
     begun = time.monotonic()
@@ -55,12 +57,12 @@ def take(turns: Mapping[str, Callable[[], T]], pace: Pace, what: str) -> Turns[T
         for name in dice.sample(list(turns), len(turns)):
             if name not in taken.found or (number >= 2 and spent[name] > pace.patience):
                 continue
-            gc.collect()  # what one leaves behind is not to be cleared up on another's time
+            gc.collect()  # so that a turn does not pay for the garbage of another one
             time.sleep(pace.pause)
             turn_begun = time.monotonic()
             try:
                 taken.found[name].append(turns[name]())
-            except (Exception, CheckpointException) as error:  # DCP's is no Exception
+            except (Exception, CheckpointException) as error:  # DCP's exception is a BaseException
                 taken.left_out[name] = told(error)
                 del taken.found[name]
             spent[name] += time.monotonic() - turn_begun

@@ -126,7 +126,7 @@ def configs(frozen: list[str]) -> dict[str, Config]:
 
 
 def take_turns(savers: Mapping[str, Saver], limits: Mapping[str, Callable[[], float]], pace: Pace) -> Turns[Row]:
-    """Return the rows of all saves and ``limits`` in order, including the first ones. Check each contestant at the end."""
+    """Return the rows of all saves and ``limits`` in order, with the first ones. Check each contestant at the end."""
     turns: dict[str, Callable[[], Row]] = {name: saver.save for name, saver in savers.items()}
     turns |= {name: partial(_limit, call) for name, call in limits.items()}
     # ``take`` adds one turn that does not count.

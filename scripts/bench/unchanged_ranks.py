@@ -1,8 +1,8 @@
-"""What a save of several ranks costs under FSDP2, of a model of which only adapters are trained.
+"""Measure saves of several ranks under FSDP2, for a model with trained adapters and a frozen base.
 
 The model is a stack of transformer layers, or a Llama of transformers with peft's adapters, with random weights on a
-CPU. Forward and backward are done once: from then on AdamW makes its steps with the same gradients, which changes each
-adapter and its moments, and costs a turn next to nothing.
+CPU. Forward and backward run once. From then on AdamW repeats its step with the same gradients. Each step changes all
+adapters and their moments, and costs almost no time.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from bench.unchanged import (
 WIDTH, SMALL_WIDTH = 1024, 256
 HEADS = 8
 TOKENS = 16
-# Below that the layers are of the small width, or there would be none.
+# Below this size the layers have the small width. Otherwise not even one layer would fit.
 _SMALL_BYTES = 256 * MIB
 _VOCABULARY = 8192
-_STATES = 3  # of AdamW's: the parameters and two moments
+_STATES = 3  # the parameters and two moments of AdamW
 _SUMS = ("memory", "trainer_cpu_s", "worker_cpu_s")
 
 
 class Adapted(torch.nn.Module):
-    """A linear layer that is frozen, with an adapter of a low rank."""
+    """A frozen linear layer with a low-rank adapter."""
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Adapted(torch.nn.Module):
 
 
 class Layer(torch.nn.Module):
-    """Attention, and two linear layers, with adapters for queries and values."""
+    """Attention and two linear layers, with adapters for queries and values."""
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Layer(torch.nn.Module):
 
 
 def _plain(nbytes: int, changing: int) -> tuple[torch.nn.Module, list[torch.nn.Module], torch.Tensor]:
-    """A model without memory, its layers, and what it is trained on."""
+    """Return a model on the meta device, its layers, and a training batch."""
     width = WIDTH if nbytes >= _SMALL_BYTES else SMALL_WIDTH
     count = max(1, round(nbytes / (4 * 12 * width**2)))
     rank = max(1, round(changing / (4 * _STATES * 4 * width * count)))
@@ -98,7 +98,7 @@ def _plain(nbytes: int, changing: int) -> tuple[torch.nn.Module, list[torch.nn.M
 
 
 def _llama(nbytes: int, changing: int) -> tuple[torch.nn.Module, list[torch.nn.Module], torch.Tensor]:
-    """As ``_plain``, by transformers and peft."""
+    """Return the same as ``_plain``, built by transformers and peft."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -116,7 +116,7 @@ def _llama(nbytes: int, changing: int) -> tuple[torch.nn.Module, list[torch.nn.M
     )
     with torch.device("meta"):
         llama = LlamaForCausalLM(config)
-        # On the device that it will have: its frequencies are no parameters, and nobody fills them in later.
+        # Build this on the CPU: the frequencies are not parameters, so nothing fills them in later.
         with torch.device("cpu"):
             rotary = type(llama.model.rotary_emb)(config)
         model = get_peft_model(llama, LoraConfig(r=rank, target_modules=["q_proj", "v_proj"]))
@@ -125,7 +125,7 @@ def _llama(nbytes: int, changing: int) -> tuple[torch.nn.Module, list[torch.nn.M
 
 
 class Training:
-    """The part of one rank."""
+    """The training of one rank."""
 
     def __init__(self, nbytes: int, changing: int, *, peft: bool) -> None:
         torch.manual_seed(dist.get_rank())
@@ -147,20 +147,20 @@ class Training:
         found = model(batch)
         (found.logits if peft else found).square().mean().backward()
         self.frozen = [f"model.{name}" for name, each in model.named_parameters() if not each.requires_grad]
-        """What is frozen, by its names in the state."""
+        """The names of the frozen parameters in the state."""
         frozen = _nbytes(parameter for parameter in model.parameters() if not parameter.requires_grad)
         self.nbytes = _nbytes(tensors_of(self.train()))
         self.changing = self.nbytes - frozen
 
     def train(self) -> State:
-        """A step of AdamW, and what is there to save."""
+        """Run a step of AdamW, and return the state to save."""
         self._optimizer.step()
         model, optimizer = self._model, self._optimizer
         return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of this rank's part."""
+    """Return the bytes of this rank's shards."""
     return sum(local_of(tensor).nbytes for tensor in tensors)
 
 
@@ -195,14 +195,14 @@ def _rank(
 
 
 def _all(mine: Any) -> list[Any]:
-    """What each rank has."""
+    """Gather a value from all ranks."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return every
 
 
 def _together(call: Callable[[], float]) -> Callable[[], float]:
-    """By all ranks at once."""
+    """Return a function that calls ``call`` on all ranks at once."""
 
     def called() -> float:
         dist.barrier()
@@ -212,7 +212,7 @@ def _together(call: Callable[[], float]) -> Callable[[], float]:
 
 
 def _joined(of_ranks: list[list[Row]]) -> list[Row]:
-    """Of the rows of each rank those of the job: what all have together, and else that of the slowest."""
+    """Merge the rows of all ranks into rows of the job: the sum for ``_SUMS``, otherwise the slowest rank's value."""
     return [
         {key: (sum if key in _SUMS else max)(row[key] for row in rows) for key in rows[0]}
         for rows in zip(*of_ranks, strict=True)
@@ -220,12 +220,12 @@ def _joined(of_ranks: list[list[Row]]) -> list[Row]:
 
 
 def missing() -> str | None:
-    """What of transformers and peft is not installed; None: nothing."""
+    """Return the name of a missing package among transformers and peft, or None."""
     return next((name for name in ("peft", "transformers") if importlib.util.find_spec(name) is None), None)
 
 
 def measure(gib: float, changing_mib: float, count: int, pace: Pace, folder: str, *, peft: bool) -> dict[str, Any]:
-    """A job of ``count`` ranks; ``peft``: whether it is a Llama with peft's adapters."""
+    """Measure a job of ``count`` ranks. ``peft``: train a Llama with peft's adapters."""
     found = launch(_rank, count, folder, int(gib * GIB), int(changing_mib * MIB), pace, peft)
     model = "a Llama with LoRA by peft" if peft else "a transformer with LoRA"
     changing, nbytes = found["changing"] / MIB, found["nbytes"] / GIB

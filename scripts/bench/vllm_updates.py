@@ -1,11 +1,12 @@
-"""What new weights for an engine of vLLM cost: the trainer, which is held, and the engine, which serves nothing.
+"""Measure weight updates of a vLLM engine: how long the trainer is held, and how long the engine serves nothing.
 
-The engine is a real one, on the CPU, with its worker in a process of its own; the model is a Llama with random weights.
-vLLM's own transfers between processes want CUDA. What is left of it on a CPU is ``reload_weights``, from files that the
-trainer writes: on disk, not synced, or in memory. All take turns with the same two states, and after each update the
-engine's answer has to be that of the state.
+The engine is real and runs on the CPU, with its worker in a process of its own. The model is a Llama with random
+weights. vLLM's own transfers between processes need CUDA. On a CPU vLLM has only ``reload_weights``, from files that
+the trainer writes, on disk without a sync or in memory. All ways take turns with the same two states. After each
+update the engine's answer must match the state.
 
-In a process of its own, as vLLM changes the process that it is in, and wants ``scripts/peers.sh`` to have unpacked it.
+The measurement runs in a process of its own, because vLLM changes its process. ``scripts/peers.sh`` must have unpacked
+vLLM.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LAYER_BYTES = 2 * (4 * _HIDDEN**2 + 3 * _HIDDEN * _FEED_FORWARD + 2 * _HIDDEN)
 
 
 def measure(gib: float, pace: Pace, folder: str) -> dict[str, Any]:
-    """All ways, in turns. Raises ``FileNotFoundError`` where vLLM is not unpacked."""
+    """Measure all ways in turns. Raises ``FileNotFoundError`` if vLLM is not unpacked."""
     peer = Path(sys.prefix, "peers", PEER)
     if not peer.is_dir():
         raise FileNotFoundError(f"there is no {peer}; scripts/peers.sh unpacks it, for Python 3.11 and later")
@@ -52,7 +53,7 @@ def measure(gib: float, pace: Pace, folder: str) -> dict[str, Any]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        # Else it keeps a core from its worker for itself, and one node of memory for each.
+        # Otherwise vLLM reserves one core and binds each process to one memory node.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "ASYNC_CKPT_RUNTIME_DIR": f"{folder}/runtime",
     }
@@ -65,7 +66,7 @@ def measure(gib: float, pace: Pace, folder: str) -> dict[str, Any]:
 
 
 def main(layers: str, rounds: str, pause: str, folder: str, out: str) -> None:
-    """In a process that finds vLLM."""
+    """Run the measurement in a process that can import vLLM."""
     states = [_state(int(layers), seed) for seed in (1, 2)]
     nbytes = sum(tensor.nbytes for tensor in states[0].values())
     in_memory = tempfile.mkdtemp(prefix="asyncckpt-bench-", dir="/dev/shm")
@@ -95,7 +96,7 @@ def main(layers: str, rounds: str, pause: str, folder: str, out: str) -> None:
 
 
 class _Bench:
-    """An engine, and the trainer's two states."""
+    """An engine, and two states of the trainer."""
 
     def __init__(self, layers: int, states: list[dict[str, Tensor]], model: Path, file: Path, memory: Path) -> None:
         from vllm import LLM
@@ -124,7 +125,7 @@ class _Bench:
         self._subscriber = WeightSubscriber(_ADDRESS)
 
     def turn(self, hand_over: Callable[[], None], load: Callable[[], None]) -> Callable[[], tuple[float, float]]:
-        """The seconds for which the trainer is held, and those from then until the engine has the weights."""
+        """Return a turn that returns the seconds of ``hand_over`` and of ``load``."""
 
         def taken() -> tuple[float, float]:
             self._version += 1
@@ -139,7 +140,7 @@ class _Bench:
         return taken
 
     def copy(self) -> tuple[float, float]:
-        """The bytes once, by torch, into memory that is there."""
+        """Copy the bytes once, by torch, into existing memory."""
         begun = time.perf_counter()
         for name, tensor in self._state.items():
             self._target[name].copy_(tensor)
@@ -171,7 +172,7 @@ class _Bench:
         return self._states[self._version % 2]
 
     def _check(self) -> None:
-        """That the engine has the weights of now: what it says is what it said with them before, and with no others."""
+        """Check that the engine has the current weights: its answer repeats for a state, and differs between states."""
         from vllm import SamplingParams
 
         self._llm.reset_prefix_cache()

@@ -1,1 +1,1 @@
-"""The tests of local storage, run on ext4, XFS, Btrfs, overlayfs, tmpfs, and on FUSE with the quirks of others."""
+"""Run the tests of local storage on ext4, XFS, Btrfs, overlayfs, tmpfs, and on FUSE with quirks of other systems."""

@@ -1,4 +1,4 @@
-"""The command: mount each file system, run the tests there, and print what became of them."""
+"""Mount each file system, run the tests there, and print the outcomes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def try_kind(name: str, tests: list[str], limit_s: float) -> Outcome:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """The counts of each file system, then the names of the tests that did not pass."""
+    """Return the counts of each file system, then the names of the tests that did not pass."""
     lines = [f"{'file system':34} {'passed':>6} {'refused':>7} {'failed':>6} {'skipped':>7}"]
     for outcome in outcomes:
         counts = outcome.passed, len(outcome.refused), len(outcome.failed), outcome.skipped
@@ -56,7 +56,7 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := {*options.names} - {*KINDS}:
         parser.error(f"there is no file system named {sorted(unknown)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is mounted is unmounted
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that mounted file systems are unmounted
     outcomes = []
     for name in options.names or [name for name in KINDS if name not in ON_REQUEST]:
         outcomes.append(try_kind(name, options.tests, options.limit_s))

@@ -1,4 +1,4 @@
-"""File systems that are mounted for a while."""
+"""File systems to mount for the tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from file_systems.quirks import QUIRKS
 
 HERE = Path(__file__).parent
-_IMAGE_BYTES = 1 << 30  # XFS takes 300 MB or more; the image is sparse
+_IMAGE_BYTES = 1 << 30  # XFS needs 300 MB or more; the image is sparse
 _START_S = 20.0
 _COMMAND_S = 60.0
 _MIXED = ["no O_DIRECT", "no hard links", "no chmod", "empty statfs", "no fallocate", "no rename flags"]
@@ -30,7 +30,7 @@ class CannotMountError(Exception):
 
 @dataclass(frozen=True)
 class Mounted:
-    """A mounted file system: a folder in it, and the variables of the environment for what runs there."""
+    """A mounted file system: a folder in it, and environment variables for the processes that use it."""
 
     path: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -40,7 +40,7 @@ Kind = Callable[[Path], AbstractContextManager[Mounted]]
 
 
 def run(*command: str | Path) -> None:
-    """Run a program. Raises ``CannotMountError`` with the last line that it printed."""
+    """Run a program. Raises ``CannotMountError`` with the last line of its output."""
     try:
         done = subprocess.run(
             list(map(str, command)), capture_output=True, text=True, timeout=_COMMAND_S, stdin=subprocess.DEVNULL
@@ -63,7 +63,7 @@ def mounted(mount: Path, *arguments: str | Path) -> Iterator[None]:
 
 
 def unmount(mount: Path) -> None:
-    """Unmount, even if a process that should be gone still has a file open there."""
+    """Unmount the file system, even if a process still has a file open there."""
     for command in (["umount"], ["umount"], ["umount", "--lazy"]):
         if not subprocess.run([*command, mount], capture_output=True, timeout=_COMMAND_S).returncode:
             return
@@ -138,7 +138,7 @@ def fuse(*quirks: str) -> Kind:
 
 
 def _without_locks(folder: Path, quirks: tuple[str, ...]) -> dict[str, str]:
-    """Build the library that refuses locks, if that is a quirk. Returns the environment that preloads it."""
+    """Build the library that refuses locks, if a quirk asks for it. Return the environment that preloads it."""
     codes = {"no locks": errno.ENOLCK, "no locks, ENOSYS": errno.ENOSYS}
     for quirk in codes.keys() & quirks:
         run("cc", "-shared", "-fPIC", "-O1", "-o", folder / "no_locks.so", HERE / "no_locks.c", "-ldl")
@@ -158,9 +158,9 @@ KINDS: dict[str, Kind] = {
     "fuse: as a bucket": fuse(*_MIXED, "no fsync of folders", "inodes change at rename", "no locks"),
     "fuse: as NFS": fuse("old listings", "late names", "silly renames", "no rename flags"),
 }
-"""By name: what mounts that file system in a folder of its own."""
+"""Context managers that mount a file system in a given folder, by name."""
 
-# On the last one tests fail that list what they have just made. It shows that nothing hangs, and that nothing is lost.
+# On the last one, tests that list new files fail. The run shows that nothing hangs, and that nothing is lost.
 ON_REQUEST = ["folder", "fuse: old listings of own"]
 
 

@@ -1,4 +1,4 @@
-"""A FUSE file system that mirrors a folder, with quirks of network file systems that are switched on by name.
+"""A FUSE file system that mirrors a folder, with selectable quirks of network file systems.
 
 Run as a program: ``python quirks.py FOLDER MOUNT QUIRK...``. It serves until it is unmounted. Needs root, ``mfusepy``.
 """
@@ -53,7 +53,7 @@ def refuse(code: int) -> OSError:
 
 
 def host_of(process: int) -> int:
-    """Return the host that the process was told to be on by ``FILE_SYSTEMS_HOST``, as its environment was at first."""
+    """Return the host of a process, from ``FILE_SYSTEMS_HOST`` in its initial environment."""
     with contextlib.suppress(OSError):
         for variable in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
             if variable.startswith(HOST.encode() + b"="):
@@ -62,7 +62,7 @@ def host_of(process: int) -> int:
 
 
 class Names:
-    """The host that made each new name, and the hosts that have seen the name."""
+    """New names, with the hosts that know them: the creator, and hosts that have seen the name."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[float, set[int]]] = {}
@@ -73,7 +73,7 @@ class Names:
             self._made[path] = time.monotonic(), {host}
 
     def show(self, path: str, host: int) -> None:
-        """An answer of the server, as EEXIST, has told this host that there is the name."""
+        """Note that an error of the server, such as EEXIST, has shown the name to this host."""
         with self._lock:
             if path in self._made:
                 self._made[path][1].add(host)
@@ -88,7 +88,7 @@ class Names:
 
 
 class Listings:
-    """The listings that each host has been given."""
+    """The listings last returned to each host."""
 
     def __init__(self, *, own_changes: bool) -> None:
         self._given: dict[tuple[int, int, int], tuple[float, list[str]]] = {}
@@ -112,7 +112,7 @@ class Listings:
 
 
 class Mirror:
-    """The operations: ``fh`` is a descriptor of the mirrored file or folder."""
+    """The file system operations. ``fh`` is a descriptor of the mirrored file or folder."""
 
     use_ns = True
 
@@ -123,7 +123,7 @@ class Mirror:
         self._names = Names()
         self._old = Listings(own_changes="old listings" in quirks)
         self._renames: Counter[int] = Counter()
-        self._created: dict[int, int] = {}  # by thread of libfuse
+        self._created: dict[int, int] = {}  # descriptors, by thread of libfuse
         self._looks = 0
 
     def _at(self, path: str) -> str:
@@ -136,7 +136,7 @@ class Mirror:
         return not self._quirks.isdisjoint(quirks)
 
     def _made(self, path: str, *, is_new: bool = True) -> None:
-        """Note a new name, and hand it to the user who asked for it."""
+        """Note a new name, and give the file to the user who created it."""
         if self._has("late names"):
             self._names.make(path, self._me())
         if is_new:
@@ -168,7 +168,7 @@ class Mirror:
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         if fh is not None and self._created.pop(threading.get_native_id(), None) != fh:
-            self._perhaps_stale()  # but not at the look of libfuse at a new file
+            self._perhaps_stale()  # except for libfuse's own look at a new file
         elif self._has("late names") and self._names.is_late(path, self._me()):
             raise refuse(errno.ENOENT)
         facts = os.fstat(fh) if fh is not None else os.lstat(self._at(path))
@@ -199,7 +199,7 @@ class Mirror:
         return os.open(self._at(path), os.O_RDONLY | os.O_DIRECTORY)
 
     def readdir(self, path: str, fh: int) -> list[tuple[str, None, int]]:
-        # The folder in which pytest makes those of the tests is as new as it needs it.
+        # Pytest needs current listings of the folder above those of the tests.
         is_old = self._has("old listings", "old listings of own") and path.count("/") > 1
         names = self._old.of(fh, self._me()) if is_old else os.listdir(fh)
         return [(name, None, 0) for name in (".", "..", *names)]
@@ -304,7 +304,7 @@ class Mirror:
         return fd
 
     def _opened(self, path: str, flags: int, mode: int = 0) -> int:
-        # The kernel may read of what is opened for writing, and says itself where an append goes.
+        # The kernel may read from a file opened for writing, and computes the offset of an append itself.
         flags &= ~(os.O_DIRECT | os.O_APPEND | os.O_NOFOLLOW)
         if flags & os.O_ACCMODE == os.O_WRONLY:
             flags = flags & ~os.O_ACCMODE | os.O_RDWR
@@ -344,7 +344,7 @@ def main() -> None:
     mfusepy: Any = importlib.import_module("mfusepy")  # optional
 
     class Fuse(mfusepy.FUSE):  # type: ignore[misc]
-        """Passes the flags of a rename on."""
+        """A FUSE server that passes rename flags on."""
 
         def rename_fuse_3(self, old: bytes, new: bytes, flags: int) -> int:
             return int(self.operations.rename_with(os.fsdecode(old), os.fsdecode(new), flags))

@@ -1,4 +1,4 @@
-"""A plugin of pytest that writes a line of JSON for each test as soon as it has ended."""
+"""A pytest plugin that writes a line of JSON for each test when the test ends."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def pytest_runtest_makereport(
 
 
 def _is_another(error: BaseException | None) -> bool:
-    """Return whether a test wanted one error of asyncckpt and got a refusal."""
+    """Return whether a test expected one error of asyncckpt and got a refusal."""
     return "Regex pattern did not match" in str(error) and _is_refusal(getattr(error, "__context__", None))
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Return whether this is an error of asyncckpt, and none that calls a checkpoint lost or damaged."""
+    """Return whether the error is one of asyncckpt that does not call a checkpoint lost or damaged."""
     return isinstance(error, CheckpointError) and not isinstance(
         error, CheckpointNotFoundError | DamagedCheckpointError
     )
 
 
 def _is_own_look(call: pytest.CallInfo[None]) -> bool:
-    """Return whether the test itself read a file by a stale handle, without a call of asyncckpt."""
+    """Return whether the test itself read a file by a stale handle, outside of asyncckpt."""
     if call.excinfo is None or getattr(call.excinfo.value, "errno", None) != errno.ESTALE:
         return False
     product = tuple(str(CHECKOUT / room) for room in ("asyncckpt", "worker", "shm"))

@@ -1,4 +1,4 @@
-"""The tests in a process of their own, and what became of each."""
+"""Run the tests in a child process, and collect the outcome of each."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ TESTS = [
 
 @dataclass
 class Outcome:
-    """What the tests on one file system came to."""
+    """The outcome of the tests on one file system."""
 
     name: str
     passed: int = 0
     skipped: int = 0
     refused: dict[str, str] = field(default_factory=dict)
-    """Tests that ended with an error of asyncckpt that calls no checkpoint lost or damaged, and the error."""
+    """Tests that ended with an error of asyncckpt that calls no checkpoint lost or damaged, with the error."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Tests that ended otherwise, and how."""
+    """Tests that failed in another way, with the error."""
     note: str = ""
-    """Why there are no tests, or not all of them."""
+    """The reason if no tests ran, or not all of them."""
 
 
 def run_tests(name: str, place: Mounted, tests: list[str], limit_s: float, report: Path) -> Outcome:
     """Run the tests with their temporary folders on the mounted file system."""
-    # The runtime folder stands on a disk of the host, as in a training. Some tests open the folders below that for
-    # temporary files to other users.
+    # The runtime folder is on a disk of the host, as in a training. Some tests give other users access to the parent
+    # folders of temporary files.
     hosts = report.with_name("hosts")
     hosts.mkdir()
     variables = {"FILE_SYSTEMS_REPORT": str(report), "TMPDIR": str(report.parent), "RUNTIME_FOLDERS": str(hosts)}

@@ -1,4 +1,4 @@
-"""Two ranks save and load together, each on a host of its own as far as the file system knows."""
+"""Two ranks save and load together. For the file system, each rank is on a host of its own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def state_of(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 
 def train(rank: int, folder: Path) -> None:
-    # The folder of the report is in memory.
+    # The folder of the report is in memory, not on the tested file system.
     meeting = Path(os.environ.get("FILE_SYSTEMS_REPORT", folder / "report")).with_name("meeting")
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     with Checkpointer(folder / "root", Config(keep_last=2)) as checkpointer:

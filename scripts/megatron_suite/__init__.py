@@ -1,1 +1,1 @@
-"""Megatron-LM's own tests of its checkpoints, on CPUs: with its own writer, and with asyncckpt in its place."""
+"""Run Megatron-LM's own tests of its checkpoints on CPUs, with its own writer and with asyncckpt."""

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Python has put this folder there. What is tested is the asyncckpt of this checkout.
+    # Python has put this folder on the path. Use the asyncckpt of this checkout.
     scripts = Path(__file__).resolve().parent.parent
     sys.path[:1] = [str(scripts.parent), str(scripts)]
     sys.exit(importlib.import_module("megatron_suite.cli").main())

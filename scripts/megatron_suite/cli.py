@@ -56,7 +56,7 @@ def _python_wanted(checkout: Path) -> SpecifierSet | None:
 
 
 def _run(tests: list[str], folder: Path, file: Path, world_size: int, writer: str) -> dict[str, str]:
-    """How each of ``tests`` ends with ``writer``. What is not in ``file`` yet is run, and added to it."""
+    """Return the outcome of each of ``tests`` with ``writer``. Run tests that are not in ``file``, and add them."""
     outcomes = _read(file, writer)
     left = [test for test in tests if test not in outcomes]
     for test, outcome, seconds in ranks.run(left, folder / writer, world_size, ours=writer == _OURS):

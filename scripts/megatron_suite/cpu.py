@@ -1,4 +1,4 @@
-"""megatron-core on CPUs and gloo, where it asks for CUDA and NCCL."""
+"""Run megatron-core on CPUs and gloo although it asks for CUDA and NCCL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnCpu(TorchFunctionMode):
-    """What asks for a tensor on CUDA gets one on the CPU, which says that it is on CUDA."""
+    """A mode that creates CPU tensors in place of CUDA tensors. They claim to be on CUDA."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         keywords = dict(keywords or {})
@@ -27,24 +27,24 @@ class OnCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """All work of a CPU is done at once."""
+    """A stand-in for a CUDA stream. A CPU finishes all work at once."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
     def wait_stream(self, stream: object) -> None:
-        """It has ended already."""
+        """Do nothing, because all work has ended."""
 
     def synchronize(self) -> None:
-        """It has ended already."""
+        """Do nothing, because all work has ended."""
 
 
 def patch_cuda() -> None:
-    """Have ``torch.cuda`` say that its device is the CPU, before megatron-core is imported.
+    """Make ``torch.cuda`` report the CPU as its device. Must run before megatron-core is imported.
 
-    Its tracker of generators swaps the state of the one that dropout draws from: that is the CPU's, and no other.
+    Megatron's tracker of random generators swaps the state of the generator for dropout, which is the CPU's here.
     """
-    warnings.simplefilter("ignore")  # that Apex and others are not there
+    warnings.simplefilter("ignore")  # Apex and other packages are missing
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.manual_seed = torch.manual_seed
@@ -57,7 +57,7 @@ def patch_cuda() -> None:
 
 
 def patch_tracker() -> None:
-    """The same for a function of megatron-core's own, once it is imported."""
+    """Patch a function of megatron-core in the same way, after the import."""
     from megatron.core.tensor_parallel import random as tracked
 
     tracked._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

@@ -1,6 +1,6 @@
-"""Apex's optimizers, as far as Megatron-LM's tests need them.
+"""A stand-in for Apex's optimizers, as far as Megatron-LM's tests need them.
 
-Without Apex the distributed optimizer cannot be saved before its first step, as the tests want it.
+The tests save the distributed optimizer before its first step, which works only with Apex.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam, with one count of steps for each group, and no need of a learning rate before the first."""
+    """Adam with one step count for each group. It needs no learning rate before the first step."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def stand_in() -> None:
-    """Have megatron-core find them, and nothing else of Apex."""
+    """Make megatron-core find these optimizers, and nothing else of Apex."""
     optimizers = ModuleType("apex.optimizers")
     optimizers.__dict__.update(FusedAdam=FusedAdam, FusedSGD=torch.optim.SGD)
     sys.modules[optimizers.__name__] = optimizers

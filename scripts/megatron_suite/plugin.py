@@ -1,4 +1,4 @@
-"""Stands in for the outer ``conftest.py`` of Megatron-LM's unit tests, which wants Megatron-LM's containers."""
+"""A stand-in for the outer ``conftest.py`` of Megatron-LM's unit tests, which needs Megatron-LM's containers."""
 
 from __future__ import annotations
 

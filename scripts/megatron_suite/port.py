@@ -1,4 +1,4 @@
-"""Megatron-LM's sources in this process and its forks: on CPUs, and on gloo."""
+"""Run Megatron-LM's sources in this process and its forks on CPUs and gloo."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GLOO_LIMIT = timedelta(seconds=60)
 
 
 def prepare(checkout: Path, nvrx: Path | None, ranks: int) -> None:
-    """Have this process, and its forks, find Megatron-LM and run it on CPUs."""
+    """Put Megatron-LM on the path of this process and its forks, and make it run on CPUs."""
     sys.path[:0] = [str(checkout), *([str(nvrx)] if nvrx else [])]
     os.chdir(checkout)
     _patch_torch(ranks)
@@ -35,22 +35,22 @@ def prepare(checkout: Path, nvrx: Path | None, ranks: int) -> None:
     SpawnContext.Process = _SpawnedProcess
     dist.init_process_group = _on_gloo(dist.init_process_group)
     dist.new_group = _on_gloo(dist.new_group)
-    own = "asyncckpt.integrations.megatron"  # which changes nothing by itself
+    own = "asyncckpt.integrations.megatron"  # the import alone changes nothing
     for module in ("megatron.training.checkpointing", "megatron.training.training", "pytest", own):
         importlib.import_module(module)
     patch_tracker()
     writers: Any = FileSystemWriter
-    if not hasattr(writers, "metadata_path"):  # torch had it when core 0.16 was made
+    if not hasattr(writers, "metadata_path"):  # torch had this when core 0.16 was released
         writers.metadata_path = property(lambda writer: writer.fs.concat_path(writer.path, ".metadata"))
-    # Tests want nothing logged, and this logger of torch's lets pass all that it has.
+    # Tests expect no log output, and this logger of torch passes everything by default.
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)
     _do_without_transformer_engine()
 
 
 def close_groups() -> None:
-    """Close what Megatron-LM has let go of, when a test has ended on all ranks: each of gloo's groups has threads.
+    """Close released process groups after a test has ended on all ranks, because each gloo group has threads.
 
-    A test leaves dozens of groups. Those that it has not let go of are closed after a later test.
+    A test leaves dozens of groups. Groups that the test still holds are closed after a later test.
     """
     state: Any = importlib.import_module("megatron.core.parallel_state")
     if not dist.is_initialized() or state.model_parallel_is_initialized():
@@ -67,7 +67,7 @@ def _patch_torch(ranks: int) -> None:
     torch.cuda.device_count = lambda: ranks
     patch_cuda()
     if find_spec("triton") is None:
-        importlib.import_module("torch._inductor.compile_fx")  # which would take the stand-in for the real triton
+        importlib.import_module("torch._inductor.compile_fx")  # before the stand-in, which it would take for triton
         for name in ("triton", "triton.language"):
             sys.modules[name] = _Anything(name)
 
@@ -98,9 +98,9 @@ def _on_gloo(function: Any) -> Any:
 
 
 def _do_without_transformer_engine() -> None:
-    """Its layers are for GPUs: tests get Megatron-LM's own, and hear of a version that can do nothing."""
+    """Replace TransformerEngine's GPU layers by Megatron-LM's own, and report a version without features."""
     specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    for kind in ("spec", "submodules"):  # core 0.16 has only the first
+    for kind in ("spec", "submodules"):  # core 0.16 has only "spec"
         if local := getattr(specs, f"get_gpt_layer_local_{kind}", None):
             setattr(specs, f"get_gpt_layer_with_transformer_engine_{kind}", _local_layers(local))
     specs.TENorm = specs.LNImpl
@@ -125,7 +125,7 @@ def _local_layers(make: Any) -> Any:
 
 
 class _Anything(ModuleType):
-    """Stands for triton, whose kernels are never run here."""
+    """A stand-in for triton. Tests here never run triton's kernels."""
 
     __path__: list[str] = []
     __version__ = "3.0.0"

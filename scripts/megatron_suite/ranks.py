@@ -1,7 +1,7 @@
-"""Tests as all ranks of a job run them: each rank is a fork of this process, which has imported what takes long.
+"""Run tests on all ranks of a job. Each rank is a fork of this process, which has imported the slow modules.
 
-A job runs the tests of one file, one after the other, as Megatron-LM does it. After one that fails, or hangs, the ranks
-may be at different places: they are killed, and another job runs the rest of the file.
+A job runs the tests of one file, one after the other, as Megatron-LM does. After a test fails or hangs, the ranks may
+be at different places. They are killed, and another job runs the rest of the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_suite import port
 from megatron_suite.cpu import OnCpu
 
 TESTS = "tests/unit_tests/dist_checkpointing"
-# Files of tests that cannot pass here, and the package for GPUs that each wants. They run only if they are named.
+# Test files that cannot pass here, and the GPU package that each needs. They run only if named.
 WANTING = {"test_fp8.py": "TransformerEngine", "test_layer_wise_optimizer.py": "Emerging-Optimizers"}
 _LIMIT_S = 180.0
 _GRACE_S = 5.0
@@ -38,7 +38,7 @@ _fork = multiprocessing.get_context("fork")
 
 
 def collect(folder: Path, names: list[str]) -> list[str]:
-    """Return the tests of the files ``names``. If there are none: of all files but those in ``WANTING``."""
+    """Return the tests of the files ``names``. Without names, return the tests of all files except ``WANTING``."""
     paths = [f"{TESTS}/{name}" for name in names] or [TESTS, *(f"--ignore={TESTS}/{name}" for name in WANTING)]
     process = _fork.Process(target=_collect, args=(folder / "tests", paths))
     process.start()
@@ -47,9 +47,9 @@ def collect(folder: Path, names: list[str]) -> list[str]:
 
 
 def run(tests: list[str], folder: Path, ranks: int, *, ours: bool) -> Iterator[tuple[str, str, float]]:
-    """Each of ``tests``, how it ends ("passed", "skipped", "failed" or "hung"), and after how many seconds.
+    """Run ``tests``. Yield each test, its outcome ("passed", "skipped", "failed" or "hung"), and its seconds.
 
-    What the ranks of a job print is left in a folder in ``folder``, which has the name of the first test's file.
+    The output of a job's ranks stays in a subfolder of ``folder``, named after the test file.
     """
     files = defaultdict(list)
     for test in tests:
@@ -65,7 +65,7 @@ def run(tests: list[str], folder: Path, ranks: int, *, ours: bool) -> Iterator[t
 
 
 class _Job:
-    """All ranks, running ``tests``, until one does not end well."""
+    """All ranks of a job. They run ``tests`` until one test fails or hangs."""
 
     def __init__(self, tests: list[str], folder: Path, ranks: int, *, ours: bool) -> None:
         self._tests = list(tests)
@@ -84,7 +84,7 @@ class _Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill what is left, also what the ranks have started."""
+        """Kill the ranks and their child processes."""
         for process in self._ranks.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 for child in psutil.Process(process.pid).children(recursive=True):
@@ -93,7 +93,7 @@ class _Job:
             process.join()
 
     def results(self) -> Iterator[tuple[str, str, float]]:
-        """As of ``run``."""
+        """Yield the results, as ``run`` does."""
         for test in self._tests:
             start = time.monotonic()
             outcome = self._outcome()
@@ -102,7 +102,7 @@ class _Job:
                 break
 
     def _outcome(self) -> str:
-        """How the next test ends."""
+        """Return the outcome of the next test."""
         seen, waiting = set(), dict(self._ranks)
         deadline = time.monotonic() + _LIMIT_S
         while waiting and time.monotonic() < deadline:
@@ -111,7 +111,7 @@ class _Job:
             for rank in [rank for rank in waiting if rank in told or rank in dead]:
                 seen.add(_told(rank))
                 del waiting[rank]
-            if "failed" in seen:  # the others may be waiting for that one
+            if "failed" in seen:  # the other ranks may be waiting for the failed one
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         if "failed" in seen:
             return "failed"
@@ -121,7 +121,7 @@ class _Job:
 
 
 def _free_port() -> int:
-    """A port that no connection is given meanwhile, as those of Linux are from 32768 on."""
+    """Return a free port below 32768, because Linux gives higher ports to outgoing connections."""
     while True:
         tcp = random.randrange(20_000, 30_000)
         with contextlib.suppress(OSError), socket.create_server(("localhost", tcp)):
@@ -129,7 +129,7 @@ def _free_port() -> int:
 
 
 def _told(rank: Connection) -> str:
-    """What ``rank`` says of its next test; it has said so, or is dead."""
+    """Return the outcome of ``rank``'s next test. The rank must have reported, or be dead."""
     try:
         return str(rank.recv()) if rank.poll() else "failed"
     except EOFError:
@@ -154,7 +154,7 @@ def _rank(tests: list[str], folder: Path, rank: int, ranks: int, tcp: int, ours:
 
 
 class _Rank:
-    """A plugin that runs these tests in this order, and tells how each has ended."""
+    """A pytest plugin that runs these tests in this order, and reports each outcome."""
 
     def __init__(self, tests: list[str], parent: Connection) -> None:
         self._tests = tests
@@ -175,12 +175,12 @@ class _Rank:
         outcome = next(word for word in ("failed", "passed", "skipped") if word in self._seen)
         self._seen.clear()
         self._parent.send(outcome)
-        if outcome != "failed":  # after which the parent kills this rank
+        if outcome != "failed":  # after a failure the parent kills this rank
             port.close_groups()
 
 
 class _Collected:
-    """A plugin that writes down what there is."""
+    """A pytest plugin that writes down the collected tests."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -200,7 +200,7 @@ def _pytest(arguments: list[str], *plugins: object) -> None:
 
     from megatron_suite import plugin
 
-    inner = importlib.import_module(f"{TESTS.replace('/', '.')}.conftest")  # the outer one wants containers
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # each takes seconds of each rank
+    inner = importlib.import_module(f"{TESTS.replace('/', '.')}.conftest")  # the outer one needs containers
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins take seconds on each rank
     options = ["--noconftest", "-c", os.devnull, f"--rootdir={os.getcwd()}", "-p", "no:cacheprovider", "--assert=plain"]
     pytest.main([*options, *arguments], plugins=[plugin, inner, *plugins])

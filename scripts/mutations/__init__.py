@@ -1,1 +1,1 @@
-"""What staging must not lack: each wait, hold and check removed by itself, to see that a device test fails."""
+"""Mutation tests of staging: remove each wait, hold and check by itself, and see that a device test fails."""

@@ -1,4 +1,4 @@
-"""The command line of ``scripts/mutations``."""
+"""Remove each wait, hold and check of staging by itself, and see that a device test fails."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mutations.device_path import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT_S = 900.0
-# Folders of the tree that the tests need; worker and shm are what links in asyncckpt lead to.
+# Folders that the tests need. Links in asyncckpt lead to worker and shm.
 _FOLDERS = ("asyncckpt", "worker", "shm", "tests", "scripts", "examples")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Try the mutations. Returns 1 if the tests pass with one of them, or fail without any."""
+    """Try the mutations. Return 1 if the tests pass with a mutation, or fail without one."""
     parser = argparse.ArgumentParser(prog="scripts/mutations", description=__doc__)
     parser.add_argument("--only", default="", help="those with this text in what they take away")
     parser.add_argument("--list", action="store_true", help="say what there is, and try nothing")
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def copy_tree(into: Path) -> Path:
-    """A copy of this checkout, as far as tests need it."""
+    """Copy the parts of this checkout that the tests need."""
     for folder in _FOLDERS:
         shutil.copytree(ROOT / folder, into / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "setup.cfg", into)
@@ -59,7 +59,7 @@ def copy_tree(into: Path) -> Path:
 
 
 def mutated(mutation: Mutation, text: str) -> str:
-    """The text of its file with it. Raises ``ValueError`` where the file has changed, and it has to be written anew."""
+    """Return the mutated text of a file. Raises ``ValueError`` if the file no longer contains the old text once."""
     if text.count(mutation.old) != 1:
         raise ValueError(
             f"{mutation.what!r}: {mutation.old!r} stands {text.count(mutation.old)} times in {mutation.file}"
@@ -81,6 +81,6 @@ def _pass(tree: Path, tests: Sequence[str]) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
-    if done.returncode > 1:  # not that tests fail, or crash, but that there are none, say
+    if done.returncode > 1:  # no failed or crashed test, but for example no tests at all
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return done.returncode == 0

@@ -1,4 +1,4 @@
-"""The mutations of the device path: each takes away one wait, one hold, or one check."""
+"""The mutations of the device path. Each removes one wait, one hold, or one check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOADS = "tests/loading/test_device_loads.py"
 
 
 class Mutation(NamedTuple):
-    """A change to a file: ``old``, which stands there once, becomes ``new``; one of ``tests`` should fail then."""
+    """A change to a file: ``new`` replaces ``old``, which occurs once. Then one of ``tests`` must fail."""
 
     what: str
     file: str

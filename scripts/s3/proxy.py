@@ -1,4 +1,4 @@
-"""A proxy in front of an object store that counts what is asked, and spoils some of it."""
+"""A proxy in front of an object store, which counts requests and injects faults."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 FAULTS = ("503", "409", "cut", "lose", "truncate", "delay")
-"""The store is busy; another request is in the way; the connection ends before the store has the request, or after, so
-that the answer is lost; the answer ends early; the answer takes its time."""
+"""503: the store is busy. 409: another request conflicts. cut: the connection ends before the store has the request.
+lose: the connection ends after that, so the answer is lost. truncate: the answer ends early. delay: it comes late."""
 
 
 @dataclass
 class Asked:
-    """One request, as it came: ``path`` with its query, ``nbytes`` of its body."""
+    """One request. ``path`` includes the query, ``nbytes`` is the size of the body."""
 
     method: str
     path: str
@@ -26,7 +26,7 @@ class Asked:
 
     @property
     def faults(self) -> Sequence[str]:
-        """Those that a store may have with it: only what writes can be in the way of another."""
+        """The faults that a store may answer with. Only a write can conflict with another one (409)."""
         return (
             FAULTS
             if self.method == "PUT" and "uploadId" not in self.path
@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass
 class StoreProxy:
-    """``spoil`` is asked for each request what to do to it: nothing (None), or one of ``FAULTS``."""
+    """The proxy. ``spoil`` returns the fault for a request: one of ``FAULTS``, or None."""
 
     backend: str
     spoil: Callable[[Asked], str | None] = lambda asked: None
@@ -101,7 +101,7 @@ def _handler(proxy: StoreProxy) -> type[BaseHTTPRequestHandler]:
                 if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
                     self.send_header(name, value)
             length = headers.get("Content-Length", headers.get("content-length", "0"))
-            self.send_header("Connection", "close")  # no idle one is left behind
+            self.send_header("Connection", "close")  # leave no idle connection behind
             self.close_connection = True
             self.send_header("Content-Length", length if self.command == "HEAD" else str(len(data)))
             self.end_headers()

@@ -1,4 +1,4 @@
-"""S3 as moto serves it, in a process of its own on loopback, and the environment of who has a store there."""
+"""S3 served by moto, in a process of its own on loopback, and the environment variables of its users."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LIMIT_S = 60.0
 
 @contextlib.contextmanager
 def served(folder: Path, bucket: str) -> Iterator[str]:
-    """The address of a server that has that bucket; this process, and those that it starts, find it meanwhile."""
+    """Serve a bucket, set the environment of this process and its children, and yield the address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     before = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    # Else it has all that is larger than 5 MiB in files, and reads those anew for each range that is asked for.
+    # By default moto keeps objects above 5 MiB in files, and reads the whole file for each range.
     environment = os.environ | {"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(1 << 30)}
     with (
         open(folder / "store.log", "wb") as log,
@@ -34,7 +34,7 @@ def served(folder: Path, bucket: str) -> Iterator[str]:
                     raise RuntimeError(f"moto does not serve: {(folder / 'store.log').read_text()[-500:]}")
                 time.sleep(0.1)
             set_environment(endpoint)
-            import boto3  # which comes with moto
+            import boto3  # a requirement of moto
 
             boto3.client("s3").create_bucket(Bucket=bucket)
             yield endpoint
@@ -47,7 +47,7 @@ def served(folder: Path, bucket: str) -> Iterator[str]:
 
 
 def set_environment(endpoint: str) -> None:
-    """As that of a user who has a store at ``endpoint``."""
+    """Set the environment variables of a user with a store at ``endpoint``."""
     found = {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     _replace_environment(found | {"AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1"})
 

@@ -1,7 +1,7 @@
-"""Everything that can happen to a job, at random and by the hundreds: ``python scripts/torture --help``.
+"""Random faults of all kinds, by the hundreds: ``python scripts/torture --help``.
 
-``kills`` of trainers and workers, ``interruptions`` of the trainer by signals, ``forks``, ``system_calls`` that fail in
-the worker, full ``disks``, ``power_cuts``, ``damages`` of checkpoints, trainings of ``frameworks`` that are killed and
-resumed; then how fast ``restarts`` from memory are, and what is left behind (``leftovers``). What is counted, and what
-must never be: ``tally``. Trainers are processes of their own: ``jobs``.
+The faults are ``kills`` of trainers and workers, ``interruptions`` of the trainer by signals, ``forks``, failing
+``system_calls`` of the worker, full ``disks``, ``power_cuts``, ``damages`` of checkpoints, and kills of trainings of
+``frameworks``, which resume. ``restarts`` measures restarts from memory, and ``leftovers`` finds leftovers. ``tally``
+has the counts and the losses, which must stay empty. Trainers run in processes of their own (``jobs``).
 """

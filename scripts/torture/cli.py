@@ -1,4 +1,4 @@
-"""``python scripts/torture``."""
+"""The command line of ``python scripts/torture``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from torture.loop_disks import FILE_SYSTEMS, own_mounts
 from torture.scenarios import SCENARIOS
 from torture.tally import Tally
 
-# Each with how many there are where none is named, and of what.
+# For each kind of fault, the default count and the help text.
 _KINDS = {
     "kills": (300, "of trainers, and as many of workers"),
     "interruptions": (300, "signals that the trainer gets"),
@@ -130,7 +130,7 @@ def main() -> int:
 
     logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)  # thousands of saves are about to fail
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as the judge is
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the judge has one process
     if args.power_cuts or args.cache_cuts:
         own_mounts()
     tally, begun = Tally(), time.monotonic()
@@ -188,7 +188,7 @@ def _make_small(args: argparse.Namespace) -> None:
 
 
 def _repeat(args: argparse.Namespace, tally: Tally) -> None:
-    """Torture each kind by itself, until one loses something. Say how to replay that."""
+    """Torture each kind by itself, until one loses something. Add the command for a replay."""
     for name in _KINDS:
         if not (count := getattr(args, _of(name))):
             continue
@@ -217,7 +217,7 @@ def _torture_in_folder(args: argparse.Namespace, tally: Tally) -> dict[str, floa
 
 
 def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, float]:
-    """All kinds. Each has choices of its own, so that one can be had again without the others."""
+    """Run all kinds. Each kind has its own random choices, so that it can be replayed without the others."""
 
     def choice(kind: str) -> random.Random:
         return random.Random(f"{args.seed} {kind}")

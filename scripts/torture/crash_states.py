@@ -1,7 +1,7 @@
-"""Every state that a weak file system may leave after a crash, from the recorded calls of one training.
+"""Check all states that a weak file system may leave after a crash, from the recorded calls of one training.
 
-The promises hold in each of these states, and a training goes on from them. ``crash_disk.py`` says which states there
-are. Naive savers, and the real savers on a disk where no fsync does anything, show that a broken promise is found.
+The promises hold in each state, and a training resumes from it. ``crash_disk.py`` defines the possible states. Naive
+savers, and real savers on a disk that ignores fsyncs, show that the judge finds broken promises.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from torture.recorded_calls import Recording, has_compiler, record
 from torture.scenarios import SCENARIOS, Files, Saver, Scenario, state_of
 from torture.tally import Tally
 
-# One state in so many is gone on from, and so is each state with other names, as long as there are not more.
+# Resume from one state in this number, and from each state with new names, within a limit.
 _GO_ON = 40
-# All states of a crash are judged if there are not more.
+# Judge all states of a crash if there are at most this many.
 _ALL = 512
-# After so many random states of one crash, none of which is new, the crash is done with.
+# Leave a crash after this number of random states in a row without a new one.
 _VAIN = 60
-# To find an fsync that is missing, so many states are judged, of so many crashes after it.
+# To find a missing fsync, judge this number of states, from this number of crashes after the fsync.
 _FEW, _SOON = 150, 25
 _SHOWN = 3
 _STEPS = 5
@@ -83,7 +83,7 @@ SOUND = _Naive("both fsyncs", syncs_file=True, syncs_folder=True)
 def crash_states(
     tally: Tally, folder: Path, most: int, choice: random.Random, scenarios: Sequence[Scenario] = SCENARIOS
 ) -> None:
-    """Judge up to ``most`` states of each of the scenarios."""
+    """Judge up to ``most`` states of each scenario."""
     if not has_compiler():
         tally.counts["no compiler: no calls recorded"] += 1
         return
@@ -101,7 +101,7 @@ def crash_states(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence stock DCP, which tells the root logger at length of each checkpoint that it cannot read."""
+    """Silence stock DCP, which logs at length to the root logger about each checkpoint that it cannot read."""
     logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -113,18 +113,18 @@ def _quiet() -> Iterator[None]:
 
 @dataclass
 class _Recorded:
-    """A recorded scenario, and the folder in which its states are built, at the place where it was recorded."""
+    """A recorded scenario, and the folder of its states, which is also the folder of the recording."""
 
     scenario: Scenario
     recording: Recording
     root: Path
     store: Path
-    """Has each file's bytes once, by their digest."""
+    """Holds the bytes of each file once, by digest."""
     digests: dict[tuple[int, tuple[int, int], Data], bytes] = field(default_factory=dict)
     verified: dict[bytes, list[str]] = field(default_factory=dict)
 
     def digest(self, disk: Disk, leaf: Leaf) -> bytes:
-        """Return the digest of a file's bytes, which are in the store then."""
+        """Return the digest of a file's bytes, and put the bytes into the store."""
         key = leaf.number, leaf.versions, leaf.data
         if (found := self.digests.get(key)) is None:
             content = disk.bytes_of(leaf)
@@ -134,7 +134,7 @@ class _Recorded:
         return found
 
     def damages(self, disk: Disk, tree: Tree) -> list[str]:
-        """Return what ``verify`` finds in folders with final names. It reads the indexes, which stock DCP does not."""
+        """Return the damages that ``verify`` finds in final checkpoints. Only ``verify`` reads the indexes."""
         broken = []
         for name in filter(_FINAL.fullmatch, tree):
             within = {path: leaf for path, leaf in tree.items() if path.startswith(f"{name}/")}
@@ -148,7 +148,7 @@ class _Recorded:
         return broken
 
     def build(self, disk: Disk, tree: Tree, *, to_read: bool) -> None:
-        """Build a state. ``to_read``: nothing will be changed there, so files are linked from the store."""
+        """Build a state. ``to_read``: the state is only read, so files are linked from the store."""
         shutil.rmtree(self.root, ignore_errors=True)
         self.root.mkdir()
         first: dict[int, Path] = {}
@@ -169,7 +169,7 @@ class _Recorded:
 
 @contextlib.contextmanager
 def _recorded(folder: Path, scenario: Scenario, steps: int) -> Iterator[_Recorded]:
-    """Record a scenario. Raises ``RuntimeError`` if the calls do not lead to the folder that is there."""
+    """Record a scenario. Raises ``RuntimeError`` if a replay of the calls does not give the recorded folder."""
     root, store = folder / "root", folder / "store"
     store.mkdir()
     try:
@@ -188,7 +188,7 @@ def _recorded(folder: Path, scenario: Scenario, steps: int) -> Iterator[_Recorde
 
 
 def _contents(root: Path) -> dict[str, object]:
-    """Return the bytes or target of each path, with the first of its hard links."""
+    """Return the bytes or target of each path, and the first of its hard links."""
     found: dict[str, object] = {}
     first: dict[int, Path] = {}
     for path in sorted(root.rglob("*")):
@@ -200,7 +200,7 @@ def _contents(root: Path) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A choice among the states of a crash: the events that are there, and what is left of each file."""
+    """A choice among the states of a crash: the surviving events, and the surviving bytes of each file."""
 
     kept: Kept
     data: Data = "new"
@@ -226,7 +226,7 @@ _Look: TypeAlias = Callable[[_Recorded, Disk, _State], list[str]]
 
 
 def _must_break(tally: Tally, recorded: _Recorded, choice: random.Random, *, syncs: bool) -> None:
-    """Look for a broken promise. There is one, because an fsync is missing, or because none does anything."""
+    """Check that the judge finds a broken promise. An fsync is missing, or the disk ignores all fsyncs."""
     name = recorded.scenario.name + ("" if syncs else ", no fsync does anything")
     disk = Disk(recorded.recording, () if syncs else ends_of_syncs(recorded.recording))
     for count, state in enumerate(_states(recorded, disk, choice), 1):
@@ -240,7 +240,7 @@ def _must_break(tally: Tally, recorded: _Recorded, choice: random.Random, *, syn
 
 
 def _count_needed(tally: Tally, recorded: _Recorded, choice: random.Random) -> None:
-    """Count the fsyncs without each of which a promise is broken: the more there are, the more the judge sees."""
+    """Count the fsyncs that the judge proves necessary, by removing each one. A higher count means a better judge."""
     ends = ends_of_syncs(recorded.recording)
     for end in tqdm(ends, desc=f"{recorded.scenario.name}: fsyncs", unit="fsync", disable=None):
         disk = Disk(recorded.recording, {end})
@@ -281,14 +281,14 @@ def _must_hold(tally: Tally, recorded: _Recorded, most: int, choice: random.Rand
 
 
 def _gone_on(recorded: _Recorded, disk: Disk, state: _State) -> list[str]:
-    """Have a training go on from a state. Return the broken promises."""
+    """Resume a training from a state. Return the broken promises."""
     recorded.build(disk, state.tree, to_read=False)
     try:
         return [f"when going on: {each}" for each in go_on(recorded.scenario, recorded.root, state.point.begun)]
     except Exception as error:
         return [f"when going on: {type(error).__name__}: {error}"]
     finally:
-        shared.close()  # of what has saved single files
+        shared.close()  # the engine that saves of single files share
 
 
 def _judge(recorded: _Recorded, disk: Disk, state: _State) -> list[str]:
@@ -298,14 +298,14 @@ def _judge(recorded: _Recorded, disk: Disk, state: _State) -> list[str]:
 
 
 def _form(tree: Tree) -> frozenset[str]:
-    """Return the names near the top, without what is random in them."""
+    """Return the names near the top of the folder, without their random parts."""
     return frozenset(re.sub(r"[0-9a-f]{12}", "*", path) for path in tree if path.count("/") < 3)
 
 
 def _states(
     recorded: _Recorded, disk: Disk, choice: random.Random, points: Sequence[Point] | None = None
 ) -> Iterator[_State]:
-    """Yield states, each once, from the crashes ``points`` in turn; None: from all."""
+    """Yield different states from the crashes ``points`` in turn. ``points`` defaults to all crashes."""
     seen: set[tuple[bytes, int, int]] = set()
 
     def contents(leaf: Leaf) -> bytes:
@@ -333,7 +333,7 @@ def _states(
 
 
 def _plans(disk: Disk, point: Point, choice: random.Random) -> Iterator[tuple[bool, _Plan]]:
-    """Yield choices, the most telling ones first, and whether they are random."""
+    """Yield choices, the most telling ones first, and whether each choice is random."""
     every, none = frozenset(point.loose), frozenset[int]()
 
     def closed(events: Sequence[int]) -> Kept:
@@ -379,7 +379,7 @@ def _plans(disk: Disk, point: Point, choice: random.Random) -> Iterator[tuple[bo
 
 
 def _blame(recorded: _Recorded, disk: Disk, state: _State, look: _Look) -> str:
-    """Describe the least loss that breaks a promise: whatever else was lost is put back as far as it stays broken."""
+    """Describe the smallest loss that breaks a promise: restore other losses as long as the promise stays broken."""
     point, plan = state.point, state.plan
 
     def is_broken(plan: _Plan) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints are damaged in every way, and exchanged: all has to be found, and nothing wrong may be loaded."""
+"""Damage and exchange checkpoints in every way. ``verify`` must find all, and no load may return wrong values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torture.tally import CONFIG, LIMIT_S, Tally, is_of, state_of
 
 
 def damage(tally: Tally, folder: Path, damages: int, choice: random.Random) -> None:
-    """Damage checkpoints in every way: all has to be found by ``verify``, and nothing wrong may be loaded."""
+    """Damage checkpoints in every way. ``verify`` must find all, and no load may return wrong values."""
     root = folder / "damages"
     with Checkpointer(root, CONFIG) as checkpointer:
         checkpointer.save(1, state_of(1)).result(LIMIT_S)
@@ -70,7 +70,7 @@ def _check_damaged(tally: Tally, bad: Path, what: str) -> None:
 
 
 def exchange(tally: Tally, folder: Path, exchanges: int, choice: random.Random) -> None:
-    """Put one checkpoint in the place of another, whole or a file of it: none may load as what it is not."""
+    """Replace a checkpoint, or one of its files, by that of another step. No load may return another step's values."""
     root, good = folder / "exchanges", folder / "exchanges-good"
     with Checkpointer(root, replace(CONFIG, keep_last=None)) as checkpointer:
         for step in (1, 2, 3):

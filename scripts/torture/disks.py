@@ -1,4 +1,4 @@
-"""Space runs out."""
+"""Run out of disk space during saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torture.tally import CONFIG, LIMIT_S, SIZES, Tally, is_of, state_of
 
 @contextlib.contextmanager
 def small_disk(folder: Path, nbytes: int) -> Iterator[bool]:
-    """A file system of its own at ``folder``, where this process may mount one."""
+    """Mount a small file system at ``folder``, if this process may mount. Yield whether it is mounted."""
     folder.mkdir(parents=True)
     mounted = not subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)], capture_output=True, check=False
@@ -36,7 +36,7 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[bool]:
 
 
 def fill_disks(tally: Tally, folder: Path, fulls: int, choice: random.Random) -> None:
-    """Let space run out: before a save, or at a random byte of it."""
+    """Run out of space before a save, or at a random byte of the written data."""
     need = sum(SIZES) * 4
     with small_disk(folder / "disk", 8 * need) as mounted:
         root, ballast = folder / "disk" / "root", folder / "disk" / "ballast"
@@ -50,7 +50,7 @@ def fill_disks(tally: Tally, folder: Path, fulls: int, choice: random.Random) ->
                 if real:
                     while (
                         len(list(root.glob("step-*"))) + len(list(root.glob(".*"))) > 3
-                    ):  # what is old is just being removed, and frees space
+                    ):  # the worker is removing old steps, which frees space
                         time.sleep(0.01)
                     free = shutil.disk_usage(root).free
                     ballast.write_bytes(bytes(free - choice.randrange(need)))

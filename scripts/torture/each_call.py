@@ -1,15 +1,16 @@
-"""Each call fails: number 1, 2, 3 ... of a save, a load, an open and a restart, once and for ever, with each error.
+"""Fail each call of a save, a load, an open and a restart: number 1, 2, 3 ..., once and for ever, with each error.
 
-A trainer runs in a process of its own, with ``failing_calls.c`` in it and in its worker. One round arms the library for
-one call of one of the two, runs one act (a save, say), disarms the library and judges:
+A trainer runs in a process of its own. The library ``failing_calls.c`` is loaded in the trainer and in its worker. One
+round arms the library for one call of the trainer or the worker, runs one act (for example a save), disarms the library
+and checks that:
 
-- the act succeeded, or raised one error of ours;
-- a save that raised left no checkpoint; a save that succeeded left a whole one;
+- the act succeeds, or raises one error of asyncckpt;
+- a save that raises leaves no checkpoint, and a save that succeeds leaves a whole one;
 - the next save works, and all promises hold (``promises.judge``);
-- nothing waited longer than ``LIMIT_S``.
+- nothing waits longer than ``LIMIT_S``.
 
-The calls of an act are counted first. ``--each-call`` N fails each call with N of six errors, in turns, so that each
-error meets each kind of call also with N = 1.
+The calls of an act are counted first. ``--each-call N`` fails each call with N of six errors, in turns, so that each
+error meets each kind of call even with N = 1.
 """
 
 from __future__ import annotations
@@ -48,26 +49,26 @@ ERRORS = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.EAGAIN, errno.EMFILE, errn
 _SIDES = ("trainer", "worker")
 _ACTS = ("save", "load", "open", "restart")
 _MEMORY = "memory, once"
-# A worker that says nothing is ended 9 seconds after its time.
+# A silent worker is killed 9 seconds after its timeout.
 _CONFIG = replace(CONFIG, timeout=8.0, commit_timeout=8.0)
-# Which calls are counted, and how long they fail.
+# The kinds of calls to count and fail, and how long they fail.
 _KINDS = ("files, once", "files, once, but done", "files, for ever", "anywhere, once", "anywhere, for ever", _MEMORY)
-# A new interpreter makes thousands of calls and a million allocations: so many of them fail, evenly spread. More errors
-# make more places.
+# A new interpreter makes thousands of calls and a million allocations. Only this number of them fail, evenly spread.
+# With more errors, more calls fail.
 _PLACES = 250
-# A crash; a new thread without memory for its first lines, so that its starter waits for ever; a pool without memory
-# for a result, or for the end of one of its threads.
+# Faults of Python and torch without memory: a crash; a new thread that dies early, so that its starter waits for ever;
+# a thread pool that loses a result or the end of one of its threads.
 _FOREIGN = re.compile(
     r"^ended with -11|threading.py\", line \d+ in wait .*threading.py\", line \d+ in start"
     r"|futures/_base.py.* in result|futures/thread.py\", line \d+ in shutdown"
 )
-# No act makes so many calls.
+# A call number that no act reaches.
 _NEVER = 1 << 30
 
 
 @dataclass(frozen=True)
 class Round:
-    """The act, and the call of it that fails."""
+    """An act, and the number of the call that fails."""
 
     scenario: str
     side: str
@@ -104,11 +105,11 @@ def fail_each(
 
     Args:
         tally: Gets the outcomes.
-        folder: Where to save.
+        folder: The folder to save in.
         errors: The number of errors, of six, with which each call fails in turn.
-        scenarios: What is saved.
-        choice: Chooses the places.
-        share: The share of the places to try, 0 to 1.
+        scenarios: The kinds of saves.
+        choice: Chooses the calls.
+        share: The share of the calls to fail, 0 to 1.
     """
     if shutil.which("cc") is None:
         tally.counts["no compiler: no call failed"] += 1
@@ -129,7 +130,7 @@ def fail_each(
 
 
 def _fail_act(tally: Tally, folder: Path, library: Path, scenario: Scenario, rounds: list[Round]) -> None:
-    """Run the rounds of one act in trainers: a new trainer follows a trainer that died or hung."""
+    """Run the rounds of one act. After a trainer dies or hangs, start a new trainer."""
     side, act = rounds[0].side, rounds[0].act
     progress = tqdm(rounds, desc=f"each call: {scenario.name}, {act}, {side}", unit="call", disable=None)
     pending = iter(progress)
@@ -154,7 +155,7 @@ def _fail_act(tally: Tally, folder: Path, library: Path, scenario: Scenario, rou
 
 
 def _count(trainer: _Trainer, round_: Round) -> int:
-    """Return how many calls of the kind of ``round_`` its act makes. It differs from time to time."""
+    """Return the number of calls of the kind of ``round_`` in its act: the maximum of three runs, which may differ."""
     counts = []
     for _ in range(3):
         said = trainer.go(round_)
@@ -167,7 +168,7 @@ def _count(trainer: _Trainer, round_: Round) -> int:
 def _rounds(act: Round, errors: int, counts: dict[str, int]) -> Iterator[Round]:
     """Yield the rounds of an act. The errors take turns from call to call and from kind to kind."""
     for shift, kind in enumerate(_KINDS):
-        # Python calls again after EINTR, without an end.
+        # Python repeats a call after EINTR, without an end.
         usable = [error for error in ERRORS if error != errno.EINTR or "for ever" not in kind]
         turns = min(errors, len(usable))
         if kind == _MEMORY:
@@ -179,7 +180,7 @@ def _rounds(act: Round, errors: int, counts: dict[str, int]) -> Iterator[Round]:
 
 
 class _Trainer:
-    """The process that runs the rounds. Its standard input has rounds; its standard output has what became of them."""
+    """The process that runs the rounds. It reads rounds from standard input, and writes results to standard output."""
 
     def __init__(self, place: Path, library: Path, scenario: Scenario, side: str) -> None:
         shutil.rmtree(place, ignore_errors=True)
@@ -188,8 +189,8 @@ class _Trainer:
         for control in controls.values():
             control.write_bytes(bytes(mmap.PAGESIZE))
         variables = [
-            "PYTHONMALLOC=malloc",  # the worker has it, too
-            "PYTHONFAULTHANDLER=1",  # a trainer that hangs says where
+            "PYTHONMALLOC=malloc",  # the worker inherits this
+            "PYTHONFAULTHANDLER=1",  # a hung trainer prints its stacks
             *variables_of(library, controls["trainer"], place),
             f"PYTHONPATH={os.pathsep.join(sys.path)}",
         ]
@@ -206,7 +207,7 @@ class _Trainer:
         self._place = place
 
     def go(self, round_: Round) -> dict[str, Any] | None:
-        """Run a round. Return None if the trainer died or did not answer in time."""
+        """Run a round. Return None if the trainer dies or does not answer in time."""
         try:
             self._to.write(json.dumps(vars(round_)) + "\n")
             self._to.flush()
@@ -217,7 +218,7 @@ class _Trainer:
         return json.loads(line) if line.endswith("\n") else None
 
     def end(self) -> str:
-        """Kill the trainer. Return how it ended, and where its main thread was."""
+        """Kill the trainer. Return how it ended, and the position of its main thread."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         ended = self._process.poll()
@@ -268,10 +269,10 @@ def _train(place: Path, library: Path, scenario: Scenario, side: str) -> None:
 
 
 class _Acts:
-    """What a trainer does, and the newest durable step."""
+    """The acts of a trainer, and its newest durable step."""
 
     def __init__(self, root: Path, save: Saver | None) -> None:
-        """Save step 1. ``save``: None for a checkpointer of its own, which all acts need but "save"."""
+        """Save step 1. If ``save`` is None, create a checkpointer, which all acts except "save" need."""
         self._root = root
         self._other = root.with_name("other-0")
         self._opens = 0
@@ -299,13 +300,13 @@ class _Acts:
             save(1)
 
     def get_ready(self) -> None:
-        """Remove what the last ``open`` left. Its worker may still write there, so the next has a folder of its own."""
+        """Remove the folder of the last ``open``, and choose a new one, because the last worker may still write."""
         shutil.rmtree(self._other, ignore_errors=True)
         self._opens += 1
         self._other = self._root.with_name(f"other-{self._opens}")
 
     def restart(self) -> None:
-        """Begin the training again in this process, as after an exception: load from memory, and save."""
+        """Restart the training in this process, as after an exception: load from memory, and save."""
         self._checkpointer = Checkpointer(self._root / "steps", _CONFIG)
         self._load(memory=True)
         self.save()
@@ -334,7 +335,7 @@ def _acting(scenario: Scenario, root: Path) -> Iterator[_Acts]:
 
 
 def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path) -> dict[str, Any]:
-    """Run one round: the act with a call that fails, then a save that has to work."""
+    """Run one round: the act with a failing call, then a save that must work."""
     act: Callable[[], None] = getattr(acts, round_.act)
     broken: list[str] = []
     error: Exception | None = None
@@ -352,7 +353,7 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
     left = 0
     try:
         act()
-        left = calls.left()  # the allocation that fails may be one of these lines
+        left = calls.left()  # the failing allocation may be on one of these lines
         calls.failed()
     except Exception as raised:
         error = raised
@@ -360,16 +361,16 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
     took = time.monotonic() - begun
     if error is not None:
         said = f"{type(error).__name__}: {error}"
-        # Python and torch in the trainer may have no memory for a variable, a module or a lock. They raise all kinds of
-        # errors then, in every program.
+        # Python and torch in the trainer may have no memory for a variable, a module or a lock. Every program raises
+        # all kinds of errors then.
         if not isinstance(error, CheckpointError) and not (round_.memory and round_.side == "trainer"):
             where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
             broken.append(f"no error of ours: {said}, from {', '.join(where[-4:])}")
         if not call:
             broken.append(f"no call failed, and yet: {said}")
-        # A save that raised left no checkpoint, unless nobody could say what became of it: not in time, or, of a file
-        # without an attempt's folder, because the worker was gone. Of a pointer the error says that the checkpoint
-        # stands. A trainer without memory for an object may forget the answer.
+        # A save that raised leaves no checkpoint, unless the outcome is unknown. A timeout leaves it unknown. So does a
+        # dead worker for a file, which has no attempt folder. An error about a pointer says that the checkpoint stands.
+        # A trainer without memory for an object may lose the answer.
         unknown: tuple[type[CheckpointError], ...] = (SaveTimeoutError,)
         if isinstance(scenario, Files):
             unknown += (WorkerDiedError,)
@@ -382,7 +383,7 @@ def _go(round_: Round, acts: _Acts, calls: Calls, scenario: Scenario, root: Path
         try:
             acts.save()
         except CheckpointError:
-            # The call that failed was of what the worker does after the act.
+            # The failed call belongs to the worker's work after the act.
             acts.save()
     except Exception as raised:
         broken.append(f"the next save failed: {type(raised).__name__}: {raised}")

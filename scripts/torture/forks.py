@@ -1,4 +1,4 @@
-"""The trainer forks anywhere, as data loaders do: the children hold nothing of ours, and break nothing."""
+"""Fork the trainer anywhere, as data loaders do. The children hold no memory of asyncckpt, and break nothing."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _TROUBLES = {
 
 
 def fork(tally: Tally, folder: Path, rounds: int, choice: random.Random) -> None:
-    """Fork ``rounds`` times."""
+    """Fork the trainer ``rounds`` times."""
     count_rounds(tally, str(folder / "forks"), rounds, _train, choice)
 
 
 def _train(pipe: Connection, rank: int, root: str, rounds: int, seed: int) -> None:
     choice = random.Random(seed)
     with Checkpointer(root, CONFIG) as checkpointer:
-        checkpointer.save(1, state_of(1)).result(LIMIT_S)  # a fork from before could be a job of its own
+        checkpointer.save(1, state_of(1)).result(LIMIT_S)  # a fork before the first save could be a job of its own
         for step in range(2, rounds + 2):
             state = state_of(step) | {f"more{number}": state_of(step)["both"] for number in range(step // 30 % 3)}
             children: list[int] = []

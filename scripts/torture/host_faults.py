@@ -1,4 +1,4 @@
-"""What else befalls hosts: bytes of copies change in the memory of workers, and workers are stopped by a signal."""
+"""More faults of hosts: flipped bytes of copies in the memory of workers, and workers stopped by a signal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from asyncckpt.link.endpoint import FOLDER_VARIABLE, trainer_of
 from asyncckpt.link.takeover import Takeover
 from torture.tally import LIMIT_S, Tally
 
-# Of one core, for how long at a time, and how often in a row: a worker that does so does it for ever.
+# The minimum CPU share, the sample time, and the number of samples in a row that mark a worker as busy for ever.
 _BURNS, _WHILE_S, _TIMES = 0.5, 1.0, 8
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an image is: in a slot of a segment of a worker, by process id."""
+    """The place of an image: the process id of a worker, a segment and a slot."""
 
     worker: int
     segment: int
@@ -35,10 +35,10 @@ class _Place:
 
 
 class Memory:
-    """What the workers of some hosts hold, when their trainers are dead, and which of it can be relied on."""
+    """The images of the workers on some hosts with dead trainers, and which images are reliable."""
 
     def __init__(self, place: Path, hosts: Iterable[int]) -> None:
-        """Ask them. Computes checksums that were not known yet."""
+        """Read the images from the workers, and compute missing checksums."""
         self.images: dict[_Place, HeldImage] = {}
         self._bad: set[_Place] = set()
         with contextlib.ExitStack() as held:
@@ -49,23 +49,23 @@ class Memory:
             self._held = held.pop_all()
 
     def flip(self, choice: random.Random) -> int:
-        """Change bytes of some copies, of at least one if there are any. Returns of how many."""
+        """Flip bytes in some copies, at least in one if there are any. Return the number of changed copies."""
         copies = [each for each, image in self.images.items() if image.is_copy]
         share = choice.choice((0.0, 0.5, 1.0))
         flipped = {each for each in copies if choice.random() < share} or {*copies[:1]}
         for each in flipped:
             in_constants = _flip(self._takeovers[each.worker], self.images[each], choice)
-            # What is constant is so for all images of a segment.
+            # All images of a segment share its constants.
             self._bad |= {other for other in self.images if _is_beside(other, each, in_constants)}
         return len(flipped)
 
     def rule_out(self, workers: Iterable[int]) -> None:
-        """Nothing that these workers hold can be relied on: they are stopped."""
+        """Mark all images of these stopped workers as unreliable."""
         gone = {*workers}
         self._bad |= {each for each in self.images if each.worker in gone}
 
     def has_lost(self, step: int) -> bool:
-        """Whether all images of a rank are bad that were there of ``step``, as it was saved last."""
+        """Return whether all images of some rank are unreliable, for the newest attempt to save ``step``."""
         of_step = [image.request for image in self.images.values() if image.request.step == step]
         if not of_step:
             return False
@@ -77,7 +77,7 @@ class Memory:
         return not all(usable.values())
 
     def close(self) -> None:
-        """Let go of it. The workers stay."""
+        """Release the images. The workers stay."""
         self._held.close()
 
     def __enter__(self) -> Memory:
@@ -88,10 +88,10 @@ class Memory:
 
 
 class Stopped:
-    """Workers that are stopped by a signal, with the processes that they have started, or without, until ``end``."""
+    """Workers stopped by a signal, with or without their child processes, until ``end``."""
 
     def __init__(self, workers: Iterable[psutil.Process], *, with_children: bool, after: float = 0.0) -> None:
-        """``after``: in so many seconds, and not now."""
+        """``after``: stop after this number of seconds. 0: stop now."""
         self.workers = list(workers)
         self._processes = list(self.workers)
         for worker in self.workers:
@@ -104,7 +104,7 @@ class Stopped:
             self._stop()
 
     def end(self, *, kill: bool) -> None:
-        """Have them go on, or end the workers. Safe to call twice."""
+        """Resume the processes, or kill the workers. Safe to call twice."""
         self._timer.cancel()
         if self._timer.is_alive():
             self._timer.join()
@@ -121,7 +121,7 @@ class Stopped:
 
 
 def workers_of(place: Path, host: int) -> dict[psutil.Process, int]:
-    """The workers of a host, those of jobs before, too, each with the process id of its trainer."""
+    """Return the workers of a host, including those of earlier jobs, with the process ids of their trainers."""
     runtime = str(runtime_of(place, host))
     found = {}
     for process in psutil.process_iter():
@@ -134,12 +134,12 @@ def workers_of(place: Path, host: int) -> dict[psutil.Process, int]:
 
 
 def runtime_of(place: Path, host: int) -> Path:
-    """The runtime folder of a host."""
+    """Return the runtime folder of a host."""
     return place / f"host-{host}"
 
 
 def check_idle(tally: Tally, place: Path, hosts: Iterable[int]) -> None:
-    """No worker without a trainer may burn a core for ever, nor a process that it has started."""
+    """Check that no worker, and no child of a worker, burns a core after its trainer is gone."""
     workers = [worker for host in hosts for worker in workers_of(place, host)]
     for _ in range(_TIMES):
         before = {worker: _cpu_s(worker) for worker in workers}
@@ -169,7 +169,7 @@ def _found(place: Path, host: int) -> Iterable[Takeover]:
 
 
 def _flip(takeover: Takeover, image: HeldImage, choice: random.Random) -> bool:
-    """Change some bytes of an image. Returns whether they are such that are constant in its segment."""
+    """Flip some bits of an image. Return whether they belong to the constants of its segment."""
     layout, slot = image.layout, image.request.slot
     data = [Region(layout.data(slot, file).offset, file.length) for file in layout.data_files if file.length]
     constants = [region for region in layout.constants() if region.nbytes]

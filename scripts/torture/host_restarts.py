@@ -1,4 +1,4 @@
-"""How fast a job comes back when one of its two hosts is lost: from the memory of the other, and from storage."""
+"""Measure how fast a job restarts after the loss of one of two hosts, from the other's memory and from storage."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _PIECE_BYTES = 4 << 20
 
 
 def time_host_restarts(folder: Path, rounds: int, nbytes: int) -> dict[str, float]:
-    """Medians over restarts of four ranks, ``nbytes`` each, of which two are on a spare host.
+    """Return medians over restarts of four ranks with ``nbytes`` each. Two ranks move to a spare host.
 
-    ``limit_s``: a memcpy of a rank's bytes, and as many for each rank of the lost host over loopback, by plain sockets.
+    ``limit_s``: a memcpy of one rank's bytes, and a transfer of each moved rank's bytes over loopback by plain sockets.
     """
     place = folder / "host-restarts"
     place.mkdir()
@@ -95,7 +95,7 @@ def _restart(pipe: Connection, rank: int, place: str, nbytes: int) -> None:
 
 
 def _limits(into: dict[str, torch.Tensor], moved: bool) -> tuple[float, float]:
-    """Seconds of a memcpy, on all ranks at once; and, where ``moved``, for the same bytes through a plain socket."""
+    """Return the seconds of a memcpy on all ranks at once, and, if ``moved``, of a transfer through a plain socket."""
     source = {name: torch.full_like(tensor, 2.0) for name, tensor in into.items()}
     memcpy = []
     for _ in range(3):

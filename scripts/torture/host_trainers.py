@@ -1,4 +1,4 @@
-"""The trainers on hosts that are lost: they load what is there, and then save without end."""
+"""The trainers on hosts that may be lost. They load the newest step, and then save until they are killed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _GATE = "ASYNCCKPT_TEST_GATE"
 
 @dataclass(frozen=True)
 class Training:
-    """A job on hosts.
+    """A job on several hosts.
 
-    ``place``: a folder for all; ``places``: the host of each rank. From attempt ``hold_at`` on (0: never) nothing is
-    written until the file ``gate`` is there. ``timeout``: of each wait, and of a save; ``may_fail``: whether saves may.
+    ``place``: the folder of the job. ``places``: the host of each rank. From attempt ``hold_at`` on (0: never) workers
+    write nothing until the file ``gate`` exists. ``timeout`` limits each wait, and each save. ``may_fail``: saves may
+    fail.
     """
 
     place: str
@@ -45,7 +46,7 @@ class Training:
 
 
 def train(pipe: Connection, rank: int, training: Training) -> None:
-    """What each rank does. It says when it has loaded, when it is ready to save, and what is replicated and durable."""
+    """Run one rank. Report the load, the end of ``prepare``, and the replicated and durable steps through ``pipe``."""
     choice = random.Random(f"{training.seed} {rank}")
     host = training.places[rank]
     os.environ[FOLDER_VARIABLE] = f"{training.place}/host-{host}"
@@ -80,7 +81,7 @@ def train(pipe: Connection, rank: int, training: Training) -> None:
 
 
 def _load(pipe: Connection, checkpointer: Checkpointer) -> int:
-    """Load, again and again where that is refused, as long as a worker is stopped that may be writing."""
+    """Load, and retry while a stopped worker that may be writing causes a refusal."""
     into, found, source, until = state_of(0), 0, "nothing", time.monotonic() + LIMIT_S
     while True:
         begun = time.monotonic()
@@ -100,7 +101,7 @@ def _load(pipe: Connection, checkpointer: Checkpointer) -> int:
 
 
 def _prepare(pipe: Connection, checkpointer: Checkpointer, found: int) -> None:
-    """Get ready to save, again and again where that is refused, as long as a worker is stopped."""
+    """Prepare to save, and retry while a stopped worker causes a refusal."""
     refused, until = "", time.monotonic() + LIMIT_S
     while True:
         try:
@@ -127,7 +128,7 @@ def _wait(pipe: Connection, save: Save, step: int, *, durable: bool) -> bool:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What loading warns of, meanwhile."""
+    """Collect the warnings of loads in the block."""
     logger, said = logging.getLogger("asyncckpt.loading"), list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

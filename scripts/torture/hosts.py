@@ -61,7 +61,7 @@ def kill_hosts(
         places = cluster.places()
         gate = place / f"gate-{number}"
         stops = choice.random() < shares.stops / 2
-            # From this attempt on, workers write nothing. A job with a stopped worker needs free slots, so it writes.
+        # From this attempt on, workers write nothing. A job with a stopped worker needs free slots, so it writes.
         hold_at = 0 if stops else choice.choice((0, 1, 2, 3, 5, 8))
         timeout = _TIMEOUT_S if stops or cluster.stopped is not None else CONFIG.timeout
         seed = choice.randrange(1 << 30)

@@ -1,6 +1,6 @@
-"""Signals interrupt the trainer anywhere in a save: by an exception out of their handler, or by a save in it.
+"""Interrupt saves anywhere by signals. The signal handler raises an exception, or saves, too.
 
-Whatever the signal hits, the next save works at once, holds what it should, and no memory is left behind.
+After any interruption, the next save works at once and holds the right values. No memory is left behind.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from asyncckpt.errors import CheckpointError
 from torture.jobs import count_rounds
 from torture.tally import CONFIG, LIMIT_S, PATIENCE_S, Tally, is_of, state_of
 
-# A structure of its own now and then, so that planning and the taking of memory are hit too.
+# The structure changes now and then, so that signals also hit planning and allocation.
 _STRUCTURES = 3
 
 
 class _Interrupted(Exception):
-    """Out of a handler."""
+    """Raised by the signal handler."""
 
 
 def interrupt(tally: Tally, folder: Path, rounds: int, choice: random.Random) -> None:
@@ -38,7 +38,7 @@ def interrupt(tally: Tally, folder: Path, rounds: int, choice: random.Random) ->
 
 def _train(pipe: Connection, rank: int, root: str, rounds: int, seed: int) -> None:
     choice = random.Random(seed)
-    # Not for ever lost: each is told of by its handle, or by nobody as it never came to be.
+    # An interrupted save is not lost: its handle reports the outcome, or the save never began.
     with Checkpointer(root, CONFIG) as checkpointer:
         steps = itertools.count(1)
         checkpointer.save(next(steps), _state(0, 0)).result(LIMIT_S)
@@ -55,7 +55,7 @@ def _state(step: int, structure: int) -> dict[str, Any]:
 def _round(
     checkpointer: Checkpointer, steps: itertools.count[int], structure: int, choice: random.Random
 ) -> tuple[str, float, list[str]]:
-    """One save that is interrupted, and one that is not."""
+    """Run one save with a signal, and one without."""
     step, inner = next(steps), next(steps)
     saves: list[Save] = []
 
@@ -76,7 +76,7 @@ def _round(
         time.sleep(0.001)
     except (KeyboardInterrupt, _Interrupted):
         how = "saves interrupted by an exception"
-        if choice.random() < 0.3:  # as one does in the place where the exception is caught
+        if choice.random() < 0.3:  # some users save where they catch the exception
             saves.append(checkpointer.save(inner, _state(inner, structure)))
     except CheckpointError:
         how = "saves refused beside one in a handler"

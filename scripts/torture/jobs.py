@@ -1,4 +1,4 @@
-"""Ranks of a job in processes. They report their steps until they are killed."""
+"""Run the ranks of a job in processes. They report their steps until they are killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Job:
             self.processes.append(process)
 
     def hear(self, rank: int, kind: str, limit: float = LIMIT_S) -> tuple[Any, ...]:
-        """Return the next report of this ``kind``. Raises ``TimeoutError``; ``RuntimeError`` if the rank ends."""
+        """Return the next report of this ``kind``. Raises ``TimeoutError``, or ``RuntimeError`` if the rank ends."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             if not self.pipes[rank].poll(0.5):
@@ -84,7 +84,7 @@ class Job:
             with contextlib.suppress(EOFError, ConnectionResetError):
                 while True:
                     said[-1].append(pipe.recv())
-        for process in self.processes:  # as long as it is dying, its worker cannot be taken over
+        for process in self.processes:  # a worker cannot be taken over before its trainer is dead
             process.join(LIMIT_S)
         return said
 

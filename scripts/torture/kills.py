@@ -1,4 +1,4 @@
-"""Trainers and workers are killed at random instants."""
+"""Kill trainers and workers at random instants."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torture.promises import check_root
 from torture.tally import LIMIT_S, Tally, config_of_killed, is_of, state_of, to_save
 
 Check: TypeAlias = Callable[[Tally, str], None]
-"""Looks at a root when all has been done to it."""
+"""Checks a root at the end."""
 
 
 def kill_trainers(
     tally: Tally, place: str, kills: int, choice: random.Random, world_size: int, check: Check = check_root
 ) -> None:
-    """Kill trainers at random instants; each next one has to find the newest step that all had staged."""
+    """Kill trainers at random instants. Each next trainer must find the newest step that all ranks have staged."""
     root = f"{place}/trainers-{world_size}"
     staged = 0
     for _ in tqdm(range(kills + 1), desc=f"trainer kills, {world_size} rank(s)", unit="kill", disable=None):
@@ -36,11 +36,11 @@ def kill_trainers(
         with Job(world_size, _train, root, choice.randrange(1 << 30)) as job:
             try:
                 when = choice.random()
-                if when < 0.1:  # while it loads
+                if when < 0.1:  # kill during the load
                     time.sleep(choice.uniform(0, 0.3))
                 else:
                     _check_loads(tally, job, root, staged)
-                    if when > 0.3:  # else while it takes over
+                    if when > 0.3:  # otherwise kill during the takeover
                         staged = min(job.hear(rank, "staged")[0] for rank in range(world_size))
                     time.sleep(choice.uniform(0, 0.4))
             except (TimeoutError, RuntimeError) as error:
@@ -68,7 +68,7 @@ def _check_loads(tally: Tally, job: Job, root: str, staged: int) -> None:
 def kill_workers(
     tally: Tally, place: str, kills: int, choice: random.Random, world_size: int, check: Check = check_root
 ) -> None:
-    """Kill workers at random instants; the save under way may fail, on all ranks, and the next has to work."""
+    """Kill workers at random instants. The save in flight may fail on all ranks. The next save must work."""
     root = f"{place}/workers-{world_size}"
     with Job(world_size, _train_on, root) as job:
         try:
@@ -92,13 +92,13 @@ def _kill_a_worker(tally: Tally, job: Job, choice: random.Random) -> None:
     least = 0
     for rank in [victim, *(rank for rank in range(len(job.pipes)) if rank != victim)]:
         step, its = job.hear(rank, "saved")
-        while its == worker or step < least:  # that was before
+        while its == worker or step < least:  # the report is older than the kill
             step, its = job.hear(rank, "saved")
         least = step
 
 
 def _train(pipe: Connection, rank: int, root: str, seed: int) -> None:
-    """Load, from memory and from storage, then save without end."""
+    """Load from memory and from storage, then save without end."""
     choice = random.Random(seed)
     checkpointer = Checkpointer(root, config_of_killed())
     last = 0
@@ -122,10 +122,10 @@ def _train(pipe: Connection, rank: int, root: str, seed: int) -> None:
 
 
 def _train_on(pipe: Connection, rank: int, root: str) -> None:
-    """Save, whatever becomes of the workers, until the first rank is told to stop."""
+    """Save regardless of killed workers, until the first rank receives a stop."""
     with Checkpointer(root, config_of_killed()) as checkpointer:
         for step in range(1, 10**9):
-            # As in any training the ranks keep step.
+            # As in any training, all ranks run the same steps.
             ends = torch.tensor(float(rank == 0 and pipe.poll()))
             if dist.is_initialized():
                 dist.all_reduce(ends)

@@ -1,4 +1,4 @@
-"""What is left behind: nothing may be."""
+"""Check that no process, socket or file is left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torture.tally import LIMIT_S, Tally
 
 
 def send_away(runtime: Path) -> None:
-    """Send the workers away that linger."""
+    """Retire lingering workers."""
     for lock in runtime.glob("*.lock"):
         if (takeover := Takeover.find(lock.stem, LIMIT_S)) is not None:
             with takeover:
@@ -24,7 +24,7 @@ def send_away(runtime: Path) -> None:
 
 
 def check_left(tally: Tally, runtime: Path) -> None:
-    """Send the workers away that linger; no process, socket or file may be left then."""
+    """Retire lingering workers, and report each process, socket or file that is left."""
     send_away(runtime)
     deadline = time.monotonic() + LIMIT_S
     while (left := _processes()) and time.monotonic() < deadline:
@@ -32,7 +32,7 @@ def check_left(tally: Tally, runtime: Path) -> None:
     for process in left:
         tally.lose(f"left over: {process}")
     for file in runtime.glob("*"):
-        if file.suffix not in (".log", ROOT_LOCK):  # what a worker has said to nobody, and a lock that nobody holds
+        if file.suffix not in (".log", ROOT_LOCK):  # an unread log of a worker, or a lock that nobody holds
             tally.lose(f"left over: {file}")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints are removed, damaged and exchanged while the next one links files of theirs: none may take that over."""
+"""Remove, damage and exchange checkpoints while the next save links their files. No save may take the damage over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEPT = 6
 
 
 def break_links(tally: Tally, folder: Path, rounds: int, choice: random.Random) -> None:
-    """Do something to the newest checkpoint, or another, before a save or in the midst of it, ``rounds`` times."""
+    """Change the newest checkpoint, or another one, before or during a save, ``rounds`` times."""
     count_rounds(tally, str(folder / "links"), rounds, _train, choice)
 
 
@@ -39,7 +39,7 @@ def _train(pipe: Connection, rank: int, root: str, rounds: int, seed: int) -> No
     for step in good:
         if verify(step_folder(root, step)).damages:
             pipe.send(("round", "steps checked", 0.0, [f"step {step} was good, and nobody has touched it since"]))
-    for step in range(1, rounds + 1):  # what was damaged has been found
+    for step in range(1, rounds + 1):  # remove the damaged steps, which were found
         if step not in good:
             shutil.rmtree(step_folder(root, step), ignore_errors=True)
     pipe.send(("ended",))
@@ -72,7 +72,7 @@ def _round(
     shares = deed in ("flip", "cut") and inode in _inodes(root, step)
     if shares and is_before:
         losses.append(f"step {step} was linked to step {victim} after a {deed}")
-    if not shares:  # else it was linked a moment before
+    if not shares:  # otherwise the file was linked just before the damage
         if verify(step_folder(root, step)).damages:
             losses.append(f"step {step} is damaged, beside a {deed} of step {victim}")
         checkpointer.load(into := state_of(0), step, memory=False)

@@ -1,4 +1,4 @@
-"""File systems on loop devices whose power can be cut, and which are mounted again from what is left."""
+"""File systems on loop devices that can lose power and be mounted again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class KernelError(DiskError):
 
 
 class LoopDisk:
-    """A file system whose power is cut by FS_IOC_SHUTDOWN: what was not written yet, never is."""
+    """A file system that loses power by FS_IOC_SHUTDOWN. Data not written by then is lost."""
 
     def __init__(self, folder: Path, file_system: str, options: str) -> None:
         """Make and mount a file system. Raises ``DiskError``."""
@@ -74,11 +74,11 @@ class LoopDisk:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the disk has cut its power itself."""
+        """Whether the disk has lost power by itself."""
         return False
 
     def cut(self, choice: random.Random, *, hard: bool = False) -> str:
-        """Cut the power. Return how. ``hard``: lose as much as this disk can."""
+        """Cut the power, and return a description. ``hard``: lose as much as this disk can."""
         flags = _DROP_LOG if hard else choice.choice((_FLUSH_LOG, _DROP_LOG))
         fd = os.open(self.mount_point, os.O_RDONLY)
         try:
@@ -88,12 +88,12 @@ class LoopDisk:
         return "log dropped" if flags == _DROP_LOG else "log flushed"
 
     def mount_again(self) -> None:
-        """Mount what the cut left. No process may have files open. Raises ``DiskError``."""
+        """Mount the file system after a cut. No process may have files open. Raises ``DiskError``."""
         self._unmount()
         self._mount()
 
     def remove(self) -> None:
-        """Unmount the file system and remove all."""
+        """Unmount the file system and remove its folder."""
         with contextlib.suppress(DiskError):
             self._unmount()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -121,7 +121,7 @@ class LoopDisk:
 
 
 class ServedDisk(LoopDisk):
-    """A file system on a disk with a volatile write cache, see ``served_disk.py``."""
+    """A file system on a disk with a volatile write cache. See ``served_disk.py``."""
 
     def __init__(self, folder: Path, file_system: str, options: str, how: Cut) -> None:
         self._how = how
@@ -140,7 +140,7 @@ class ServedDisk(LoopDisk):
         return self._was_cut is not None
 
     def cut_at(self, request: int, choice: random.Random) -> None:
-        """Have the disk cut its power just before a write or flush that it gets, counted from now on."""
+        """Make the disk lose power just before a write or flush. ``request`` counts these from now on."""
         self._pipe.send(("cut at", request, self._how, choice.getrandbits(32)))
 
     def cut(self, choice: random.Random, *, hard: bool = False) -> str:
@@ -185,7 +185,7 @@ class ServedDisk(LoopDisk):
 
 
 def missing(file_systems: list[str]) -> str:
-    """Return why no disk can be mounted here; "": nothing is missing."""
+    """Return the reason why no disk can be mounted here, or ""."""
     if os.geteuid():
         return "this is not root"
     absent = [name for name in (*(_MAKE[each][0] for each in file_systems), "losetup") if shutil.which(name) is None]

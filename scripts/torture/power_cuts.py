@@ -1,6 +1,6 @@
-"""The power of a disk is cut while a job saves; the disk is mounted again and judged, and a new job goes on.
+"""Cut the power of a disk while a job saves, mount the disk again, judge it, and resume with a new job.
 
-A step counts as done only if its rank said so before the cut.
+A step counts as done only if its rank reported so before the cut.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from torture.scenarios import SCENARIOS, Files, Saver, Scenario, state_of
 from torture.system_calls import Calls, build, preloaded
 from torture.tally import LIMIT_S, Tally
 
-# A new file system is made after so many rounds.
+# Make a new file system after this number of rounds.
 _ROUNDS_PER_DISK = 50
 _NAIVE_ROUNDS = 4
-# A kernel that has crashed more often may take the machine with it.
+# Stop after this number of kernel crashes, because more of them may take the machine down.
 _KERNEL_ERRORS = 5
 _SWEPT = ("at a call", "at a request")
-# So often a new job goes on from what the cut has left, and its power may be cut again before all is cleaned.
+# The share of rounds in which the next job starts at once, so a second cut may come before the cleanup is complete.
 _AT_ONCE = 0.4
-# A swept save is the fourth of a folder or a later one, so older ones are removed. The removal ends in this time.
+# A swept save is at least the fourth of a folder, so older steps are removed. The removal ends within this time.
 _SWEPT_STEP, _BACKGROUND_S = 4, 0.1
-# The longest sleep before a cut at random. A save takes a third of it.
+# Maximum sleep before a cut at random. A save takes a third of it.
 _SLEEP_S = 0.15
 _POLL_S = 0.002
 
 
 class _Naive(Files):
-    """Each save replaces one file without any fsync. A power cut loses it, if the torture is worth its name."""
+    """A saver that replaces one file without any fsync. If no power cut loses the file, the torture is blind."""
 
     name = "naive"
 
@@ -66,24 +66,24 @@ class _Naive(Files):
 
 @dataclass
 class _Sweep:
-    """The calls of a save, one after another: the power is cut before each of them, in the next sweep after each."""
+    """The calls of a save, in order. A sweep cuts the power before each of them, and the next sweep after each."""
 
     after: bool
     number: int = 1
     ended: int = 0
 
     def key(self) -> tuple[int, int]:
-        """Return how far this sweep is."""
+        """Return a sort key for the progress of this sweep."""
         return self.ended, self.number
 
     def end(self) -> None:
-        """Begin again: a save has no such call."""
+        """Start the next sweep, because the save has no call with this number."""
         self.number, self.after, self.ended = 1, not self.after, self.ended + 1
 
 
 @dataclass
 class _Place:
-    """The root of a scenario on the disk: which steps were begun and done there."""
+    """The root of a scenario on the disk, and the newest begun and done steps there."""
 
     root: Path
     begun: int = 0
@@ -92,7 +92,7 @@ class _Place:
 
 @dataclass
 class _Heard:
-    """All that the ranks of a job have said."""
+    """All reports of the ranks of a job."""
 
     begun: int
     done: int
@@ -121,7 +121,7 @@ class _Disks:
     places: dict[str, _Place] = field(default_factory=dict)
 
     def for_round(self) -> LoopDisk:
-        """Return the disk; a new one now and then. Raises ``DiskError``."""
+        """Return the disk for the next round, sometimes a new one. Raises ``DiskError``."""
         if self.disk is None or self.rounds == _ROUNDS_PER_DISK:
             self.drop()
             self.disk = self.make()
@@ -129,7 +129,7 @@ class _Disks:
         return self.disk
 
     def place(self, disk: LoopDisk, scenario: Scenario) -> _Place:
-        """Return where the scenario saves; durable, as its user has made that folder."""
+        """Return the place of a scenario. Its root folder is durable, because a user has created it before."""
         if scenario.name not in self.places:
             root = disk.mount_point / f"{scenario.name.replace(' ', '-')}-{self.rounds}"
             root.mkdir()
@@ -142,7 +142,7 @@ class _Disks:
         return self.places[scenario.name]
 
     def forget(self, scenario: Scenario) -> None:
-        """Have the scenario begin in another folder."""
+        """Remove the place of a scenario, so that the next round uses another folder."""
         shutil.rmtree(self.places.pop(scenario.name).root, ignore_errors=True)
 
     def drop(self) -> None:
@@ -155,14 +155,14 @@ class _Disks:
 def cut_power(
     tally: Tally, folder: Path, rounds: int, seed: int, file_system: str, options: str, *, caches: bool
 ) -> None:
-    """Cut the power of disks of ``file_system`` so often. ``caches``: the disks have a volatile write cache."""
+    """Cut the power of disks of ``file_system`` ``rounds`` times. ``caches``: disks have a volatile write cache."""
     name = f"{file_system}{f' {options}' if options else ''}{', write cache' if caches else ''}"
     if reason := missing([file_system]):
         tally.counts[f"{name}: {reason}, no power cut"] += 1
         return
     place = folder / ("cached" if caches else "cut") / file_system
     with _orderly(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")  # as the judge has one process
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")  # the judge has one process
         cuts = _Cuts(tally, folder, place, name, seed, file_system, options, caches)
         try:
             if reason := cuts.begin():
@@ -216,13 +216,13 @@ class _Cuts:
         if shutil.which("cc") is not None:
             build(self._library)
             self._calls = Calls(self._control)
-        # Each second seed begins with cuts after calls.
+        # Half of the seeds begin with cuts after calls.
         self._sweeps = {kind: {scenario.name: _Sweep(after=seed % 2 == 0) for scenario in SCENARIOS} for kind in _SWEPT}
         swept = [*["at a call"] * (self._calls is not None), *["at a request"] * caches]
         self._instants = ["at random", *swept, "after done", *swept]
 
     def begin(self) -> str:
-        """Make the first disk. Return why that is impossible here, as in a container without loop devices, or ""."""
+        """Make the first disk. Return the error if that fails, as in a container without loop devices, otherwise ""."""
         if self._calls is None:
             self._tally.counts["no compiler: no power cut at a call"] += 1
         try:
@@ -232,7 +232,7 @@ class _Cuts:
         return ""
 
     def check_losses(self) -> None:
-        """Show that losses are seen: files that were never flushed must be lost."""
+        """Check that the torture detects losses: files without a flush must be lost."""
         choice = random.Random(f"{self._seed} naive")
         lost = 0
         for _ in range(_NAIVE_ROUNDS):
@@ -276,12 +276,12 @@ class _Cuts:
             for each in broken:
                 self._tally.lose(f"{what}: {each}; left by the cut: {left}")
         except KernelError as error:
-            # No step can be judged. btrfs of Linux 6.18 does so now and then: "open_ctree failed: 1" in a log replay.
+            # No step can be judged. On Linux 6.18 btrfs sometimes crashes in a log replay: "open_ctree failed: 1".
             self.kernel_errors += 1
             self._tally.counts[f"{self._name}: mounts in which the kernel crashed, not judged"] += 1
             tqdm.write(f"{what}: {error}")
             self._disks.drop()
-        except (Exception, CheckpointException) as error:  # stock DCP's is a BaseException
+        except (Exception, CheckpointException) as error:  # the exception of stock DCP is a BaseException
             self._tally.lose(f"{what}: {type(error).__name__}: {error}")
             self._end_workers()
             self._disks.drop()
@@ -305,7 +305,7 @@ class _Cuts:
         *,
         hard: bool = False,
     ) -> tuple[_Heard, str]:
-        """Run a job until the power is cut, and kill it. Return what it has said before, and how it was cut."""
+        """Run a job until the power is cut, and kill it. Return its reports before the cut, and the kind of cut."""
         first = place.begun + 1
         swept = max(first + 1, _SWEPT_STEP) if instant in _SWEPT else 0
         calls = (self._library, self._control, disk.mount_point) if instant == "at a call" else None
@@ -337,7 +337,7 @@ class _Cuts:
         step: int,
         choice: random.Random,
     ) -> str:
-        """Wait for the instant of the cut, in ``step`` or soon after. Return what the job was doing, if it is known."""
+        """Wait for the instant of the cut, in ``step`` or soon after. Return the job's position, if known."""
         if instant == "at random":
             step += choice.randrange(3)
             _listen(disk, job, heard, lambda: heard.begun >= step)
@@ -388,11 +388,11 @@ class _Cuts:
 
 
 def _listen(disk: LoopDisk, job: Job, heard: _Heard, until: Callable[[], bool] = lambda: True) -> None:
-    """Hear what the job says until something is so. Raises ``TimeoutError``, and ``RuntimeError`` if a save failed."""
+    """Collect reports until ``until`` returns True. Raises ``TimeoutError``, or ``RuntimeError`` if a save failed."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         new = [one for rank in range(len(job.pipes)) for one in job.heard(rank)]
-        if disk.is_cut:  # what was just heard may have been said after the cut
+        if disk.is_cut:  # the new reports may come from after the cut
             for kind, step, text in new:
                 if kind == "begun":
                     heard.add([(kind, step, text)])
@@ -420,7 +420,7 @@ def _train(
 ) -> None:
     """Save without end. After a failed save, wait to be killed.
 
-    Before step ``swept``, wait to be told to go on; after it, say when nothing is done any more. 0: there is none.
+    Before step ``swept``, wait for a message. After step ``swept``, report when the worker is idle. 0: no such step.
     """
     step = first
     with preloaded(*calls) if calls is not None else contextlib.nullcontext():
@@ -443,7 +443,7 @@ def _train(
 
 @contextlib.contextmanager
 def _orderly() -> Iterator[None]:
-    """Unmount and detach after SIGTERM, too."""
+    """Exit in order after SIGTERM, so that disks are unmounted and detached."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""Judge a folder after a crash: what DESIGN calls "What must always hold", as far as files show it.
+"""Judge a folder after a crash against the promises in DESIGN, "What must always hold", as far as files show them.
 
 The judge reads with torch alone: stock DCP loads folders, ``torch.load`` loads files. Only ``go_on`` and ``check_root``
 use asyncckpt, too, as a restarted training does.
@@ -33,13 +33,13 @@ _GLOBAL = re.compile(r"global_(\d+)")
 
 
 def judge(scenario: Scenario, root: Path, begun: int, done: int) -> list[str]:
-    """Return every broken promise, one sentence each, naming the path. Empty: all hold.
+    """Return every broken promise, one sentence each, with the path. Return an empty list if all hold.
 
     Args:
         scenario: The kind of save.
         root: The folder that was given to ``scenario.saving``.
-        begun: The newest step that any rank had begun to save; 0: none.
-        done: The newest step whose ``result()`` had returned on any rank; 0: none.
+        begun: The newest step that any rank has begun to save, or 0.
+        done: The newest step with a returned ``result()`` on any rank, or 0.
     """
     broken: list[str] = []
     match scenario:
@@ -51,7 +51,7 @@ def judge(scenario: Scenario, root: Path, begun: int, done: int) -> list[str]:
                     broken += _wrong_step(scenario, path, step)
                 broken += _missing(folder, found, begun, done if folder == durable else 0)
         case Pointers():
-            named = _pointed(root / "latest.txt")  # first: a living worker may advance it
+            named = _pointed(root / "latest.txt")  # read first, because a living worker may advance the pointer
             found = dict(_named(root, _GLOBAL))
             for step, path in found.items():
                 broken += _wrong_folder(path, _states(step, 1), step)
@@ -72,7 +72,7 @@ def judge(scenario: Scenario, root: Path, begun: int, done: int) -> list[str]:
 def go_on(scenario: Scenario, root: Path, begun: int, rank: int = 0) -> list[str]:
     """Restart a training of one rank on ``root``: load, save two more steps, judge again, and look for leftovers.
 
-    Returns the broken promises, as ``judge`` does. A scenario of several ranks goes on with its first rank alone.
+    Returns the broken promises, as ``judge`` does. In a scenario of several ranks only the first rank restarts.
     """
     started = time.monotonic()
     broken: list[str] = []
@@ -92,15 +92,15 @@ def go_on(scenario: Scenario, root: Path, begun: int, rank: int = 0) -> list[str
 
 
 def check_root(tally: Tally, root: str) -> None:
-    """Judge a folder of steps of ``tally.to_save``, and save once more. Nothing is left over then."""
-    wait_for_attempts(root, LIMIT_S)  # a dead trainer's worker still removes what is old
+    """Judge a folder of steps of ``tally.to_save``, save once more, and look for leftovers."""
+    wait_for_attempts(root, LIMIT_S)  # a dead trainer's worker still removes old steps
     for step, path in _named(Path(root), _STEP):
         tally.counts["checkpoints verified"] += 1
         for broken in [*map(str, verify(str(path)).damages), *_wrong_tortured(path, step)]:
             tally.lose(broken)
     make_old(Path(root))
     with Checkpointer(root, CONFIG) as checkpointer:
-        checkpointer.prepare(jobs_of.state_of(0))  # which waits for a worker that may still be writing
+        checkpointer.prepare(jobs_of.state_of(0))  # waits for a worker that may still be writing
         last = max(complete_steps(root), default=0) + 1
         checkpointer.save(last, jobs_of.state_of(last)).result(LIMIT_S)
     for left in Path(root).glob(".*"):
@@ -144,7 +144,7 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]
 
 
 def _missing(folder: Path, found: dict[int, Path], begun: int, done: int) -> list[str]:
-    """Judge which steps exist. A step after ``begun`` was never saved; ``done`` or a newer step must exist."""
+    """Judge which steps exist. A step after ``begun`` was never saved. Step ``done`` or a newer step must exist."""
     broken = [f"{folder} has step {step}, which was never begun (up to {begun})" for step in found if step > begun]
     if done and max(found, default=0) < done:
         broken.append(f"{folder} lost step {done}, which was durable: {sorted(found)}")
@@ -152,7 +152,7 @@ def _missing(folder: Path, found: dict[int, Path], begun: int, done: int) -> lis
 
 
 def _states(step: int, ranks: int, first: int = 0) -> dict[str, Any]:
-    """Return the state of all ranks from ``first`` on together, flattened as DCP names it."""
+    """Return the merged states of ``ranks`` ranks from ``first`` on, with flat names like those of DCP."""
     merged: dict[str, Any] = {}
     for rank in range(first, first + ranks):
         for name, value in state_of(step, rank).items():
@@ -200,7 +200,7 @@ def _wrong_value(path: Path, load: Callable[[], Any], expected: Any) -> list[str
 
 
 def _unreadable(path: Path, error: BaseException) -> str:
-    """Return the broken promise, without the stack that DCP puts before its text."""
+    """Return the broken promise, without the stack that DCP puts before the error text."""
     text = str(error).strip().rpartition("\n")[2]
     return f"{path} has its final name and cannot be read: {type(error).__name__}: {text}"
 
@@ -217,7 +217,7 @@ def equal(value: Any, expected: Any) -> bool:
 def _wrong_replaced(
     path: Path, begun: int, done: int, step_of: Callable[[Path], int], wrong: Callable[[Path, int], list[str]]
 ) -> list[str]:
-    """Judge a name that each save replaces: one step of ``done`` to ``begun`` stands there, whole."""
+    """Judge a path that each save replaces: it must hold one whole step, from ``done`` to ``begun``."""
     if not path.exists():
         return [f"{path} is gone; step {done} was durable"] if done else []
     try:
@@ -227,7 +227,7 @@ def _wrong_replaced(
     if not done <= step <= begun:
         return [f"{path} has step {step}; step {done} was durable and {begun} was the newest begun"]
     broken = wrong(path, step)
-    if broken and step < begun and wrong(path, begun) == []:  # a living worker has replaced it meanwhile
+    if broken and step < begun and wrong(path, begun) == []:  # a living worker has just replaced the file
         return []
     return broken
 

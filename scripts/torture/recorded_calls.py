@@ -1,6 +1,6 @@
-"""Record all calls of trainers and workers that change a folder or make it durable, by a small library: see its C file.
+"""Record all calls of trainers and workers that change a folder or make it durable, by ``recording_calls.c``.
 
-The calls of all threads and processes are in one order, that of their changes.
+The calls of all threads and processes have one order, the order of their changes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torture.scenarios import Scenario
 from torture.tally import LIMIT_S
 
 Entry: TypeAlias = tuple[int, str]
-"""A folder, by its number, and a name in it."""
+"""The number of a folder, and a name in this folder."""
 
 ROOT = 0
-"""The number of the folder that is recorded. All files and folders are numbered, as inodes are."""
+"""The number of the recorded folder. All files and folders have numbers, like inodes."""
 
-# As in recording_calls.c.
+# The same values as in recording_calls.c.
 (_CREATE, _LINK, _UNLINK, _RENAME, _EXCHANGE, _WRITE, _SIZE, _SYNC, _SYNCED, _MARK, _UNKNOWN) = range(1, 12)
 _HEADER = struct.Struct("QQQ")
 _HEADER_BYTES = 128
@@ -43,7 +43,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Names:
-    """Names that one call changes, all or none: by each the file that it leads to; None: no file any more."""
+    """A call that changes names, all or none. Maps each name to its new file, or to None if the name is removed."""
 
     changes: dict[Entry, int | None]
     text: str
@@ -64,21 +64,21 @@ class Size:
 
 @dataclass(frozen=True)
 class Sync:
-    """The begin of an fsync. None: of all files and folders."""
+    """The begin of an fsync. If ``file`` is None, the fsync covers all files and folders."""
 
     file: int | None
 
 
 @dataclass(frozen=True)
 class Synced:
-    """The end of the fsync that began with the event number ``begun``."""
+    """The end of the fsync that began with event number ``begun``."""
 
     begun: int
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Rank's trainer is about to save ``step``, or ``result()`` has returned (``is_done``)."""
+    """A trainer is about to save ``step``, or ``result()`` has returned (``is_done``)."""
 
     step: int
     is_done: bool
@@ -89,7 +89,7 @@ Event: TypeAlias = Names | Write | Size | Sync | Synced | Mark
 
 @dataclass
 class Recording:
-    """All events, in their order. ``kinds``: "f", "d" or "l" (file, folder, symbolic link), by number."""
+    """All events in order. ``kinds``: "f", "d" or "l" (file, folder, symbolic link), by number."""
 
     events: list[Event] = field(default_factory=list)
     kinds: dict[int, str] = field(default_factory=lambda: {ROOT: "d"})
@@ -97,9 +97,9 @@ class Recording:
 
 
 def record(folder: Path, root: Path, scenario: Scenario, steps: int) -> Recording:
-    """Save ``steps`` steps to ``root``, which must not exist, and return the calls that did so.
+    """Save ``steps`` steps to ``root``, which must not exist, and return the recorded calls.
 
-    ``folder``: where the library and the log are written.
+    ``folder``: the folder for the library and the log.
     """
     library, log = folder / "recording_calls.so", folder / "log"
     source = Path(__file__).with_name("recording_calls.c")
@@ -163,7 +163,7 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 def _wait_for_workers(log: Path) -> None:
-    """Wait until no process has the log mapped any more."""
+    """Wait until no worker has the log mapped."""
     deadline = time.monotonic() + LIMIT_S
     while any(_has_mapped(process, log) for process in psutil.process_iter()):
         if time.monotonic() > deadline:
@@ -181,10 +181,10 @@ def _has_mapped(process: psutil.Process, log: Path) -> bool:
 @dataclass
 class _Parser:
     recording: Recording
-    numbers: dict[int, int]  # of the inodes that exist now
+    numbers: dict[int, int]  # by inode, for existing files
     entries: dict[Entry, int] = field(default_factory=dict)
     places: dict[int, Entry] = field(default_factory=dict)
-    syncs: dict[int, int] = field(default_factory=dict)  # events, by their places in the log
+    syncs: dict[int, int] = field(default_factory=dict)  # event numbers, by offset in the log
 
     def create(self, inode: int, kind: str) -> int:
         number = self.numbers[inode] = len(self.recording.kinds)

@@ -1,4 +1,4 @@
-"""How fast a restart from memory is."""
+"""Measure the speed of a restart from memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torture.tally import CONFIG, LIMIT_S
 
 
 def time_restarts(folder: Path, rounds: int, nbytes: int) -> dict[str, float]:
-    """Medians over restarts, each in a fresh process."""
+    """Return medians over restarts, each in a new process."""
     root = str(folder / "restarts")
     with Job(1, _hold, root, nbytes) as job:
         job.processes[0].join(LIMIT_S)
@@ -46,7 +46,7 @@ def _weights(nbytes: int, value: float) -> dict[str, torch.Tensor]:
 
 
 def _restart(pipe: Connection, rank: int, root: str, nbytes: int) -> None:
-    """Seconds for a load from memory; for a memcpy of as many bytes; and for one out of memory just attached."""
+    """Report seconds of a memcpy, of two loads from memory, and of a memcpy out of newly attached memory."""
     torch.set_num_threads(READ_THREADS)
     source, into = _weights(nbytes, 2.0), _weights(nbytes, 3.0)
     memcpy = []

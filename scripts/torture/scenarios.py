@@ -1,7 +1,7 @@
 """Scenarios: one kind of save each, small enough to be interrupted thousands of times.
 
-A scenario opens savers, one a rank. Each saver saves a step as a training would. ``promises.py`` judges the folder that
-is left, from the steps that were begun and the steps whose ``result()`` had returned.
+A scenario opens savers, one for each rank. Each saver saves a step as a training would. ``promises.py`` judges the
+resulting folder, given the newest step that was begun and the newest step with a returned ``result()``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torture.tally import LIMIT_S
 
 CONFIG = replace(tally.CONFIG, keep_last=2, linger=20.0)
 
-# The frozen tensors get new values in one of so many steps; in all others their file is linked.
+# The frozen tensors get new values once in this number of steps. In all other steps their file is linked.
 _FROZEN_STEPS = 4
 
 Checkpoint = dict[str, Any]
@@ -36,9 +36,9 @@ class Saver(Protocol):
 
 
 def state_of(step: int, rank: int = 0) -> Checkpoint:
-    """Return a state of some 100 KiB whose every byte depends on the step and the rank.
+    """Return a state of some 100 KiB. Every byte depends on the step and the rank.
 
-    The tensors cross the borders of 4 KiB blocks, so a torn write is seen. No two steps have equal bytes.
+    The tensors cross the borders of 4 KiB blocks, so a torn write shows. No two steps have equal bytes.
     """
 
     def filled(size: int, seed: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Scenario(ABC):
 
 
 class Steps(Scenario):
-    """Each step gets a folder of its own; older steps are removed (retention), and unchanged files are linked."""
+    """Each step gets its own folder. Retention removes older steps, and unchanged files are linked."""
 
     def __init__(self, name: str = "steps", *, ranks: int = 1) -> None:
         self.name = name
@@ -92,7 +92,7 @@ class Steps(Scenario):
         return root / "steps"
 
     def durable_folder(self, root: Path) -> Path:
-        """Return the folder that has a step when ``result()`` returns."""
+        """Return the folder that contains a step when ``result()`` returns."""
         return self.folder(root)
 
 
@@ -121,7 +121,7 @@ class Uploads(Steps):
         return replace(self.config, local_root=str(self.local_folder(root)))
 
     def local_folder(self, root: Path) -> Path:
-        """Return the folder of the local disk. Its one subfolder has the checkpoints of this root."""
+        """Return the local folder. Its only subfolder has the checkpoints of this root."""
         return root / "local"
 
     def durable_folder(self, root: Path) -> Path:

@@ -1,6 +1,6 @@
 """A disk with a volatile write cache: one file, served over /dev/fuse, below a loop device.
 
-The disk forgets writes that no flush has followed when its power is cut. The kernel sends a flush as FSYNC.
+A power cut loses writes that no flush has followed. The kernel sends a flush as FSYNC.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 Cut = Literal["keep", "mix"]
-"""What a power cut does to unflushed blocks: keep all, or choose for each block."""
+"""The effect of a power cut on unflushed blocks: keep all, or choose for each block."""
 
 _BLOCK, _SECTOR = 4096, 512
-# Superblocks of ext4 and btrfs are written in place. File systems rely on disks that write such a block whole.
+# Superblocks of ext4 and btrfs are written in place. File systems rely on disks to write such a block whole.
 _NEVER_TORN = {0, (64 << 10) // _BLOCK, (64 << 20) // _BLOCK}
 
 _MAX_WRITE = 1 << 20
@@ -32,7 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CachedDisk:
-    """The bytes of a disk. Every version of an unflushed block is remembered."""
+    """The bytes of a disk, with every version of an unflushed block."""
 
     def __init__(self, path: str) -> None:
         """Open the image at ``path``."""
@@ -85,7 +85,7 @@ def serve(pipe: Connection, image: str, at: str) -> None:
     """Mount ``image`` as the one file ``at`` until it is unmounted.
 
     ``pipe`` takes ("cut", how, seed), ("cut at", request, how, seed) and ("power",). The second cuts the power just
-    before that write or flush, counted from now on. Each cut is told at once as ("cut", description).
+    before the given write or flush, counted from now on. Each cut is reported at once as ("cut", description).
     """
     fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     options = f"fd={fd},rootmode={stat.S_IFREG:o},user_id=0,group_id=0"
@@ -104,7 +104,7 @@ class _Server:
         self._fd = fd
         self._disk = disk
         self._has_power = True
-        self._left = 0  # writes and flushes until the power is cut; 0: it is not
+        self._left = 0  # writes and flushes until the power is cut; 0: no cut is planned
         self._how: Cut = "keep"
         self._seed = 0
 
@@ -179,7 +179,7 @@ class _Server:
 
     def _facts(self) -> bytes:
         size = self._disk.nbytes
-        times = (0,) * 6  # and their nanoseconds
+        times = (0,) * 6  # three times and their nanoseconds
         return struct.pack(
             "<QII6Q10I", 3600, 0, 0, 1, size, size // _SECTOR, *times, stat.S_IFREG | 0o600, 1, 0, 0, 0, _BLOCK, 0
         )

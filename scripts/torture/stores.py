@@ -1,4 +1,4 @@
-"""Kill trainers and workers that save to S3, also by way of a local folder, and spoil requests."""
+"""Kill trainers and workers that save to S3, directly or through a local folder, and inject faults into requests."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from torture.tally import (
 )
 
 _BUCKET = "torture"
-# Of all requests, so many are spoiled while trainers and workers are killed, and so many while they are not.
+# The share of requests with a fault while trainers and workers are killed, and while they are not.
 _AT_KILLS, _ALONE = 0.02, 0.1
 
 
 class _Spoiler:
-    """Choose the requests to spoil, and count them."""
+    """Choose requests at random, inject faults into them, and count the faults."""
 
     def __init__(self, choice: random.Random) -> None:
         self.chance = 0.0
@@ -60,7 +60,7 @@ class _Spoiler:
 
 
 def torture_store(tally: Tally, folder: Path, count: int, choice: random.Random) -> None:
-    """Kill ``count`` trainers and as many workers during saves to S3. Then spoil as many requests."""
+    """Kill ``count`` trainers and as many workers during saves to S3. Then inject faults into as many requests."""
     spoiler = _Spoiler(choice)
     with served(folder, _BUCKET) as endpoint, StoreProxy(endpoint, spoiler) as proxy:
         set_environment(proxy.endpoint)
@@ -87,19 +87,19 @@ def torture_store(tally: Tally, folder: Path, count: int, choice: random.Random)
 
 
 def _kill_tiers(tally: Tally, local: Path, spoiler: _Spoiler, count: int, choice: random.Random) -> None:
-    """Do the same with saves to a ``local`` folder and uploads from there."""
+    """Kill trainers and workers during saves to a ``local`` folder and uploads from there."""
     local.mkdir()
     os.environ[LOCAL_VARIABLE] = str(local)
 
     def check(tally: Tally, root: str) -> None:
         spoiler.chance = 0.0
         with Checkpointer(root, config_of_killed()) as checkpointer:
-            checkpointer.prepare(state_of(0))  # which waits for a worker that may still be writing
+            checkpointer.prepare(state_of(0))  # waits for a worker that may still be writing
             checkpointer.wait_uploads(4 * LIMIT_S)
             newest = checkpointer.latest()
         uploaded = complete_steps(root)
         tally.counts["steps uploaded, at the end"] += len(uploaded)
-        # Where trainers are killed early there may be no step at all.
+        # If trainers are killed early, there may be no step at all.
         if newest is not None and newest not in uploaded:
             tally.lose(f"{root}: step {newest} was to be uploaded, and {uploaded} are there")
         for folder in local.iterdir():
@@ -115,7 +115,7 @@ def _kill_tiers(tally: Tally, local: Path, spoiler: _Spoiler, count: int, choice
 
 
 def _spoil_saves(tally: Tally, root: str, spoiler: _Spoiler, count: int) -> None:
-    """Save until ``count`` requests are spoiled. Compare the outcomes with the steps in the store."""
+    """Save until ``count`` requests had faults. Compare the outcomes with the steps in the store."""
     spoiler.chance, begun, saved = _ALONE, sum(spoiler.counts.values()), []
     with Job(1, _save_on, root) as job, tqdm(total=count, desc="faults of the store", disable=None) as bar:
         while (spoiled := sum(spoiler.counts.values()) - begun) < count:
@@ -154,7 +154,7 @@ def _save_on(pipe: Connection, rank: int, root: str) -> None:
 def _check_store(tally: Tally, root: str) -> None:
     """Verify the checkpoints in the store, and look for leftovers after the removal of orphans."""
     with Checkpointer(root, CONFIG) as checkpointer:
-        checkpointer.prepare(state_of(0))  # which waits for a worker that may still be writing
+        checkpointer.prepare(state_of(0))  # waits for a worker that may still be writing
         last = max(checkpointer.steps(), default=0) + 1
         checkpointer.save(last, state_of(last)).result(LIMIT_S)
     for step in complete_steps(root):

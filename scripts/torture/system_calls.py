@@ -1,6 +1,6 @@
-"""System calls of the worker fail, one at a time, in all phases of a save: by a small library that is preloaded there.
+"""Fail system calls of the worker, one at a time, in all phases of a save, by a small preloaded library.
 
-A save that is said to be done is whole; one that has failed never appears; and the next one works.
+A save that succeeds is whole. A save that fails never appears. The next save works.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ERRORS = [
     *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE),
     *(errno.ENOENT, errno.EEXIST, errno.EINTR, errno.EMFILE, errno.ENOMEM, errno.EAGAIN, errno.EINVAL),
 ]
-# A call by its name, so that each kind is met, or any: looking at what is there makes more calls than all else.
+# Names of calls to fail, so that each kind is hit; "" fails any call. Calls that only look are the most frequent.
 _NAMES = [
     "",
     "open64",
@@ -46,15 +46,15 @@ _NAMES = [
 ]
 _NAMES += ["link", "linkat", "stat64", "lstat64", "fstatat64"]
 
-# For the library: no call fails, the worker stops.
+# An error number of the library. No call fails, and the worker stops.
 _STOP = -1
 
 
 class Calls:
-    """The control of the library: see ``failing_calls.c``."""
+    """The control file of the library. See ``failing_calls.c``."""
 
     def __init__(self, path: Path) -> None:
-        if not path.exists():  # else a process has mapped it
+        if not path.exists():  # otherwise a process has mapped the file
             path.write_bytes(bytes(mmap.PAGESIZE))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
@@ -70,16 +70,16 @@ class Calls:
         everywhere: bool = False,
         memory: bool = False,
     ) -> None:
-        """Have the ``countdown``-th call from now on fail.
+        """Make the ``countdown``-th call from now on fail.
 
         Args:
             countdown: 1 for the next call.
             error: The errno that the call sets.
-            only: Count calls of this name alone; "": all.
+            only: Count only calls of this name; "": all.
             does: The call fails after it did the work.
-            forever: All calls after it fail, too, until ``failed``.
+            forever: All later calls fail, too, until ``failed``.
             everywhere: Count calls on sockets, memory and files outside of the folder, too.
-            memory: Count allocations in the place of calls. With ``PYTHONMALLOC=malloc`` all of Python's are counted.
+            memory: Count allocations in place of calls. With ``PYTHONMALLOC=malloc`` this includes all of Python's.
         """
         struct.pack_into(
             "iii32s32siii", self._memory, 0, 0, error, does, only.encode(), b"", forever, everywhere, memory
@@ -87,21 +87,21 @@ class Calls:
         struct.pack_into("i", self._memory, 0, countdown)
 
     def stop(self, countdown: int, *, after: bool) -> None:
-        """Have the worker stop before or ``after`` the ``countdown``-th call that changes something."""
+        """Stop the worker before or ``after`` the ``countdown``-th call that changes something."""
         self.fail(countdown, _STOP, only="", does=after)
 
     def stopped(self) -> str:
-        """Return the call that the worker stopped at, "" before."""
+        """Return the name of the call that stopped the worker, or ""."""
         (call,) = struct.unpack_from("32s", self._memory, 44)
         return str(call.rstrip(b"\0").decode())
 
     def left(self) -> int:
-        """Return how many calls are left until one fails."""
+        """Return the number of calls left until one fails."""
         (countdown,) = struct.unpack_from("i", self._memory, 0)
         return int(countdown)
 
     def failed(self) -> str:
-        """Which call has failed, "" where none has. None will."""
+        """Disarm the library. Return the call that failed, or ""."""
         struct.pack_into("i", self._memory, 0, 0)
         return self.stopped()
 
@@ -119,7 +119,7 @@ def variables_of(library: Path, control: Path, root: Path) -> list[str]:
 
 @contextlib.contextmanager
 def preloaded(library: Path, control: Path, root: Path) -> Iterator[None]:
-    """Give workers that start in the block the library, for calls in ``root``."""
+    """Preload the library in workers that start in the block, for calls in ``root``."""
     real = worker_process.command
     variables = variables_of(library, control, root)
     worker_process.command = lambda: ["env", *variables, *real()]
@@ -130,7 +130,7 @@ def preloaded(library: Path, control: Path, root: Path) -> Iterator[None]:
 
 
 def fail_calls(tally: Tally, folder: Path, rounds: int, choice: random.Random) -> None:
-    """Have a call fail in each save of ``rounds``."""
+    """Fail a call in each of ``rounds`` saves."""
     if shutil.which("cc") is None:
         tally.counts["no compiler: no call failed"] += 1
         return

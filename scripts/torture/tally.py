@@ -1,4 +1,4 @@
-"""States to save, and the tally of the outcomes and the losses."""
+"""The states to save, and the tally of outcomes and losses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tqdm import tqdm
 from asyncckpt import Config, FileSet
 
 LIMIT_S = 30.0
-# What nobody has asked to wait for may not take longer.
+# Maximum time of operations that should not make the user wait.
 PATIENCE_S = 10.0
 SIZES = (1_000_000, 200_000, 50_000, 3_000, 70, 1)
-# What does not change from save to save has that many elements, and changes all the same in one of so many.
+# The number of frozen elements, which get new values once in this number of steps.
 FROZEN, FROZEN_STEPS = 600_000, 40
 CONFIG = Config(
     keep_last=3,
@@ -58,7 +58,7 @@ def config_of_killed() -> Config:
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, Any]:
-    """Return the state of one step of one rank. No other step or rank has the same."""
+    """Return the state of one step of one rank. No other step or rank has an equal state."""
     tensors = {f"w{rank}.{number}": torch.full((size,), float(step)) for number, size in enumerate(SIZES)}
     frozen = {f"f{rank}": torch.full((FROZEN,), float(step // FROZEN_STEPS))}
     return {"model": tensors, "frozen": frozen, "both": torch.full((1000,), float(step)), "step": step}
@@ -70,7 +70,7 @@ def value_of(name: str, step: int) -> int:
 
 
 def is_of(state: dict[str, Any], step: int) -> bool:
-    """Return whether every byte is of ``step``."""
+    """Return whether every byte belongs to ``step``."""
     values = [*state["model"].values(), state["both"]]
     frozen = all(bool((value == float(step // FROZEN_STEPS)).all()) for value in state["frozen"].values())
     return frozen and state["step"] == step and all(bool((value == float(step)).all()) for value in values)

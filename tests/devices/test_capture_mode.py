@@ -1,4 +1,4 @@
-"""The capture mode, with a runtime that the test makes up."""
+"""Test the capture mode with a fake runtime."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncckpt.devices.runtime import runtime_call
 
 
 class _Runtime:
-    """Has the mode of one thread; ``code`` is what it answers."""
+    """A fake runtime with the mode of one thread. ``code`` is the result of its calls."""
 
     def __init__(self, code: int = 0) -> None:
         self.mode, self.code = 0, code

@@ -1,4 +1,4 @@
-"""The device seam: who may speak of a kind of device, and what waits for one."""
+"""Test the device seam: which files may name a kind of device, and which files wait for a device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAITS = {
 
 
 def _attributes() -> Iterator[tuple[str, str, ast.Attribute]]:
-    """Every attribute that the package asks of anything: the file, its text, its node."""
+    """Yield every attribute access in the package: the file, the text, and the node."""
     for file in sorted(FOLDER.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute):
@@ -35,12 +35,12 @@ def test_no_kind_of_device_is_spoken_of_by_its_name() -> None:
 
 
 def test_the_whole_device_is_never_waited_for() -> None:
-    """Saves and loads wait for events of their own, each in one file."""
+    """Saves and loads wait for their own events, and only in the files in ``WAITS``."""
     for file, text, node in _attributes():
         is_elsewhere = file != "demo.py" and file not in SEAM
         if is_elsewhere and node.attr in ("synchronize", "wait_stream", "default_stream"):
             assert node.attr == "synchronize" and file in WAITS, f"{file}: {text}"
-        assert node.attr != "synchronize_used", f"{file}: {text}"  # which is for who measures, as an example does
+        assert node.attr != "synchronize_used", f"{file}: {text}"  # only for measurements, as in examples
 
 
 def test_events_are_of_devices_that_have_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_no_tensor_is_asked_where_the_kind_says_what_is_used(monkeypatch: pytest
 
 
 def test_a_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.6 does; later ones return None."""
+    """torch 2.6 raises here. Later versions return None."""
 
     def current_accelerator() -> None:
         raise RuntimeError("Cannot access accelerator device when none is available.")

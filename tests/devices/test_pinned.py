@@ -1,4 +1,4 @@
-"""Pinning, by a driver that says what the test wants."""
+"""Test pinning with a fake driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncckpt.shm.segment import Segment
 
 
 class _Driver:
-    """What ``cudaHostRegister`` and ``cudaHostUnregister`` answer, and were asked."""
+    """A fake of ``cudaHostRegister`` and ``cudaHostUnregister`` that notes the calls."""
 
     def __init__(self, answers: Sequence[int] = ()) -> None:
         self.answers = list(answers)
@@ -38,7 +38,7 @@ class _Driver:
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """One entry for each error of the driver that was taken off the thread."""
+    """Return a list with one entry for each driver error that was cleared from the thread."""
     found: list[bool] = []
 
     def launch(*_: Any, **__: Any) -> None:
@@ -88,7 +88,7 @@ def test_what_is_refused_whole_is_pinned_in_halves(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_was_pinned_where_the_memory_is_now(monkeypatch: pytest.MonkeyPatch, forgotten: list[bool]) -> None:
-    """The driver's pages are not ours: they are taken back, or nothing is copied there."""
+    """The driver has stale pages at this address: they are unregistered, or nothing is copied there."""
     with Segment.create("asyncckpt-test", 8 * PAGE) as segment:
         memory = _pin(segment, driver := _Driver([712]), monkeypatch)
         assert driver.taken_back == [segment.address] and len(driver.registered) == 3 and forgotten == [True]
@@ -99,7 +99,7 @@ def test_what_was_pinned_where_the_memory_is_now(monkeypatch: pytest.MonkeyPatch
 
 
 def test_after_a_failure_the_next_call_begins_anew(monkeypatch: pytest.MonkeyPatch, forgotten: list[bool]) -> None:
-    """Else what comes later would be copied to memory of which the driver has other pages."""
+    """Otherwise later copies would go to stale pages of the driver."""
     with Segment.create("asyncckpt-test", 8 * PAGE) as segment:
         driver = _Driver()
         monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)

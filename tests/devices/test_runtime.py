@@ -1,4 +1,4 @@
-"""The call of CUDA's runtime for many copies, with a runtime that the test makes up: arguments as in the headers."""
+"""Test CUDA's call for many copies with a fake runtime. The arguments are as in CUDA's headers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FROM_13 = ctypes.CFUNCTYPE(ctypes.c_int, *[_POINTER] * 3, _SIZE, _POINTER, _POI
 
 
 class _Runtime:
-    """Notes the copies; ``code`` is what it answers."""
+    """A fake runtime that notes the copies. ``code`` is the result of its calls."""
 
     def __init__(self, version: str) -> None:
         self.code, self.driver, self.can_use, self.errors_taken = 0, 13000, 1, 0
@@ -40,7 +40,7 @@ class _Runtime:
         return self.code
 
     def _copy_before_13(self, *given: Any) -> int:
-        assert _SIZE.from_address(given[-2]).value == 0  # the index of the copy that failed
+        assert _SIZE.from_address(given[-2]).value == 0  # the index of the failed copy
         return self._copy(*given)
 
     def call(self, name: str) -> Callable[..., int] | None:
@@ -76,7 +76,7 @@ def test_many_copies_by_one_call(made: _Runtime) -> None:
     columns = array("Q", [1 << 40, 2 << 40]), array("Q", [3 << 40, 4 << 40]), array("Q", [5, 6 << 30])
     assert copy_many(1 << 45, *columns) == 0
     assert made.copies == [(1 << 40, 3 << 40, 5), (2 << 40, 4 << 40, 6 << 30)]
-    assert made.stream == 1 << 45 and made.attributes == (1, 0, 0, 0, 0, 0)  # in the order of the stream
+    assert made.stream == 1 << 45 and made.attributes == (1, 0, 0, 0, 0, 0)  # the copies run in stream order
     assert made.errors_taken == 0
 
 

@@ -1,4 +1,4 @@
-"""The simulated device makes of a mistake an error that tests see."""
+"""Test that the simulated device turns a mistake into an error that tests notice."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_driver_knows_what_is_registered(device_type: str) -> None:
             tensor.fill_(2)
         assert [runtime.cudaHostRegister(segment.address + at, PAGE, 1) for at in (0, PAGE, 0)] == [0, 0, 712]
         whole = torch.frombuffer(segment.view, dtype=torch.uint8)
-        busy(0.1)  # also forgets no error: it launches nothing
+        busy(0.1)  # launches no kernel, and so clears no error
         with pytest.raises(RuntimeError, match="error: 712"):
             tensor.fill_(3)
         with pytest.raises(RuntimeError, match="across"):

@@ -64,7 +64,7 @@ def test_names_that_begin_so_have_a_file_of_their_own(engine: Engine, tmp_path: 
         # Tied tensors are stored once, in the main file.
         tied = {"tied", "optimizer.state.0.exp_avg", "optimizer.again"}
         assert set(files["__0_0.distcp"]) == {"model.weight", "model.bias", "step", *tied}
-    assert len(engine._buffers.known) == 1  # planned once
+    assert len(engine._buffers.known) == 1  # only one plan
 
 
 def test_a_state_may_be_saved_either_way(engine: Engine, tmp_path: Path) -> None:

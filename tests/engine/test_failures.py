@@ -210,7 +210,7 @@ def test_storage_that_stalls_stops_nobody(
             save.result(60)
         assert time.monotonic() - begun < 30 and caught.value.rank == 0
         (tmp_path / "gate").touch()
-        checkpointer._engine.config = replace(checkpointer._engine.config, commit_timeout=60)  # the next save must succeed
+        checkpointer._engine.config = replace(checkpointer._engine.config, commit_timeout=60)  # must succeed
         checkpointer.save(2, small_state()).result(60)
         assert checkpointer.steps() == [2]
         deadline = time.monotonic() + 30

@@ -124,7 +124,7 @@ def _go_on_after_a_worker(root: str, gate: str) -> None:
 
 
 def test_the_worker_of_its_trainer_dies_meanwhile(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one takes the memory over, and gives back what is too much: not what is being read."""
+    """The next worker takes the memory over and gives back the surplus, except memory that is being read."""
     gate = str(tmp_path / "gate")
     alone(_save_two_and_die, str(root))  # two slots have an image
     trainer = threading.Thread(target=alone, args=[_go_on_after_a_worker, str(root), gate])

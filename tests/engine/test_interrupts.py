@@ -1,4 +1,4 @@
-"""Exceptions out of signal handlers: at any call of a save they may come, and the next save is as if nothing had."""
+"""Test exceptions from signal handlers: they may come at any call of a save, and the next save works as usual."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from asyncckpt.link.client import WorkerClient
 from asyncckpt.staging.slot_copy import SlotStager, wait_for_copies
 
 HERE = str(Path(__file__).parents[2])
-# Python's own that stand on a lock which a save uses. Not its logging: a lock of that is not left then, by anybody.
+# Python modules with locks that a save uses. Logging is left out, because after an interrupt no code releases its lock.
 OTHERS = ("multiprocess/", "concurrent/futures/", "queue.py")
 
-# Those that call where something is taken or told. What only looks at the state is left out: it is a great deal.
+# Packages that acquire resources or report results. Calls that only inspect the state are left out: they are too many.
 TAKING = ("/engine/", "/staging/", "/worker/", "/shm/", "/supervisor.py", "/objects.py")
 
 Point = tuple[CodeType, int, CodeType]
-"""A call: from which line of what, and of what."""
+"""A call: the calling code, its line, and the called code."""
 
 
 def _ours(code: CodeType) -> bool:
@@ -42,7 +42,7 @@ def _ours(code: CodeType) -> bool:
 
 @contextmanager
 def _traced(on_call: Callable[[Point], None]) -> Iterator[None]:
-    """Have ``on_call`` told of each call in this thread that is ours, or into what a save stands on."""
+    """Pass to ``on_call`` each call in this thread of our code, or from our code into ``OTHERS``."""
 
     def trace(frame: FrameType, event: str, argument: object) -> None:
         caller = frame.f_back
@@ -59,7 +59,7 @@ def _traced(on_call: Callable[[Point], None]) -> Iterator[None]:
 
 
 def _points(act: Callable[[], object]) -> list[Point]:
-    """All calls of ``act``, each once."""
+    """Return the distinct calls that ``act`` makes from code in ``TAKING``."""
     found: dict[Point, None] = {}
     with _traced(lambda point: found.setdefault(point)):
         act()
@@ -67,7 +67,7 @@ def _points(act: Callable[[], object]) -> list[Point]:
 
 
 def _interrupted_at(point: Point, act: Callable[[], object]) -> bool:
-    """Whether ``act`` has come to that point, and was interrupted there."""
+    """Return whether ``act`` reached the point and was interrupted there."""
     reached = False
 
     def interrupt(at: Point) -> None:
@@ -85,7 +85,7 @@ def _interrupted_at(point: Point, act: Callable[[], object]) -> bool:
 
 
 class Training:
-    """Saves of states that all differ, each under the next step."""
+    """A training that saves a different state at each step."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self.checkpointer = checkpointer
@@ -102,7 +102,7 @@ class Training:
         return self.checkpointer.save(self.step, self.state)
 
     def check(self) -> None:
-        """The next save is made, soon, and right."""
+        """Check that the next save completes soon and holds the right values."""
         self.next_state()
         begun = time.monotonic()
         self.save().result(60)
@@ -126,10 +126,10 @@ class Training:
         }
 
     def check_holds(self, held: dict[str, int], where: object = None) -> None:
-        """The worker takes a moment to give back what it is told to."""
+        """Wait until the process and its worker hold ``held``. The worker takes a moment to give resources back."""
         deadline = time.monotonic() + 30
         while (found := self.holds()) != held and time.monotonic() < deadline:
-            time.sleep(0.005)  # or a test beside this one has asked all workers what they do
+            time.sleep(0.005)  # a parallel test may also have queried all workers
         assert found == held, where
 
 
@@ -151,7 +151,7 @@ def _descriptors(pid: int) -> int:
     ids=["as planned", "overlapping", "another structure"],
 )
 def test_at_every_call_of_a_save(root: Path, overlap: bool, grows: int, every: int) -> None:
-    """Interrupt a save at every call; a save with a new plan makes many calls, so at each ``every``-th."""
+    """Interrupt a save at every call, or at each ``every``-th call if a new plan makes many calls."""
     with Checkpointer(root, Config(overlap=overlap, keep_last=2)) as checkpointer:
         training = Training(checkpointer)
 
@@ -179,7 +179,7 @@ def test_at_every_call_of_a_save(root: Path, overlap: bool, grows: int, every: i
 
 @pytest.mark.parametrize("kind", [messages.Allocate, messages.Describe])
 def test_when_the_worker_has_just_been_told(root: Path, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
-    """It answers a question that nobody waits for any more."""
+    """The worker answers a question after the trainer has stopped waiting for the answer."""
     with Checkpointer(root) as checkpointer:
         training = Training(checkpointer)
         training.check()
@@ -192,7 +192,7 @@ def test_when_the_worker_has_just_been_told(root: Path, monkeypatch: pytest.Monk
                 raise KeyboardInterrupt
 
         for _ in range(3):
-            training.size += 100  # more than there is memory for
+            training.size += 100  # more than the memory holds
             training.next_state()
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
                 patched.setattr(messages, "send", interrupted)
@@ -230,7 +230,7 @@ def test_a_save_in_answer_to_ctrl_c_is_made(root: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("failure", ["raise", "warn"])
 def test_a_save_within_a_save_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch, failure: Any) -> None:
-    """As by the handler of a signal that comes during a save."""
+    """The handler of a signal, for example, may call ``save`` during a save."""
     wait: Any = WorkerClient.wait_while_it_lives
     told: list[BaseException | None] = []
 
@@ -254,12 +254,12 @@ def test_a_save_within_a_save_is_refused(root: Path, monkeypatch: pytest.MonkeyP
 
 
 class _Preempted(TimeoutError):
-    """An error of the training's own. It is an ``OSError``, as many raise at an alarm."""
+    """An error that the training defines. It is an ``OSError``, like many errors that alarms raise."""
 
 
 @contextmanager
 def _signal_at(point: Point | None) -> Iterator[list[Point]]:
-    """Have a handler of signals raise at the first call like ``point``. Yields that call, once it has come."""
+    """Let a signal handler raise at the first call like ``point``. Yield a list that then holds this call."""
     met: list[Point] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:
@@ -280,7 +280,7 @@ def _signal_at(point: Point | None) -> Iterator[list[Point]]:
 
 
 def _not_passed(points: list[Point], act: Callable[[], object], again: Callable[[], object]) -> list[Any]:
-    """Return the ``points`` where the error of the handler inside ``act`` comes out changed, or not at all."""
+    """Return the ``points`` where the handler's error does not come out of ``act`` unchanged."""
     lost: list[Any] = []
     reached = 0
     for point in points:
@@ -320,11 +320,11 @@ def test_an_exception_of_a_handler_comes_out_of_a_save_as_it_is(root: Path) -> N
 
 @pytest.mark.timeout(600)
 def test_an_exception_of_a_handler_comes_out_of_a_load_as_it_is(root: Path) -> None:
-    """And no checkpoint is taken for damaged, and set aside."""
+    """The load also takes no checkpoint for damaged, and sets none aside."""
     with Checkpointer(root) as checkpointer:
         training = Training(checkpointer)
         training.next_state()
-        training.state["planned"] = {1: "a", (2, 3): [torch.ones(3), None]}  # by DCP's planner
+        training.state["planned"] = {1: "a", (2, 3): [torch.ones(3), None]}  # planned by DCP's planner
         training.save().result(60)
         into = zeros_like(training.state)
 
@@ -335,6 +335,6 @@ def test_an_exception_of_a_handler_comes_out_of_a_load_as_it_is(root: Path) -> N
         found: dict[Point, None] = {}
         with _traced(lambda point: found.setdefault(point)):
             load()
-        points = [point for point in found if point[2].co_name != "<genexpr>"]  # Python ends those, and raises nothing
+        points = [point for point in found if point[2].co_name != "<genexpr>"]  # Python discards errors in these
         assert _not_passed(points, load, lambda: None) == []
         assert load() == 1 and same(into, training.state)

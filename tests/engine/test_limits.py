@@ -1,4 +1,4 @@
-"""What a process may not have more of: descriptors, files of a size. All that goes wrong is an error of ours."""
+"""Test the limits of a process: descriptors and file size. Each failure is an asyncckpt error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose trainer is gone: how long it stays, who may talk to it, and that nothing stays of it."""
+"""Test a worker that outlives its trainer: its lifetime, its access rights, and its cleanup."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_sigterm_sends_it_away_once_it_only_lingers(root: Path, tmp_path: Path, 
     assert worker is not None
     deadline = time.monotonic() + 30
     while not has_left(worker, 0.05) and time.monotonic() < deadline:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just left
+        with contextlib.suppress(psutil.NoSuchProcess):  # the worker has just left
             worker.terminate()
     assert not list(runtime.iterdir())
     assert not verify(str(root / "step-00000001")).damages
@@ -55,7 +55,7 @@ def test_the_endpoint_is_for_this_user(root: Path, runtime: Path) -> None:
     assert (runtime / f"{name}.lock").stat().st_mode & 0o777 == 0o600
     if os.geteuid() != 0:
         return
-    # Even where the folder's permissions do not keep a stranger out, the worker does.
+    # The worker refuses other users even if the folder's permissions let them in.
     runtime.chmod(0o777)
     ours = Path(tempfile.gettempdir())
     for parent in [parent for parent in runtime.parents if ours in parent.parents]:
@@ -74,7 +74,7 @@ except PermissionError:
 """
     stranger = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     assert stranger.stdout == "kept out\n"
-    assert connect(name) is None  # nor is a folder trusted that others may write to
+    assert connect(name) is None  # a folder that others may write to is not trusted either
     runtime.chmod(0o700)
 
 

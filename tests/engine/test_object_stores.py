@@ -1,4 +1,4 @@
-"""Checkpoints on an object store: S3 as moto serves it, where need be behind a proxy that spoils what is asked."""
+"""Test checkpoints on S3, served by moto. Some tests put a proxy with faults in between."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MiB = 1 << 20
 
 
 def large_state(step: int) -> dict[str, Any]:
-    """Of three parts, the last of them small."""
+    """Return a state that is sent in three parts. The last part is small."""
     return {**small_state(), "large": torch.full((8 * MiB,), float(step)), "step": step}
 
 
@@ -56,7 +56,7 @@ def test_saves_and_loads(s3_root: str, capsys: pytest.CaptureFixture[str]) -> No
         assert checkpointer.steps() == [2, 3] and checkpointer.latest() == 3
         assert checkpointer.load(into := zeros_like(states[3])) == 3 and same(into, states[3])
         assert checkpointer.load(into, step=2) == 2 and same(into, states[2])
-        twice = checkpointer.save(3, states[3])  # one that was left behind: it stays, under another name
+        twice = checkpointer.save(3, states[3])  # the step was abandoned, so its checkpoint is set aside
         assert twice.result(60) and checkpointer.steps() == [2, 3]
     there = ("step-00000002", "step-00000003", "step-00000003.abandoned-1")
     assert {key.split("/")[1] for key in keys_below(s3_root) if "step-00000001/asyncckpt.json" not in key} == {*there}
@@ -67,7 +67,7 @@ def test_saves_and_loads(s3_root: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_root_that_is_a_checkpoint_is_refused(s3_root: str) -> None:
     with Checkpointer(s3_root) as checkpointer:
         path = checkpointer.save(100, small_state()).result(60)
-    with Checkpointer(path) as checkpointer:  # no store is asked yet
+    with Checkpointer(path) as checkpointer:  # no request to the store yet
         for call in (checkpointer.latest, lambda: checkpointer.load(small_state())):
             with pytest.raises(CheckpointExistsError, match=f"give it {s3_root};"):
                 call()
@@ -84,7 +84,7 @@ print(into["weight"].tolist(), into["large"].sum().item(), into["step"])
 
 
 def loaded_by_stock(path: str) -> str:
-    """s3fs finds the store by the same variables."""
+    """Load with stock DCP. s3fs finds the store by the same environment variables."""
     return subprocess.run([sys.executable, "-c", STOCK, path], capture_output=True, text=True, timeout=100).stdout
 
 
@@ -100,7 +100,7 @@ def test_stock_readers(s3_root: str) -> None:
 
 
 def test_what_is_sent(s3_root: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte once, and few requests besides."""
+    """A save sends each byte once, with few other requests."""
     with StoreProxy(s3_server) as proxy, monkeypatch.context() as patch:
         set_environment(patch, proxy.endpoint)
         with Checkpointer(s3_root) as checkpointer:
@@ -136,7 +136,7 @@ def test_a_damaged_one(s3_root: str) -> None:
 
 
 def killing(workers: list[int]) -> Callable[[Asked], str | None]:
-    """Kills one of ``workers``, once there is one, as it sends data and an index, of which either may come first."""
+    """Return a fault that kills one of ``workers`` once it has begun to send both data and an index."""
     begun: set[str] = set()
 
     def kill(asked: Asked) -> str | None:
@@ -150,7 +150,7 @@ def killing(workers: list[int]) -> Callable[[Asked], str | None]:
 
 
 def test_a_worker_that_is_killed_while_it_sends(s3_root: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer takes away what it had sent, and the next save works."""
+    """The trainer removes the uploaded parts, and the next save works."""
     workers: list[int] = []
 
     state = large_state(2)
@@ -211,7 +211,7 @@ def test_many_ranks(s3_root: str, tmp_path: Path) -> None:
 
 
 def test_uploads(s3_root: str, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a local folder, where all is saved, each byte once; what is there is as if it had been saved there."""
+    """An upload from a local folder sends each byte once. Its result equals a direct save."""
     states = {step: {"weight": torch.ones(3), "large": torch.ones(5 * MiB), "step": step} for step in range(1, 5)}
     config = Config(local_root=str(tmp_path), upload_every=2, keep_last=1, link_unchanged=False)
     with StoreProxy(s3_server) as proxy, monkeypatch.context() as patch:
@@ -259,7 +259,7 @@ def test_what_does_not_change_is_sent_once(
 
 
 def test_an_upload_whose_worker_is_killed(s3_root: str, s3_server: str, tmp_path: Path) -> None:
-    """The local checkpoint is there, and the next worker uploads it; nothing half is left."""
+    """The next worker uploads the local checkpoint, and no partial upload stays."""
     workers: list[int] = []
 
     state = large_state(1)
@@ -270,7 +270,7 @@ def test_an_upload_whose_worker_is_killed(s3_root: str, s3_server: str, tmp_path
             assert checkpointer._engine.worker is not None
             workers.append(checkpointer._engine.worker.pid)
             checkpointer.save(10, state).result(60)
-            with contextlib.suppress(WorkerDiedError):  # else the next worker is there already, and has uploaded it
+            with contextlib.suppress(WorkerDiedError):  # the next worker may have uploaded it already
                 checkpointer.wait_uploads(60)
             checkpointer.save(11, state).result(60)
             checkpointer.wait_uploads(60)
@@ -279,7 +279,7 @@ def test_an_upload_whose_worker_is_killed(s3_root: str, s3_server: str, tmp_path
 
 
 def test_an_upload_that_the_store_refuses(s3_root: str, s3_server: str, tmp_path: Path) -> None:
-    """No save fails by that; the upload begins again with the next save."""
+    """A refused upload fails no save. The next save retries the upload."""
     spoiled = True
     with StoreProxy(s3_server, lambda _: "403" if spoiled else None) as proxy, pytest.MonkeyPatch.context() as patch:
         set_environment(patch, proxy.endpoint)
@@ -336,7 +336,7 @@ def test_what_is_not_for_stores(s3_root: str) -> None:
 
 @pytest.mark.parametrize("trouble", ["no bucket", "no endpoint", "refused"])
 def test_a_store_that_is_not_there(s3_root: str, s3_server: str, trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One clear error, the training goes on, and the next save works when the store does."""
+    """A missing store causes one clear error. The training continues, and saves work again once the store does."""
     spoiled = trouble == "refused"
     root = s3_root.replace("checkpoints", "missing") if trouble == "no bucket" else s3_root
     with StoreProxy(s3_server, lambda asked: "403" if spoiled else None) as proxy:
@@ -344,7 +344,7 @@ def test_a_store_that_is_not_there(s3_root: str, s3_server: str, trouble: str, m
         with Checkpointer(root) as checkpointer:
             begun = time.monotonic()
             save = checkpointer.save(1, small_state())
-            assert time.monotonic() - begun < 20  # the store was not waited for
+            assert time.monotonic() - begun < 20  # the call did not wait for the store
             said = {"no bucket": "no such bucket", "no endpoint": "network", "refused": "permissions"}[trouble]
             with pytest.raises(StorageError, match=said) as caught:
                 save.result(100)
@@ -357,7 +357,7 @@ def test_a_store_that_is_not_there(s3_root: str, s3_server: str, trouble: str, m
 
 @pytest.mark.parametrize("seed", range(2))
 def test_faults_at_random(s3_root: str, s3_server: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is told "saved" is told the truth, and so is who is told that it failed."""
+    """The store holds exactly the steps that were reported as saved."""
     dice, spoiled = random.Random(seed), 0
     quiet = False
 

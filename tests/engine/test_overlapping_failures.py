@@ -1,6 +1,6 @@
-"""With overlap a save may fail while its tensors are being copied: they are let go when that ends, and not before.
+"""Test saves with overlap that fail during their copy: they keep their tensors until the copy ends.
 
-Otherwise the training goes on and changes them, and the image is a mixture of two steps that nobody notices.
+Otherwise the training would change the tensors, and the image would silently mix two steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncckpt.integrations.nvrx import AbortAsyncckpt
 from asyncckpt.staging import host_copy
 from asyncckpt.weights import WeightSubscriber
 
-_SIZE = 1_500_000  # more than one batch of the copy has
+_SIZE = 1_500_000  # more than one batch of the copy
 
 
 class Training:
@@ -41,7 +41,7 @@ class Training:
 
     @contextmanager
     def saved_half(self, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Save]:
-        """A save that has copied one of them. In the end a guarded step is tried, which has to wait for the other."""
+        """Yield a save that has copied one parameter. Then try a guarded step, which must wait for the other one."""
         checkpointer.guard(self.optimizer)
         checkpointer.prepare(self.state)
         is_half, may_go_on = threading.Event(), threading.Event()
@@ -68,7 +68,7 @@ class Training:
 
 @contextmanager
 def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Copies of tensors wait for the event."""
+    """Hold copies of tensors until the event is set."""
     copy, may_go_on = host_copy._ByteCopy.copy, threading.Event()
 
     def waits(unit: Any, tensors: Any) -> None:
@@ -88,13 +88,13 @@ def _loaded(root: Path, *, memory: bool) -> list[float]:
 
 
 def test_storage_that_fails_at_once(root: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty) -> None:
-    """The image stays in memory, for who comes after this trainer."""
+    """The image stays in memory for the next trainer."""
     faulty_worker("begin:enospc")
     training, first = Training(), Checkpointer(root, Config(overlap=True))
     with training.saved_half(first, monkeypatch) as save, pytest.raises(StorageError):
         save.result(60)
     wait_for(lambda: save._state.slot_free.is_set())  # type: ignore[attr-defined]
-    AbortAsyncckpt()(None)  # as if it had died
+    AbortAsyncckpt()(None)  # as if the trainer had died
     assert _loaded(root, memory=True) == [1, 1]
 
 
@@ -110,7 +110,7 @@ def test_it_may_be_published_all_the_same(root: Path, monkeypatch: pytest.Monkey
 
 
 def test_given_up_before_the_worker_sees_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker writes the states that are staged by then."""
+    """The worker writes the saves that are staged when it continues."""
     training, first = Training(), Checkpointer(root, Config(overlap=True))
     with training.saved_half(first, monkeypatch) as save:
         assert first._engine.worker is not None
@@ -137,7 +137,7 @@ def test_a_save_of_another_state_does_not_wait_for_a_copy(root: Path, monkeypatc
 
 
 def test_a_load_waits_for_copies(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training that goes back fills the tensors that its last save copies."""
+    """A training that goes back fills tensors that its last save still copies."""
     with Checkpointer(root, Config(overlap=True)) as checkpointer:
         state = {"a": torch.ones(1000)}
         checkpointer.save(1, state).result(60)

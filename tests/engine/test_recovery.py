@@ -1,4 +1,4 @@
-"""A trainer dies, and another is started in its place: from memory, or else from storage."""
+"""Test that the next trainer after a crash loads from memory, or else from storage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def its_worker(checkpointer: Checkpointer) -> int:
-    """The process id of its worker."""
+    """Return the process ID of the checkpointer's worker."""
     worker = checkpointer._engine.worker
     assert worker is not None
     return worker.pid
@@ -139,7 +139,7 @@ def test_the_memory_is_used_again(root: Path) -> None:
 
 
 def test_one_that_crashes_again_before_it_saves_loses_nothing(root: Path) -> None:
-    """The newest image stays in the memory that was taken over, until there is a newer one."""
+    """The newest image stays in the inherited memory until a newer image exists."""
     train(root, 2)
     for _ in range(2):
         checkpointer = Checkpointer(root)
@@ -165,7 +165,7 @@ def test_another_structure_does_not_fit(root: Path) -> None:
 
 
 def test_nor_is_it_kept_where_its_memory_is_needed(root: Path) -> None:
-    """The held image gave way to another structure, so only storage has the step."""
+    """Another structure needs the memory of the held image, so only storage has the step."""
     train(root, 2)
     with Checkpointer(root) as checkpointer:
         assert checkpointer.latest() == 2
@@ -182,7 +182,7 @@ def test_half_staged_it_is_not_there(root: Path) -> None:
 
 
 def test_what_storage_refused_is_in_memory(root: Path) -> None:
-    """The disk was full when the trainer died: what it had staged is loaded all the same, and can be saved."""
+    """The disk is full when the trainer dies. The staged image still loads, and can be saved again."""
     train(root, 2, fault="create:enospc:5")  # each save makes four files
     assert complete_steps(str(root)) == [1]
     with Checkpointer(root) as checkpointer:
@@ -202,7 +202,7 @@ def test_while_the_worker_still_writes_nobody_waits(
         assert checkpointer.latest() == 1 and checkpointer.steps() == []
         assert checkpointer.load(state := empty()) == 1 and is_of(state, 1)
         assert source(checkpointer) == "memory" and checkpointer.steps() == []
-        # Nor is that worker waited for without end: what it holds is safe.
+        # The wait for the old worker is limited, because the image that it holds is safe.
         with monkeypatch.context() as patch:
             patch.setattr(Takeover, "attach", lambda takeover, options, *_: attach(takeover, options, 0.5, 60))
             checkpointer.prepare(state)
@@ -214,7 +214,7 @@ def test_while_the_worker_still_writes_nobody_waits(
 def test_a_set_of_files_that_the_worker_still_writes_is_waited_for(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody else holds it."""
+    """Only the worker holds the set."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     train(root, 1, "staged", "write:hold", as_files=True)
     attach = Takeover.attach
@@ -262,7 +262,7 @@ def test_a_lingering_worker_leaves_where_its_memory_is_needed(
 
 
 def test_damage_in_memory_is_found(root: Path) -> None:
-    """A trainer writes to a wrong address, and dies."""
+    """A wrong write of the dead trainer has damaged the images."""
     train(root, 2)
     takeover = Takeover.find(endpoint_name(f"{os.path.realpath(root)}\n", 0), 30)
     assert takeover is not None
@@ -282,7 +282,7 @@ def _save_beside(root: str) -> None:
         except JobTakenError as error:
             assert error.path == str(root)
             say(str(error))
-        assert second.load(empty()) == 1  # to load is no claim
+        assert second.load(empty()) == 1  # a load takes no claim
 
 
 def test_two_at_a_time(root: Path, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def _take_over(root: str, when: str) -> None:
     ],
 )
 def test_at_any_instant_somebody_holds_it(root: Path, when: str) -> None:
-    """A trainer that takes over, and is killed on the way."""
+    """The next trainer is killed during its takeover."""
     train(root, 2)
     assert alone(_take_over, str(root), when)[0] == -signal.SIGKILL
     with Checkpointer(root) as checkpointer:

@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Test which checkpoints retention keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncckpt.storage.history import Origin
 
 
 def save(root: Path, steps: range | list[int], config: Config, *, loads: bool = True) -> list[int]:
-    """Go on with what is there, as one training that is restarted; or not, as another does."""
+    """Save ``steps``, and return the steps that stay. ``loads``: resume from the newest checkpoint first."""
     with Checkpointer(root, config) as checkpointer:
         if loads and checkpointer.latest() is not None:
             checkpointer.load({"w": torch.zeros(3), "step": 0})
@@ -29,7 +29,7 @@ def save(root: Path, steps: range | list[int], config: Config, *, loads: bool = 
 
 def test_some_are_kept_for_good(root: Path) -> None:
     assert save(root, range(1, 13), Config(keep_last=2, keep_every=5)) == [5, 10, 11, 12]
-    # Whatever is chosen later: it stands in their manifests.
+    # The manifests of these steps record it, so a later configuration does not change it.
     assert save(root, [13, 14, 15], Config(keep_last=1)) == [5, 10, 15]
 
 
@@ -53,7 +53,7 @@ def test_a_training_removes_nothing_of_another(root: Path, caplog: pytest.LogCap
     assert save(root, range(9000, 9003), config) == [9001, 9002]
     assert save(root, range(4), config, loads=False) == [2, 3, 9001, 9002]
     assert "Config.keep_last removes none of those" in caplog.text
-    # Nor when it is restarted, from storage or from memory.
+    # A restart from storage or from memory does not change this.
     assert save(root, [4, 5], config) == [4, 5, 9001, 9002]
     with pytest.raises(RuntimeError, match="the training"), Checkpointer(root, config) as checkpointer:
         checkpointer.load({"w": torch.zeros(3), "step": 0})
@@ -75,7 +75,7 @@ def test_whoever_loads_the_older_training_goes_on_with_it(root: Path) -> None:
         checkpointer.load({"w": torch.zeros(3), "step": 0}, 9002)
         checkpointer.save(9003, {"w": torch.ones(3), "step": 9003}).result(60)
         checkpointer.wait()
-    # Created later than what was loaded: this run has gone back behind it.
+    # Step 1 is newer than the loaded step, so this run has gone back behind step 1.
     assert checkpointer.steps() == [1, 9003]
 
 
@@ -89,7 +89,7 @@ def test_one_being_read_stays(root: Path) -> None:
 def test_what_may_come_yet_of_a_dead_trainer_is_no_reason_for_a_warning(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It died while it copied step 2, say, and step 1 was loaded: its successor comes to step 2 as it has to."""
+    """A trainer died while it staged step 2, and its successor loaded step 1. The successor then saves step 2 again."""
     save(root, [1], Config())
     path = root / "step-00000002"
     origin = Origin(1, time.time(), frozenset({2}), ((str(path), "an attempt"),))

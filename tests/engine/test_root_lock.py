@@ -1,4 +1,4 @@
-"""One job at a time saves to a folder of checkpoints: also from another host, which finds no endpoint here."""
+"""Test that one job at a time saves to a root, also from a host that cannot see the worker's endpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 @pytest.fixture
 def elsewhere(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Call it to go on as on another host: no endpoint is found, and no process id means anything."""
+    """Return a function that simulates another host: no endpoint is found, and process IDs have no meaning."""
 
     def go() -> None:
         monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(tmp_path / "other runtime"))
@@ -56,7 +56,7 @@ def test_a_second_job_in_the_same_folder_is_refused(
     with Checkpointer(root) as first:
         first.save(1, state(1)).result(60)
         worker = first._engine.worker
-        if is_here:  # with another runtime folder
+        if is_here:  # a job with another runtime folder
             monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(tmp_path / "other runtime"))
         else:
             elsewhere()
@@ -65,7 +65,7 @@ def test_a_second_job_in_the_same_folder_is_refused(
                 second.save(2, state())
             assert worker is not None and str(worker.pid) in str(raised.value) and str(os.getpid()) in str(raised.value)
             assert raised.value.path == str(root)
-            assert second.load(into := state()) == 1 and into["w"][0] == 1  # to read is no claim
+            assert second.load(into := state()) == 1 and into["w"][0] == 1  # a load takes no claim
             assert cli.main(["verify", str(root / "step-00000001")]) == 0
             first.close()
             second.save(2, state(2)).result(60)
@@ -83,7 +83,7 @@ def test_a_folder_belongs_to_the_job_that_saved_first(root: Path) -> None:
         save(3, "second")
     with Checkpointer(root, Config(job_id="second")) as checkpointer, pytest.raises(JobTakenError, match=LOCK_NAME):
         checkpointer.load(state())
-    save(3, None)  # which does not change that
+    save(3, None)  # a save without a job ID does not change the owner
     with pytest.raises(JobTakenError, match="'first'"):
         save(4, "second")
     (root / LOCK_NAME).unlink()
@@ -104,7 +104,7 @@ def test_the_worker_of_a_dead_trainer_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A restart on another host, while the last image is being written here."""
+    """The training restarts on another host while the old worker still writes the last image."""
     alone(_die_while_it_is_written, str(root), str(tmp_path / "gate"))
     elsewhere()
     deadline = time.monotonic() + 60
@@ -128,13 +128,13 @@ def test_the_worker_of_a_dead_trainer_is_waited_for(
     monkeypatch.setattr(WorkerClient, "claim", claim)
     with Checkpointer(root) as checkpointer:
         checkpointer.prepare(state())
-        assert holders[0] is not None and checkpointer.steps() == [1]  # that worker lingers, with what it holds
+        assert holders[0] is not None and checkpointer.steps() == [1]  # the old worker lingers with its image
         checkpointer.save(2, state(2)).result(60)
     assert checkpointer.steps() == [1, 2]
 
 
 def test_one_that_has_not_noticed_its_trainers_death_is_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this host the death is known, however long that worker takes to say so."""
+    """A process on this host sees the trainer's death before the worker reports it."""
     monkeypatch.setattr(root_lock, "_NOTICE_S", 0.0)
     root.mkdir()
     with subprocess.Popen(["true"]) as trainer:
@@ -162,7 +162,7 @@ def test_one_that_has_not_noticed_its_trainers_death_is_waited_for(root: Path, m
 
 
 def test_a_load_waits_for_the_worker_of_a_dead_trainer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also at a moment at which nothing is being written: between two that were staged, or before the first."""
+    """The load also waits while the worker is between two writes, or before the first."""
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, state(1)).result(60)
     trainer = subprocess.Popen(["sleep", "600"])
@@ -228,7 +228,7 @@ def test_a_file_system_without_locks_and_a_file_that_is_removed(root: Path, monk
 
 
 def test_whose_a_root_is_counts_when_the_lock_is_taken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another job saves there, and ends, between the look at the file and the lock."""
+    """Another job saves and ends between the read of the file and the lock."""
     root.mkdir()
 
     def late(fd: int) -> bool | None:
@@ -245,7 +245,7 @@ def test_whose_a_root_is_counts_when_the_lock_is_taken(root: Path, monkeypatch: 
 
 
 def test_a_file_system_without_lasting_inode_numbers_has_no_locks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can tell there whether a locked file still has its name; a search for such a file would never end."""
+    """Without stable inode numbers, no process can tell whether a locked file still has its name."""
     root.mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(os.path, "samestat", lambda *_: False)

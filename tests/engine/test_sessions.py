@@ -1,4 +1,4 @@
-"""One worker serves one trainer after the other: each session begins where the one before it has ended."""
+"""Test that one worker serves one trainer after another. Each session begins where the previous one ended."""
 
 from __future__ import annotations
 
@@ -60,26 +60,26 @@ def _go_on(root: str, config: Config) -> None:
 
 
 def _used(worker: psutil.Process) -> tuple[int, ...]:
-    """Its process id, and how many descriptors, threads and segments it has when it does nothing."""
+    """Return the process ID of an idle worker, and its numbers of descriptors, threads and segments."""
     seen = []
-    for _ in range(20):  # some of the session before may still be about to end, and an upload may be under way
+    for _ in range(20):  # the previous session may still be ending, and an upload may be running
         time.sleep(0.05)
         seen.append((worker.pid, worker.num_fds(), worker.num_threads(), _shared(worker)))
     return tuple(map(min, zip(*seen, strict=True)))
 
 
 def _shared(worker: psutil.Process) -> int:
-    """How many segments it has."""
+    """Return the number of the worker's segments."""
     found = 0
     for each in Path(f"/proc/{worker.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since
+        with contextlib.suppress(FileNotFoundError):  # already closed
             found += os.readlink(each).startswith("/memfd:asyncckpt ")
     return found
 
 
 @pytest.mark.parametrize("has_local", [False, True])
 def test_many_sessions_leave_nothing_behind(root: Path, tmp_path: Path, has_local: bool) -> None:
-    """The worker goes on with the same threads, descriptors and segments."""
+    """The worker keeps the same number of threads, descriptors and segments."""
     config = Config(linger=600.0, local_root=str(tmp_path / "local")) if has_local else CONFIG
     seen: list[tuple[int, ...]] = []
     for _ in range(5):
@@ -96,7 +96,7 @@ def test_many_sessions_leave_nothing_behind(root: Path, tmp_path: Path, has_loca
 def test_a_worker_that_was_started_otherwise_is_not_used(
     root: Path, monkeypatch: pytest.MonkeyPatch, what: str, faulty_worker: Faulty
 ) -> None:
-    """It leaves, and what it held is loaded all the same."""
+    """The old worker leaves, but its image is still loaded."""
     old = train(root, 2, linger=600.0)
     if what == "transport":
         monkeypatch.setenv("UCX_NET_DEVICES", "lo")
@@ -113,7 +113,7 @@ def test_a_worker_that_was_started_otherwise_is_not_used(
 
 
 def test_one_that_has_only_looked_does_not_end_the_worker_of_another(root: Path) -> None:
-    """Another trainer has attached meanwhile. The worker stays, whatever the first trainer asks then."""
+    """Another trainer has attached meanwhile, so no request of the first trainer ends the worker."""
     train(root, 2)
     name = endpoint_name(f"{os.path.realpath(root)}\n", 0)
     looked = [Takeover.find(name, 30) for _ in range(3)]
@@ -139,7 +139,7 @@ def _save_beside(root: str) -> None:
 
 
 def _attach_and_die(worker: psutil.Process, name: str) -> None:
-    """Ask for a session as a trainer does that is killed just then."""
+    """Ask for a session and close at once, like a trainer that is killed while it attaches."""
     found = Takeover.find(name, 30)
     assert found is not None
     fingerprint = json.loads(worker.cmdline()[-1])["fingerprint"]
@@ -154,14 +154,14 @@ def _attach_and_die(worker: psutil.Process, name: str) -> None:
 def test_one_that_is_killed_while_it_waits_keeps_nobody_out(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty
 ) -> None:
-    """The worker still writes for the trainer before."""
+    """The worker still writes for the previous trainer."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
     worker = train(root, 1, "staged", "write:hold")
     assert worker is not None
     for _ in range(2):
         _attach_and_die(worker, endpoint_name(f"{os.path.realpath(root)}\n", 0))
-    faulty_worker("write:hold")  # the same command
+    faulty_worker("write:hold")  # the worker's command must be the same
     with Checkpointer(root, CONFIG) as checkpointer:
         assert checkpointer.load(state := empty()) == 1 and source(checkpointer) == "memory"
         opening = threading.Timer(0.5, gate.touch)
@@ -176,7 +176,7 @@ def test_one_that_is_killed_while_it_waits_keeps_nobody_out(
 def test_an_interrupt_while_it_attaches_loses_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
-    """The session may have begun. The next save opens another."""
+    """The session may have begun. The next save opens another session."""
     worker = train(root, 2)
     with Checkpointer(root, CONFIG) as checkpointer:
         assert checkpointer.load(state := empty()) == 2
@@ -205,7 +205,7 @@ def test_an_interrupt_while_it_attaches_loses_nothing(
 
 
 def test_a_worker_that_is_killed_between_two_trainers_is_replaced(root: Path) -> None:
-    """Its memory is gone, and the loaded state stays."""
+    """The worker's memory is gone, but the loaded state stays."""
     worker = train(root, 2)
     assert worker is not None
     with Checkpointer(root, CONFIG) as checkpointer:
@@ -220,7 +220,7 @@ _HELD = str(Path(__file__).parents[1] / "support" / "held_worker.py")
 
 
 def _save_for_upload(root: str, local: str, gate: str, step: int) -> None:
-    """Save a step, and die while it is uploaded. The second one closes, and the uploads go on then."""
+    """Save a step. At step 1, die during the upload. At step 2, close, and let the uploads continue meanwhile."""
     worker_process.command = lambda: [sys.executable, _HELD, gate, "9"]
     checkpointer = Checkpointer(root, Config(local_root=local))
     checkpointer.save(step, {"w": torch.full((10,), float(step))}, upload=True).result(LIMIT_S)
@@ -234,7 +234,7 @@ def _save_for_upload(root: str, local: str, gate: str, step: int) -> None:
 
 
 def test_uploads_of_the_trainer_before_keep_none_of_the_next_one(root: Path, tmp_path: Path) -> None:
-    """One is under way when the next trainer attaches, and when that one closes."""
+    """An upload is running when the next trainer attaches, and also when this trainer closes."""
     gate, local = str(tmp_path / "gate"), str(tmp_path / "local")
     Path(f"{gate}.write").touch()
     Path(f"{gate}.take.reached").touch()
@@ -246,7 +246,7 @@ def test_uploads_of_the_trainer_before_keep_none_of_the_next_one(root: Path, tmp
 
 
 def test_a_worker_that_dies_just_after_the_attach_leaves_no_trap(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of its segments mean nothing to the next worker."""
+    """The segment numbers of the dead worker are invalid for the next worker."""
     train(root, 2)
     with Checkpointer(root, CONFIG) as checkpointer:
         assert checkpointer.load(state := empty()) == 2
@@ -264,7 +264,7 @@ def test_a_worker_that_dies_just_after_the_attach_leaves_no_trap(root: Path, mon
 
 
 def test_a_worker_has_the_surroundings_of_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials that were changed with a restart, and folders of modules."""
+    """A worker takes over the credentials and module paths of the restarted trainer."""
     monkeypatch.setenv("AWS_SESSION_TOKEN", "old")
     monkeypatch.setenv("AWS_PROFILE", "mine")
     monkeypatch.setattr(sys, "path", before := [*sys.path])
@@ -274,7 +274,7 @@ def test_a_worker_has_the_surroundings_of_its_trainer(monkeypatch: pytest.Monkey
 
 
 def test_a_trainer_with_other_options_has_them(root: Path) -> None:
-    """The worker goes on, and the next one finds it gone after the shorter wait."""
+    """The worker continues with the new options, and ends after the new, shorter linger time."""
     old = train(root, 2, linger=600.0)
     assert old is not None
     with pytest.raises(RuntimeError), Checkpointer(root, Config(linger=0.5, nice=11)) as checkpointer:

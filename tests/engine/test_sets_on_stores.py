@@ -1,4 +1,4 @@
-"""Sets of files on an object store: S3 as moto serves it, where need be behind a proxy that spoils what is asked."""
+"""Test sets of files on S3, served by moto. Some tests put a proxy with faults in between."""
 
 from __future__ import annotations
 
@@ -42,14 +42,18 @@ def state_of(seed: float) -> dict[str, Any]:
 
 
 def whole(seed: float) -> FileSet:
-    """All kinds of files at once, and a state for ``Checkpointer.load``."""
+    """Return a set with all kinds of files, and a state for ``Checkpointer.load``."""
     files = make(seed)
     files.add_dcp_folder("", state_of(seed))
     return files
 
 
 def downloaded(address: str, folder: Path) -> set[str]:
-    """As ``aws s3 cp --recursive --exclude '*.parts-*' --include '*.distcp'``; returns the names of what that finds."""
+    """Download like ``aws s3 cp --recursive --exclude '*.parts-*' --include '*.distcp'``.
+
+    Returns:
+        The names of the files outside ``.parts-*`` folders.
+    """
     objects, key = objects_at(address), split_address(address)[1]
     names = set()
     for each in keys_below(address):
@@ -62,7 +66,7 @@ def downloaded(address: str, folder: Path) -> set[str]:
 
 
 def check(address: str, seed: float, folder: Path, has_state: bool = True) -> None:
-    """That stock readers find what ``whole``, or ``make``, has made, and no more."""
+    """Check that stock readers find exactly the files of ``whole``, or of ``make`` without ``has_state``."""
     top = {".metadata"} if has_state else set()
     assert downloaded(address, folder) == NAMED | top | {"asyncckpt.json", "dcp/model_0/.metadata"}
     assert same(torch.load(folder / "optimizer.pt"), optimizer(seed)) and torch.load(folder / "scheduler.pt")
@@ -91,7 +95,7 @@ print(into["model"]["w"].sum().item(), into["n"], top["weight"].sum().item(), to
 
 
 def loaded_by_stock(path: str) -> str:
-    """s3fs finds the store by the same variables."""
+    """Load with stock DCP. s3fs finds the store by the same environment variables."""
     return subprocess.run([sys.executable, "-c", STOCK, path], capture_output=True, text=True, timeout=100).stdout
 
 
@@ -108,7 +112,7 @@ def test_saves_and_loads(s3_root: str, tmp_path: Path, capsys: pytest.CaptureFix
             checkpointer.load(into)
     check(f"{s3_root}/step-00000004", 4, tmp_path / "4", has_state=False)
     assert {key.split("step-")[1] for key in keys_below(s3_root) if "step-00000001" in key} == {
-        "00000001/asyncckpt.json"  # which says what was revoked there
+        "00000001/asyncckpt.json"  # records the revoked attempt
     }
     assert loaded_by_stock(f"{s3_root}/step-00000003") == "300.0 3 150000.0 3\n"
     assert main(["ls", s3_root]) == main(["verify", s3_root]) == main(["inspect", f"{s3_root}/step-00000003"]) == 0
@@ -127,7 +131,7 @@ def large_files(seed: float) -> FileSet:
 
 
 def test_what_is_sent(s3_root: str, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte once, a copy by the store for each name, and few requests besides."""
+    """A save sends each byte once, asks the store for one copy per name, and makes few other requests."""
     with StoreProxy(s3_server) as proxy, monkeypatch.context() as patch:
         set_environment(patch, proxy.endpoint)
         with Checkpointer(s3_root) as checkpointer:
@@ -136,11 +140,11 @@ def test_what_is_sent(s3_root: str, s3_server: str, tmp_path: Path, monkeypatch:
                 checkpointer.save(step, large_files(step)).result(60)
         sent = [each for each in proxy.asked if each.method in ("PUT", "POST")]
         large = [each for each in sent if ".parts-" in each.path and "large" in each.path]
-        assert len(large) == (2 + 2) + (2 + 3)  # begin, 16 MiB each, complete
+        assert len(large) == (2 + 2) + (2 + 3)  # begin, parts of 16 MiB, complete
         assert sum(each.nbytes for each in sent) <= 1.01 * (5 + 8 + 5) * 4 * MiB
         copies = [each for each in sent if "/.parts-" not in each.path and "large" in each.path]
         assert len(copies) == 2 and not any(each.nbytes for each in copies)
-        # Beside those: four for DCP's data, three indexes, twice the small file and twice .metadata, eight others.
+        # The others: four for DCP's data, three indexes, two for the small file, two for .metadata, eight for the rest.
         assert len(proxy.asked) <= 9 + 2 + 4 + 3 + 2 * 2 + 8, [(each.method, each.path) for each in proxy.asked]
     downloaded(f"{s3_root}/step-00000002", tmp_path)
     assert torch.load(tmp_path / "large.pt")[1].tolist()[-1] == 2.0
@@ -151,7 +155,7 @@ def test_what_is_sent(s3_root: str, s3_server: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("existing", ["replace", "set aside"])
 def test_what_stands_there_already(s3_root: str, tmp_path: Path, existing: Any) -> None:
-    """Nothing of it stays at names that the next one does not have."""
+    """No object of the old set stays at a name that the new set does not use."""
     path = f"{s3_root}/it"
     with Engine(alone=True) as engine:
         first = make(1)
@@ -181,7 +185,7 @@ def is_at_its_name(asked: Asked) -> bool:
 def test_a_worker_that_is_killed_while_it_copies(
     s3_root: str, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint is decided, and is loaded; who comes next gives stock readers what is missing."""
+    """The checkpoint is committed and loads. The next worker makes the missing copies for stock readers."""
     workers: list[int] = []
 
     def kill(asked: Asked) -> str | None:
@@ -209,11 +213,11 @@ def test_a_worker_that_is_killed_while_it_copies(
 def test_a_worker_that_is_killed_while_it_sends(
     s3_root: str, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it had sent goes, also in nested folders."""
+    """The uploaded objects are removed, also in nested folders."""
     workers: list[int] = []
 
     def kill(asked: Asked) -> str | None:
-        if workers and ".distcp" in asked.path:  # which is sent last
+        if workers and ".distcp" in asked.path:  # the file that is sent last
             os.kill(workers.pop(), signal.SIGKILL)
             return "cut"
         return None
@@ -301,7 +305,7 @@ def test_uploads(s3_root: str, s3_server: str, tmp_path: Path, monkeypatch: pyte
 def test_faults_at_random(
     s3_root: str, s3_server: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is told "saved" is told the truth; in the end stock readers find all of that."""
+    """Every step that was reported as saved is intact. In the end stock readers find all its files."""
     dice, spoiled, saved = random.Random(seed), 0, []
 
     def spoil(asked: Asked) -> str | None:
@@ -322,7 +326,7 @@ def test_faults_at_random(
     set_environment(monkeypatch, s3_server)
     with Checkpointer(s3_root) as checkpointer:
         assert checkpointer.steps() == saved
-        checkpointer.save(9, whole(9)).result(60)  # whose worker sweeps
+        checkpointer.save(9, whole(9)).result(60)  # the worker of this save sweeps
     for step in (*saved, 9):
         check(f"{s3_root}/step-{step:08d}", step, tmp_path / str(step))
 
@@ -339,7 +343,7 @@ def test_a_bad_byte_is_found(s3_root: str, file: str) -> None:
     (damage,) = verify(path).damages
     assert file in str(damage.path)
     objects.delete([key])
-    (damage,) = verify(path).damages  # the copy at its own name does not stand in for it
+    (damage,) = verify(path).damages  # the copy at the file's own name does not replace it
     assert file in str(damage.path) and "missing" in damage.message
 
 

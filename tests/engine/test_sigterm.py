@@ -1,4 +1,4 @@
-"""A last save when the launcher says that time is up."""
+"""Test a last save after SIGTERM from the launcher."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_signal_is_given_back(root: Path) -> None:
 
 
 def test_the_signal_is_given_back_after_restarts_in_the_process(root: Path) -> None:
-    """Those that were given up are closed by nobody."""
+    """Checkpointers that were given up are never closed."""
     before = signal.getsignal(signal.SIGTERM)
     for _ in range(3):
         given_up = Checkpointer(root)
@@ -79,7 +79,7 @@ def test_the_signal_is_given_back_after_restarts_in_the_process(root: Path) -> N
 
 
 def _train(root: str, signalled: int) -> tuple[int, float]:
-    """Rank ``signalled`` alone gets the signal; all have to end at the same step, or the last save hangs."""
+    """Signal only rank ``signalled``. All ranks must end at the same step, or the last save hangs."""
     times = []
     with Checkpointer(root) as checkpointer:
         checkpointer.watch_sigterm()

@@ -1,4 +1,4 @@
-"""Nothing grows with the number of saves, and few descriptors do for many tensors."""
+"""Test that no resource grows with the number of saves, and that many tensors need few descriptors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_steady_over_200_saves(root: Path) -> None:
         trainer = psutil.Process()
 
         def measured() -> tuple[dict[str, int], int]:
-            """Of the trainer and its worker, and that one's own memory."""
+            """Return resource counts of the trainer and its worker, and the worker's private memory in bytes."""
             client = checkpointer._engine.worker
             assert client is not None
             worker = psutil.Process(client.pid)
@@ -45,7 +45,7 @@ def test_steady_over_200_saves(root: Path) -> None:
             }, memory.rss - memory.shared
 
         def are_old_ones_gone() -> bool:
-            """They are removed after a save has been told."""
+            """Return whether the old checkpoints are removed. The worker removes them after the save has ended."""
             return len(checkpointer.steps()) == 2 and not list(root.glob(".*.asyncckpt-trash"))
 
         for step in range(200):
@@ -55,7 +55,7 @@ def test_steady_over_200_saves(root: Path) -> None:
                 checkpointer.wait(60)
                 assert holds_soon(are_old_ones_gone), sorted(root.iterdir())
             if step == 20:
-                time.sleep(0.5)  # for whatever is being closed
+                time.sleep(0.5)  # let closing files and threads finish
                 early, private = measured()
 
         def has_grown_nothing() -> bool:

@@ -1,4 +1,4 @@
-"""Memory of another slot that cannot be had: what was taken of it goes back, and nothing that is in use by then."""
+"""Test a worker that still takes memory for another slot when its trainer dies."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _die_while_memory_is_taken(root: str, local: str, gate: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=die, daemon=True).start()
-    checkpointer.save(1, _state(1))  # is being written
-    checkpointer.save(2, _state(2))  # waits for a slot: the worker is asked for the memory of another
+    checkpointer.save(1, _state(1))  # the worker writes this save
+    checkpointer.save(2, _state(2))  # waits for a slot: the worker takes memory for another one
 
 
 def _go_on(root: str, local: str, gate: str) -> None:
@@ -56,15 +56,15 @@ def _go_on(root: str, local: str, gate: str) -> None:
         assert checkpointer.load(_state(0)) == 1
         opening = threading.Timer(0.5, Path(f"{gate}.take").touch)
         opening.start()
-        saves = [checkpointer.save(step, _state(step)) for step in (2, 3)]  # the second one takes another slot
-        assert os.path.exists(f"{gate}.taken")  # of the trainer before, whose session ended after that
+        saves = [checkpointer.save(step, _state(step)) for step in (2, 3)]  # the second save takes another slot
+        assert os.path.exists(f"{gate}.taken")  # the previous session took this memory before it ended
         for save in saves:
             save.result(60)
         opening.join()
 
 
 def test_what_is_taken_for_a_dead_trainer_is_there_before_the_next_one_begins(root: Path, tmp_path: Path) -> None:
-    """The next one may give that memory back, or use it for something else."""
+    """The next trainer may give this memory back, or reuse it."""
     gate, local = str(tmp_path / "gate"), str(tmp_path / "local")
     alone(_die_while_memory_is_taken, str(root), local, gate)
     for held in ("write", "upload"):

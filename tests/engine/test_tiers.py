@@ -1,4 +1,4 @@
-"""Saves to a local folder, and uploads from there to the root; here another folder, as on a shared disk."""
+"""Test saves to a local folder, and uploads to the root. The root is another folder, as on a shared disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asyncckpt.link import endpoint
 
 @pytest.fixture
 def fast(tmp_path: Path) -> Path:
-    """The disk of the local folder."""
+    """Return the path of the local folder's disk."""
     return tmp_path / "nvme"
 
 
@@ -75,7 +75,7 @@ def test_each_save_is_local_and_some_are_uploaded(root: Path, fast: Path) -> Non
     kept = read_manifest(str(root / "step-00000004")), read_manifest(f"{local}/step-00000006")
     assert kept[0].keep and not kept[1].keep
     assert sorted(os.listdir(root)) == ["asyncckpt.lock", *(f"step-{step:08d}" for step in (4, 6, 7))]
-    # What another host has, which does not see the local folder.
+    # Another host does not see the local folder.
     shutil.rmtree(fast)
     with Checkpointer(root, config) as checkpointer:
         assert checkpointer.load(into) == 7 and source_of(checkpointer) == "storage" and same(into, states[7])
@@ -99,7 +99,7 @@ def test_a_copy_that_is_damaged(root: Path, fast: Path) -> None:
 
 @pytest.mark.usefixtures("forkserver")
 def test_the_newest_wins_wherever_it_is(root: Path, fast: Path, tmp_path: Path) -> None:
-    """As where another host went on meanwhile; also against what the memory of a dead trainer's worker has."""
+    """A newer step of another host wins, also against the memory of a dead trainer's worker."""
     state = {"weight": torch.arange(100.0), "step": 0}
     config = Config(local_root=str(fast), upload_every=2)
 
@@ -133,14 +133,14 @@ def test_an_upload_that_fails_fails_no_save(root: Path, fast: Path, caplog: pyte
         with pytest.raises(CheckpointExistsError, match="something here already") as caught:
             checkpointer.wait_uploads(60)
         assert (caught.value.path, caught.value.step) == (str(root / "step-00000001"), 1)
-        checkpointer.wait_uploads(60)  # it is told once
+        checkpointer.wait_uploads(60)  # each failure is raised once
         checkpointer.save(2, state).result(60)
         checkpointer.wait_uploads(60)
         assert complete_steps(str(root)) == [2] and checkpointer.load(zeros_like(state), step=1) == 1
     assert "uploading" in caplog.text
 
 
-# The second time that an attempt is begun, written or finalized it is the upload.
+# The second begin, write or finalize of an attempt is the upload.
 @pytest.mark.parametrize("fault", ["begin:kill:2", "finalize:kill:2", "sync:kill:6"])
 def test_what_a_worker_dies_with_is_uploaded_by_the_next(
     root: Path, fast: Path, faulty_worker: Faulty, fault: str
@@ -151,7 +151,7 @@ def test_what_a_worker_dies_with_is_uploaded_by_the_next(
         checkpointer.prepare(state)
         faulty_worker("")
         path = checkpointer.save(10, state).result(60)
-        with contextlib.suppress(WorkerDiedError):  # else the next worker is there already, and has uploaded it
+        with contextlib.suppress(WorkerDiedError):  # the next worker may have uploaded it already
             checkpointer.wait_uploads(60)
         for step in (11, 12):
             checkpointer.save(step, state).result(60)
@@ -165,7 +165,7 @@ def test_what_a_worker_dies_with_is_uploaded_by_the_next(
 def test_what_a_trainer_dies_with_is_uploaded_by_the_next(
     root: Path, fast: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also where its worker is still uploading: that one goes on, nobody waits for it, and nothing is sent twice."""
+    """The old worker may still be uploading. It continues, no trainer waits for it, and no byte is sent twice."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
     fault = "from asyncckpt.link import process; real = process.command()\n"
@@ -180,7 +180,7 @@ def test_what_a_trainer_dies_with_is_uploaded_by_the_next(
         for step in (11, 12):
             checkpointer.save(step, state).result(60)
         assert time.monotonic() - begun < 20 and complete_steps(str(root)) == []
-        wait_for(lambda: checkpointer.steps() == [10, 12])  # what is to be uploaded is not removed
+        wait_for(lambda: checkpointer.steps() == [10, 12])  # a step with a pending upload is not removed
         gate.touch()
         checkpointer.wait_uploads(60)
         assert complete_steps(str(root)) == [10]
@@ -196,12 +196,12 @@ def test_what_fails_at_the_end_is_told_and_tried_once_more(
     faulty_worker("begin:enospc:2")
     with Checkpointer(root, Config(local_root=str(fast))) as checkpointer:
         checkpointer.save(1, small_state()).result(60)
-        wait_for(lambda: "uploading" in caplog.text)  # else the first time is at the end
+        wait_for(lambda: "uploading" in caplog.text)  # otherwise the first attempt is at the end
     assert "No space left" in caplog.text and complete_steps(str(root)) == [1]
 
 
 def test_what_fails_stays_until_it_is_uploaded(root: Path, fast: Path, faulty_worker: Faulty) -> None:
-    """Whatever is saved meanwhile, and removed."""
+    """Later saves and removals do not affect the pending upload."""
     faulty_worker("begin:eio:2")
     with Checkpointer(root, Config(local_root=str(fast), upload_every=10, local_keep_last=1)) as checkpointer:
         checkpointer.save(10, small_state()).result(60)
@@ -216,7 +216,7 @@ def test_what_fails_stays_until_it_is_uploaded(root: Path, fast: Path, faulty_wo
 
 
 def test_going_back(root: Path, fast: Path) -> None:
-    """What was left behind stays in both, under another name."""
+    """The abandoned checkpoint stays in both folders, under another name."""
     state = small_state()
     config = Config(local_root=str(fast))
     with Checkpointer(root, config) as checkpointer:
@@ -248,7 +248,7 @@ def test_a_set_of_files(root: Path, fast: Path) -> None:
 
 @pytest.mark.usefixtures("forkserver")
 def test_a_trainer_that_dies_is_uploaded(root: Path, fast: Path) -> None:
-    """Its worker writes what is staged, and uploads that, alone."""
+    """The worker writes and uploads the staged image without its trainer."""
     ranks.script(DYING.replace(".result(60)", ""), str(root), str(fast), "2")
     deadline = time.monotonic() + 60
     while complete_steps(str(root)) != [2]:
@@ -281,7 +281,7 @@ def test_a_run_that_was_removed_does_not_come_back(root: Path, fast: Path) -> No
     state, config = small_state(), Config(local_root=str(fast), upload_every=2)
     with Checkpointer(root, config) as checkpointer:
         checkpointer.save(1, state).result(60)
-        assert checkpointer.load(zeros_like(state)) == 1  # nothing was uploaded yet: that is no sign
+        assert checkpointer.load(zeros_like(state)) == 1  # nothing is uploaded yet, so the root may be empty
         for step in (2, 3):
             checkpointer.save(step, state).result(60)
         checkpointer.wait_uploads(60)

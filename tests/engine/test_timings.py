@@ -1,4 +1,4 @@
-"""The timings of a save: on its handle, and of all ranks in the manifest."""
+"""Test the timings of a save on its handle, and the timings of all ranks in the manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncckpt import Checkpointer
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.format.manifest import of_all_ranks
 
-# In the order in which these begin: none begins before one that stands before it.
+# Phases, in the order in which they begin.
 BEGINS = ("copy_from_s", "checksum_from_s", "sync_from_s", "commit_from_s")
 NBYTES = 32 << 20
 IMPOSSIBLE = [{"write_s": [number, None]} for number in (float("nan"), float("inf"), -1.0, 1e300, 10**400, True)]

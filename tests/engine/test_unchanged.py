@@ -1,4 +1,4 @@
-"""What does not change is written once, and stands in every checkpoint all the same."""
+"""Test that unchanged tensors are written once and are part of every checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_only_what_changes_is_written(engine: Engine, tmp_path: Path) -> None:
         train(state)
         engine.save(tmp_path / str(number), state).result(60)
         if number >= 1:
-            assert written(tmp_path / str(number)) < 4 * ELEMENTS  # one of four
+            assert written(tmp_path / str(number)) < 4 * ELEMENTS  # one tensor of four
     shared = {os.stat(tmp_path / str(number) / "__0_1.distcp").st_ino for number in range(6)}
     assert len(shared) == 1
     for number in range(5):
@@ -58,7 +58,7 @@ def test_what_changes_again_is_written_again(engine: Engine, tmp_path: Path) -> 
         engine.save(tmp_path / str(number), state).result(60)
         check(tmp_path / str(number), state)
         found.append(written(tmp_path / str(number)) // (4 * ELEMENTS))
-    # The file that changed is written without a look once more, and then it is the same again.
+    # A changed file is written once more without a comparison. After that, it is unchanged again.
     assert found == [4, 0, 0, 0, 0, 4, 4, 0, 0]
 
 
@@ -99,7 +99,7 @@ def test_retention_removes_any_of_them(tmp_path: Path) -> None:
 
 
 def _break(path: Path, how: str) -> None:
-    """Do something to the file that would be linked next."""
+    """Break the file that the next save would link."""
     file = path / "__0_1.distcp"
     match how:
         case "removed":
@@ -116,7 +116,7 @@ def _break(path: Path, how: str) -> None:
             os.truncate(file, file.stat().st_size - 1)
         case "touched":
             os.utime(file)
-        case "copied":  # with the same bytes, and the same times
+        case "copied":  # with the same bytes and times, but another inode
             facts = file.stat()
             shutil.copy2(file, other := file.with_suffix(".copy"))
             other.rename(file)
@@ -143,7 +143,7 @@ def test_nothing_is_linked_that_is_not_as_it_was(engine: Engine, tmp_path: Path,
             _break(tmp_path / "3", how)
             then = copy.deepcopy(state)
         engine.save(tmp_path / str(number), state).result(60)
-    assert os.stat(tmp_path / "4" / "__0_1.distcp").st_nlink == 2  # it was written, and is linked again
+    assert os.stat(tmp_path / "4" / "__0_1.distcp").st_nlink == 2  # written at step 4, and linked at step 5
     check(tmp_path / "4", then)
     check(tmp_path / "5", state)
 
@@ -164,7 +164,7 @@ def test_where_nothing_can_be_linked_all_is_written(
 
 
 def _clones(folder: Path) -> bool:
-    """Whether files can share blocks there."""
+    """Return whether files in this folder can share blocks."""
     (folder / "one").write_bytes(b"1")
     with open(folder / "one", "rb") as one, open(folder / "two", "wb") as two, contextlib.suppress(OSError):
         fcntl.ioctl(two.fileno(), links._FICLONE, one.fileno())

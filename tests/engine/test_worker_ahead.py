@@ -1,4 +1,4 @@
-"""A worker that is started ahead of its trainer, by ``asyncckpt worker``."""
+"""Test a worker that ``asyncckpt worker`` starts before its trainer."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 LIMIT_S = 60.0
 ENDS = (0, -signal.SIGTERM)
-"""The exit codes of a worker that gets SIGTERM. Python has no handlers any more at the end of the process."""
+"""The exit codes of a worker that gets SIGTERM. Python removes its signal handlers at the end of the process."""
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 @contextlib.contextmanager
 def _started(root: Path, *arguments: str, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a worker for ``root``, as a user does. Its standard error is piped. ``before``: a command to run it by."""
+    """Start a worker for ``root`` as a user does, with its standard error piped. ``before``: a command prefix."""
     command = [*before, sys.executable, "-m", "asyncckpt", "worker", "--root", str(root), *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as worker:
         try:
@@ -59,7 +59,7 @@ def _pid(checkpointer: Checkpointer) -> int:
 
 @pytest.mark.parametrize("before", [(), CONTAINER], ids=["beside", "container"])
 def test_trainers_attach_to_it(root: Path, before: Sequence[str]) -> None:
-    """One that dies, and the next one from memory. The worker has their options, and ends with the latter."""
+    """The first trainer dies, and the next one loads from memory. The worker takes its options, and ends with it."""
     need_command(*before, "true")
     with _started(root, before=before) as worker:
         _wait_until_it_listens(root)
@@ -75,7 +75,7 @@ def test_trainers_attach_to_it(root: Path, before: Sequence[str]) -> None:
 
 
 def test_it_starts_for_a_rank_and_a_job_of_its_own(root: Path) -> None:
-    """A trainer of the same folder without a job id starts its own."""
+    """A trainer in the same folder without a job ID starts its own worker."""
     with _started(root, "--rank", "1") as other, _started(root, "--job-id", "mine") as mine:
         _wait_until_it_listens(root, 1)
         _wait_until_it_listens(root, job="mine")
@@ -102,7 +102,7 @@ def test_it_ends_where_no_trainer_comes(root: Path, how: str) -> None:
 
 
 def test_it_outlives_signals_to_its_trainer(root: Path) -> None:
-    """A launcher sends them to all processes of a job, and starts the trainer again."""
+    """A launcher sends signals to all processes of a job, and restarts the trainer."""
     with _started(root) as worker:
         _wait_until_it_listens(root)
         with pytest.raises(RuntimeError), Checkpointer(root) as checkpointer:
@@ -119,7 +119,7 @@ def test_it_outlives_signals_to_its_trainer(root: Path) -> None:
 
 
 def test_it_stays_where_another_job_needs_memory(root: Path) -> None:
-    """It has none to give."""
+    """The worker has no memory to give back."""
     with _started(root) as worker:
         _wait_until_it_listens(root)
         assert not retire_idle_workers(LIMIT_S)
@@ -138,7 +138,7 @@ def test_numbers_below_0_are_refused(root: Path, arguments: tuple[str, str]) -> 
 def test_a_relative_runtime_folder_is_that_of_the_shell(
     root: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker runs in the root folder."""
+    """The worker's working directory is "/"."""
     monkeypatch.chdir(runtime.parent)
     monkeypatch.setenv(FOLDER_VARIABLE, runtime.name)
     with _started(root) as worker:
@@ -158,7 +158,7 @@ def test_a_second_one_says_that_there_is_one(root: Path) -> None:
 
 
 def test_a_trainer_with_other_transports_starts_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker says why it goes."""
+    """The old worker says why it ends."""
     with _started(root) as worker:
         _wait_until_it_listens(root)
         monkeypatch.setenv("UCX_NET_DEVICES", "lo")
@@ -170,7 +170,7 @@ def test_a_trainer_with_other_transports_starts_its_own(root: Path, monkeypatch:
 
 
 def test_a_trainer_that_comes_as_it_ends_starts_its_own(root: Path) -> None:
-    """However the two meet."""
+    """The trainer's save works at any delay between the two."""
     for delay in (0.0, 0.02, 0.1):
         with _started(root) as worker:
             _wait_until_it_listens(root)
@@ -183,7 +183,7 @@ def test_a_trainer_that_comes_as_it_ends_starts_its_own(root: Path) -> None:
 
 
 def test_one_that_lingers_for_a_dead_trainer_ends_by_a_signal(root: Path) -> None:
-    """The worker ignores signals until all is written."""
+    """The worker ignores signals until all images are written."""
     with _started(root) as worker:
         _wait_until_it_listens(root)
         assert train(root, 1) is not None

@@ -1,4 +1,4 @@
-"""Exports of a state with values of every kind: from each source to each form, and back."""
+"""Test exports of every kind of value, from each source to each format and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncckpt.cli import main
 from asyncckpt.errors import CheckpointNotFoundError, MismatchError, UnsavableStateError, UntrustedValueError
 
 CUTS: Any = {
-    "model.weight": ((7, 20), ()),  # rows, uneven
+    "model.weight": ((7, 20), ()),  # uneven rows
     "model.third": ((1,), (2,), ()),
     "optimizer.state.0.exp_avg": ((), (1, 33)),  # columns
     "model.integers": ((50,),),
@@ -32,7 +32,7 @@ CUTS: Any = {
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The same state in files of each kind, and the state."""
+    """Return a state, and the paths of its checkpoints: ``root`` by asyncckpt, ``stock`` by stock DCP."""
     torch.manual_seed(0)
     folder, state = tmp_path_factory.mktemp("sources"), kinds_of_values()
     with Checkpointer(folder / "root") as checkpointer:
@@ -46,7 +46,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_to_safetensors(sources: dict[str, Any], source: str, tmp_path: Path) -> None:
     done = export(sources[source], tmp_path / "out", only="model")
     expected = dict(sources["state"]["model"])
-    if source != "stock":  # which has stored both
+    if source != "stock":  # stock DCP has stored both
         assert done.tied == {"tied": "weight"}
         del expected["tied"]
     save_file({name: tensor.clone() for name, tensor in expected.items()}, tmp_path / "expected", {"format": "pt"})
@@ -59,7 +59,7 @@ def test_to_safetensors(sources: dict[str, Any], source: str, tmp_path: Path) ->
 def test_to_a_file_of_torch(sources: dict[str, Any], source: str, tmp_path: Path) -> None:
     export(sources[source], tmp_path / "out.pt", to="torch")
     with zipfile.ZipFile(tmp_path / "out.pt") as archive:
-        assert archive.testzip() is None  # the checksums are right, at which torch does not look
+        assert archive.testzip() is None  # the CRCs are right, which torch does not check
     for loaded in (torch.load(tmp_path / "out.pt"), torch.load(tmp_path / "out.pt", mmap=True)):
         assert same(loaded, sources["state"])
     is_one = loaded["model"]["weight"].data_ptr() == loaded["model"]["tied"].data_ptr()
@@ -68,7 +68,7 @@ def test_to_a_file_of_torch(sources: dict[str, Any], source: str, tmp_path: Path
 
 @pytest.mark.parametrize("source", ["root", "stock"])
 def test_to_a_checkpoint(sources: dict[str, Any], source: str, tmp_path: Path) -> None:
-    """It is a step of a root that a training resumes from; stock DCP loads it; all of it has checksums."""
+    """A training resumes from the exported step, stock DCP loads it, and all its bytes have checksums."""
     state = sources["state"]
     export(sources[source], step_folder(str(tmp_path / "root"), 12), to="dcp")
     report = verify(step_folder(str(tmp_path / "root"), 12))
@@ -163,7 +163,7 @@ def test_wrong_arguments(sources: dict[str, Any], tmp_path: Path, options: dict[
 
 
 class Odd:
-    """What torch.load does not take without more."""
+    """A class that ``torch.load`` refuses with ``weights_only``."""
 
 
 def test_values_that_could_run_code(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_values_that_could_run_code(tmp_path: Path) -> None:
     with pytest.raises(UntrustedValueError, match="'odd'"):
         export(tmp_path / "root", tmp_path / "out.pt", to="torch")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["root"]
-    done = export(tmp_path / "root", tmp_path / "hf")  # they are not looked at
+    done = export(tmp_path / "root", tmp_path / "hf")  # no object is loaded for safetensors
     assert done.objects == ["odd"]
-    export(tmp_path / "root", tmp_path / "dcp", to="dcp")  # nor here, but taken over as they are
+    export(tmp_path / "root", tmp_path / "dcp", to="dcp")  # objects are copied without loading them
     for path in (tmp_path / "root", tmp_path / "dcp"):
         export(path, tmp_path / "out.pt", to="torch", weights_only=False)
         loaded = torch.load(tmp_path / "out.pt", weights_only=False)
@@ -184,7 +184,7 @@ def test_values_that_could_run_code(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_refused(sources: dict[str, Any], tmp_path: Path) -> None:
-    """As what an export has made for others."""
+    """The outputs of an export are not checkpoints either."""
     export(sources["root"], tmp_path / "state.pt", to="torch")
     export(sources["root"], tmp_path / "hf", only="model")
     for path in (tmp_path / "state.pt", tmp_path / "hf", tmp_path / "hf/model.safetensors", tmp_path / "none"):
@@ -217,7 +217,7 @@ def test_the_command(sources: dict[str, Any], tmp_path: Path, capsys: pytest.Cap
 
 
 def test_objects_with_tensors_of_a_gpu_need_none(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saved as those of a machine with more GPUs than this one."""
+    """The object was saved on a machine with more GPUs than this one."""
     state = {"sparse": torch.eye(3).to_sparse(), "w": torch.ones(3)}
     with Checkpointer(root) as checkpointer, monkeypatch.context() as patched:
         patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:77")
@@ -232,7 +232,7 @@ def test_objects_with_tensors_of_a_gpu_need_none(root: Path, tmp_path: Path, mon
 def test_garbage_is_collected_while_it_is_written(
     sources: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
 ) -> None:
-    """Minutes, perhaps, in which other threads of the program make some. Planning makes none, and goes on without."""
+    """Writing may take minutes, so the garbage collector runs then. It is off during the planning."""
     real, answers = os.pwrite, []
 
     def pwrite(*args: Any) -> int:

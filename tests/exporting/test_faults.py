@@ -1,4 +1,4 @@
-"""What goes wrong while something is exported: one error that says where, and nothing that looks complete."""
+"""Test failures of an export: one error that says where, and no output that looks complete."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_damage_of_what_describes_it_is_found(saved: Path, tmp_path: Path, name:
 
 
 def test_what_is_missing_is_found(state: dict[str, Any], saved: Path, tmp_path: Path) -> None:
-    """Also where there are no checksums."""
+    """Truncated and missing files are found also without checksums."""
     save_shards(state, tmp_path / "stock", {"model.w3": ((), (9,))})
     for source in (tmp_path / "stock", saved):
         file = source / "__0_0.distcp"
@@ -85,7 +85,7 @@ def test_what_is_missing_is_found(state: dict[str, Any], saved: Path, tmp_path: 
 
 
 def test_a_part_that_is_not_stored_is_found(state: dict[str, Any], tmp_path: Path) -> None:
-    """Where consolidation would leave zeros."""
+    """Consolidation would leave zeros there."""
     cuts: Any = {"model.w3": ((), (9,))}
     save_shards(state, tmp_path / "stock", cuts)
     metadata = FileSystemReader(tmp_path / "stock").read_metadata()
@@ -122,7 +122,7 @@ def test_a_full_disk(
 
 
 def _export_until_killed(path: str, out: str, to: Any) -> None:
-    """In a process of its own."""
+    """Export in a separate process that is killed at its third write."""
     vars(batches)["BATCH_BYTES"] = vars(copying)["BATCH_BYTES"] = 16384
     real, left = os.pwrite, [3]
 
@@ -245,7 +245,7 @@ def test_retention_leaves_it_alone(saved: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def _most_memory(path: str, out: str) -> None:
-    """In a process of its own: the bytes that it takes more than before, at most."""
+    """Export in a separate process, and report the growth of its peak memory in bytes."""
 
     def most() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -258,7 +258,7 @@ def _most_memory(path: str, out: str) -> None:
 
 @pytest.mark.usefixtures("forkserver")
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
-    largest = torch.zeros(4096, 4096)  # six of them, one a thread, would be more than what is allowed
+    largest = torch.zeros(4096, 4096)  # six of them, one a thread, would exceed the limit
     state = {f"w{number}": largest for number in range(7)}
     save_shards(state, tmp_path / "stock", {name: ((), (1000, 3000)) for name in state}, files=2)
     code, nbytes = ranks.alone(_most_memory, str(tmp_path / "stock"), str(tmp_path / "out"))

@@ -1,4 +1,4 @@
-"""A folder of DCP that stands in a set of ours: it is checked, and held against removal, as all that is ours."""
+"""Test exports of a DCP folder in a set of files. The folder is checked, and protected from removal."""
 
 from __future__ import annotations
 

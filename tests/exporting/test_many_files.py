@@ -1,4 +1,4 @@
-"""Exports from more files than a process may have open."""
+"""Test exports from more files than a process may open."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _state() -> dict[str, torch.Tensor]:
 
 
 def _export(path: str, out: str) -> None:
-    """In a process of its own, which may open little more than it has open."""
+    """Export in a separate process that may open only ``MOST`` files."""
     torch.ones(3)
     resource.setrlimit(resource.RLIMIT_NOFILE, (MOST, MOST))
     export(path, out)
@@ -49,7 +49,7 @@ def test_more_files_than_may_be_open(tmp_path: Path) -> None:
 def test_files_beyond_the_limit_are_opened_again_and_refused_if_they_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise half of a file would be of another time."""
+    """Otherwise an export could mix bytes of two versions of a file."""
     monkeypatch.setattr(source_files, "_SHARE", 1 << 40)
     names = [str(number) for number in range(20)]
     for name in (*names, "new"):

@@ -1,4 +1,4 @@
-"""How values are nested in what is exported: lists, dicts, renamed values."""
+"""Test how exports nest values: lists, dicts and renamed values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncckpt.errors import UnsavableStateError
 
 
 def exported(state: Any, folder: Path, **options: Any) -> Any:
-    """From a checkpoint to a file of torch."""
+    """Save ``state``, export the checkpoint to a torch file, and load the file."""
     with Checkpointer(folder / "run") as checkpointer:
         checkpointer.save(1, state).result(60)
     export(folder / "run", folder / "out.pt", to="torch", **options)
@@ -43,6 +43,6 @@ def test_what_cannot_be_nested_is_refused(tmp_path: Path) -> None:
     names = {"m.w": "x", "m.y": "x.y"}
     with pytest.raises(UnsavableStateError, match="would be a value"):
         export(tmp_path / "run", tmp_path / "out.pt", to="torch", rename=names)
-    assert export(tmp_path / "run", tmp_path / "out", rename=names).tensors == 4  # safetensors nests nothing
+    assert export(tmp_path / "run", tmp_path / "out", rename=names).tensors == 4  # safetensors has no nesting
     with pytest.raises(ValueError, match="no text"):
         export(tmp_path / "run", tmp_path / "out.pt", to="torch", rename=lambda name: None)  # type: ignore[arg-type]

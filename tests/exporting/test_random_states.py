@@ -1,4 +1,4 @@
-"""Random states, in shards of any shape, through every form and back, cut into far smaller batches than usual."""
+"""Test random states in shards of any shape, through every format and back, with very small batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = (
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of some kilobytes are read span by span, and written in many batches."""
+    """Make spans and batches so small that files of some kilobytes need many of them."""
     monkeypatch.setattr(index, "SPAN_BYTES", 192)
     for module in (batches, copying):
         monkeypatch.setattr(module, "BATCH_BYTES", 512)
@@ -39,7 +39,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, Any]:
-    """A tensor, and where its shards are cut."""
+    """Draw a tensor and the cuts between its shards."""
     shape = draw(st.lists(st.integers(0, 9), max_size=3))
     if draw(st.booleans()) and shape:
         shape[draw(st.integers(0, len(shape) - 1))] = draw(st.integers(10, 90))
@@ -85,7 +85,7 @@ def test_any_state_comes_out_as_it_is(made: list[tuple[torch.Tensor, Any]], dtyp
 
 
 def test_views_are_read_as_they_are_stored(tmp_path: Path) -> None:
-    """Of stock DCP's checkpoints, which keep the strides of what is transposed."""
+    """Stock DCP's checkpoints keep the strides of transposed tensors."""
     base = torch.randn(40, 30)
     state = {
         "transposed": base.t(),

@@ -1,4 +1,4 @@
-"""What stock DCP can have stored: by several ranks, in unusual forms, and by those who mean no good."""
+"""Test exports of stock DCP's checkpoints: from several ranks, in unusual forms, and with harmful pickles."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_extensions_are_refused(tmp_path: Path) -> None:
 
 
 def _put(path: Path, value: Any, *, zipped: bool = True) -> None:
-    """Have this stored in the place of the only tensor of a checkpoint."""
+    """Store ``value`` in the place of the only tensor of a checkpoint."""
     metadata = FileSystemReader(path).read_metadata()
     (info,) = metadata.storage_data.values()
     if not isinstance(value, bytes):
@@ -100,12 +100,12 @@ def test_no_code_of_an_archive_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "value, error",
     [
-        (torch.ones(4), DamagedCheckpointError),  # of another shape
+        (torch.ones(4), DamagedCheckpointError),  # another shape
         (torch.ones(3).to_sparse(), UnsavableStateError),
         ([torch.ones(3)], UnsavableStateError),
         (b"no archive", DamagedCheckpointError),
         (b"PK\3\4" * 30, DamagedCheckpointError),
-        (tensor_header(torch.float32, (3,)), DamagedCheckpointError),  # nothing behind it
+        (tensor_header(torch.float32, (3,)), DamagedCheckpointError),  # no bytes after the header
         (pickle.dumps(1) * 5, DamagedCheckpointError),
         ({"a": torch.ones(3), "b": torch.ones(3)}, UnsavableStateError),
     ],
@@ -120,7 +120,7 @@ def test_what_is_no_plain_tensor_is_refused(tmp_path: Path, value: Any, error: t
 
 @pytest.mark.parametrize("alignment", [64, 4096])
 def test_other_forms_of_archives(tmp_path: Path, alignment: int) -> None:
-    """Parameters, and archives aligned to pages."""
+    """Export parameters, and archives that are aligned to pages."""
     config = pytest.importorskip("torch.utils.serialization.config")
     if not hasattr(config.save, "storage_alignment"):
         pytest.skip("this torch aligns to 64 bytes")
@@ -133,7 +133,7 @@ def test_other_forms_of_archives(tmp_path: Path, alignment: int) -> None:
 
 
 def test_the_older_form(tmp_path: Path) -> None:
-    """A part of a larger storage, with its elements in another order."""
+    """The tensor is a part of a larger storage, with its elements in another order."""
     save_shards({"w": torch.ones(3, 2)}, tmp_path / "stock", {})
     value = torch.nn.Parameter(torch.arange(12.0).view(3, 4).t()[1:3].t())
     _put(tmp_path / "stock", value, zipped=False)
@@ -142,7 +142,7 @@ def test_the_older_form(tmp_path: Path) -> None:
 
 
 def test_ours_without_what_is_not_dcps(root: Path, tmp_path: Path) -> None:
-    """As where somebody copies those files that DCP names: of each dtype, of no elements, of no dimensions."""
+    """A copy has only the files that DCP names. Values of each dtype, without elements or dimensions, are exported."""
     state = {str(dtype): any_bits(dtype, (3, 5)) for dtype in DTYPES}
     state |= {"none": torch.empty(3, 0, 2), "one": torch.tensor(1.5), "large": torch.randn(1 << 19)}
     with Checkpointer(root) as checkpointer:

@@ -1,4 +1,4 @@
-"""Exports of checkpoints on an object store: S3 as moto serves it."""
+"""Test exports of checkpoints on S3, served by moto."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["s3_root", "s3_server"]
 
 
 def test_of_an_object_store(s3_root: str, tmp_path: Path) -> None:
-    """Ours, and stock DCP's."""
+    """Export a checkpoint by asyncckpt, and one by stock DCP."""
     state = kinds_of_values()
     with Checkpointer(f"{s3_root}/run") as checkpointer:
         checkpointer.save(4, state)

@@ -1,4 +1,4 @@
-"""Stock checkpoints that are read by offsets, and are not what they seem; and too little memory."""
+"""Test stock checkpoints that are not what they seem, and exports with too little memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_lazy_tensors_of_stock_checkpoints(tmp_path: Path) -> None:
     stock_save({"c": value.conj()}, tmp_path / "stock")
     with pytest.raises(UnsavableStateError, match="conj"):
         export(tmp_path / "stock", tmp_path / "out")
-    stock_save({"c": value.conj().imag}, tmp_path / "other")  # DCP has made a plain tensor of it
+    stock_save({"c": value.conj().imag}, tmp_path / "other")  # DCP has stored a plain tensor
     export(tmp_path / "other", tmp_path / "out.pt", to="torch")
     assert torch.load(tmp_path / "out.pt")["c"].tolist() == [-2.0, 1.0]
 

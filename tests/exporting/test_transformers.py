@@ -1,4 +1,4 @@
-"""What is exported for Hugging Face loads with ``from_pretrained``, with nothing to say about it."""
+"""Test that ``from_pretrained`` loads exports for Hugging Face without a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zip archive of ``torch.save``: where its records stand, beyond 4 GiB too."""
+"""The zip archive of ``torch.save``: the positions of its records, beyond 4 GiB too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_zip64(path: Path) -> None:
-    """In a file with holes in it: a storage of 5 GiB, one that begins behind that, and a pickle to go with them."""
+    """Write a sparse file with a storage of 5 GiB, a storage after that, and a pickle for both."""
     large = 5 << 30
     last = torch.arange(1000.0)
     sizes = [large, last.nbytes]
@@ -29,7 +29,7 @@ def test_zip64(path: Path) -> None:
     torch.save([torch.empty(0), last], buffer)
     with zipfile.ZipFile(buffer) as file:
         data = file.read("archive/data.pkl")
-    # The empty storage is told to be of that size; its tensor is of no elements all the same.
+    # The pickle gives the empty storage this size. Its tensor still has no elements.
     first = data.index(b"cpuq") if b"cpuq" in data else data.index(b"cpu")
     at = data.index(b"K\x00", first)
     data = data[:at] + pickle.dumps(large // 4, protocol=2)[2:-1] + data[at + 2 :]
@@ -44,7 +44,7 @@ def test_zip64(path: Path) -> None:
             image[records[1].payload_at : records[1].payload_at + last.nbytes] = last.numpy().tobytes()
             image[pickled.payload_at : pickled.payload_at + len(data)] = data
             made = archive.Archive(image)
-            made.close(records[0], large, 0)  # of which nobody asks the checksum here
+            made.close(records[0], large, 0)  # no reader needs this checksum here
             for record, nbytes in ((records[1], last.nbytes), (pickled, len(data))):
                 made.close(record, nbytes, zlib.crc32(image[record.payload_at : record.payload_at + nbytes]))
             made.finish(64)
@@ -56,7 +56,7 @@ def test_zip64(path: Path) -> None:
         entries = file.infolist()
         assert [(entry.file_size, entry.header_offset) for entry in entries[:2]] == [(large, 0), (4000, records[1].at)]
         for entry in entries[1:]:
-            assert file.read(entry)  # and its checksum is right
+            assert file.read(entry)  # and the checksum is right
     loaded = torch.load(path, mmap=True)
     assert loaded[0].untyped_storage().nbytes() == large and torch.equal(loaded[1], last)
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, saving in the background: what it resumes from, and what it removes, tells and waits for."""
+"""Background saves by Hugging Face's Trainer: resume, removal of old checkpoints, callbacks, and waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asyncckpt.engine import shared as engines
 from asyncckpt.errors import StorageError
 from asyncckpt.link import process as worker_process
 
-# What transformers itself has to say while it trains and resumes.
+# Warnings of transformers itself during training and resume.
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("default::UserWarning", "default::FutureWarning", "default::DeprecationWarning"),
@@ -99,7 +99,8 @@ def test_what_was_set_aside_goes_first(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     hf_training.trainer(tmp_path, save_total_limit=3, max_steps=2).train()
     left = ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
-    wait_for(lambda: sorted(each.name for each in tmp_path.iterdir()) == left)  # its files go later
+    # The files of the removed checkpoint are deleted later.
+    wait_for(lambda: sorted(each.name for each in tmp_path.iterdir()) == left)
 
 
 def test_a_failed_save_removes_nothing(tmp_path: Path, faulty_worker: Faulty) -> None:
@@ -108,7 +109,8 @@ def test_a_failed_save_removes_nothing(tmp_path: Path, faulty_worker: Faulty) ->
     faulty_worker("write:enospc")
 
     def at_step(step: int) -> None:
-        if step == 5:  # or the next save would begin, and be good, before this one's failure is known
+        # Otherwise the next save begins before this failure is known, and succeeds.
+        if step == 5:
             wait_for(lambda: engines.shared.get().failures == 1)
 
     trainer = hf_training.trainer(run, save_total_limit=1, at_step=at_step)
@@ -176,7 +178,7 @@ def test_what_a_failed_best_checkpoint_leaves(tmp_path: Path, faulty_worker: Fau
 
 
 class History(TrainerCallback):  # type: ignore[misc]
-    """What it is told of saves: the step, and the newest that the log knows."""
+    """Record the step and the newest logged step at each ``on_save``."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
@@ -186,7 +188,7 @@ class History(TrainerCallback):  # type: ignore[misc]
 
 
 def test_the_state_that_is_told_is_that_of_the_step(tmp_path: Path, gate: Path) -> None:
-    """Though the training has gone on by then."""
+    """``on_save`` gets the state of the saved step, even if the training has passed that step."""
     trainer = hf_training.trainer(tmp_path, at_step=lambda step: gate.touch() if step == 5 else None)
     trainer.add_callback(history := History())
     trainer.train()
@@ -207,7 +209,7 @@ def test_the_next_training_of_the_process_waits_for_what_the_one_before_saves(tm
 
 
 def _train_until_killed(run: Path, pid: Path, limit: int | None = None) -> None:
-    """Train in a process of its own, whose worker writes nothing before the gate is there."""
+    """Train until killed. The worker writes nothing until the gate opens."""
     command = [worker_process.command()[0], FAULTY, "write:hold"]
     setattr(worker_process, "command", lambda: command)  # noqa: B010
 
@@ -252,7 +254,7 @@ def test_a_training_resumes_from_what_a_killed_one_had_staged(
 def test_the_worker_of_a_killed_training_removes_what_is_too_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the newer one is durable, and not before."""
+    """The worker removes the old checkpoint only after the new one is durable."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate := tmp_path / "gate"))
     run, pid = tmp_path / "run", tmp_path / "pid"
     hf_training.trainer(run, enable=False, max_steps=1, save_steps=1).train()

@@ -1,4 +1,4 @@
-"""accelerate's states, saved in the background."""
+"""Background saves of accelerate's states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Loop:
-    """A training with accelerate alone."""
+    """A training loop with accelerate alone."""
 
     def __init__(self, folder: Path, *, enable: bool = True, **project: Any) -> None:
         from accelerate import Accelerator
@@ -49,7 +49,7 @@ class Loop:
 def test_states_of_accelerate(tmp_path: Path, safe: bool) -> None:
     loop = Loop(tmp_path)
     loop.step()
-    for _ in range(2):  # the second takes the place of the first
+    for _ in range(2):  # the second save replaces the first
         loop.accelerator.save_state(str(tmp_path / "state"), safe_serialization=safe)
     expected = [loop.step() for _ in range(3)]
     loop.accelerator.end_training()
@@ -71,8 +71,8 @@ def test_accelerate_removes_states_when_a_newer_is_durable(tmp_path: Path, gate:
     assert [each.name for each in folder.glob("checkpoint_*")] == ["checkpoint_0"]
     gate.touch()
     loop.accelerator.end_training()
-    wait_for(lambda: sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_2"])  # the files of the other go later
-    (folder / ".checkpoint_3.0-1.partial").mkdir()  # of a save that was killed
+    wait_for(lambda: sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_2"])  # files are deleted later
+    (folder / ".checkpoint_3.0-1.partial").mkdir()  # the leftover of a killed save
     with pytest.raises(ValueError, match="there already"):
         loop.accelerator.project_configuration.iteration = 2
         loop.accelerator.save_state()
@@ -89,7 +89,7 @@ def test_accelerate_hears_of_a_failure(tmp_path: Path, faulty_worker: Faulty) ->
 
 
 def test_the_newest_stays_whatever_its_number(tmp_path: Path) -> None:
-    """As after a restart, where accelerate counts from the beginning."""
+    """After a restart accelerate counts from 0 again. The new checkpoint stays all the same."""
     for number in (8, 9):
         (tmp_path / f"checkpoints/checkpoint_{number}").mkdir(parents=True)
     loop = Loop(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
@@ -108,7 +108,7 @@ def test_a_folder_with_other_files_is_left_to_accelerate(tmp_path: Path, caplog:
 
 
 def test_a_link_leads_to_what_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In one step, as without a link: accelerate itself would write beside our manifest."""
+    """The save replaces the link's target in one step. Stock accelerate would write into the existing folder."""
     loop = Loop(tmp_path)
     loop.accelerator.save_state(str(tmp_path / "first"))
     (tmp_path / "last").symlink_to("first")

@@ -1,4 +1,4 @@
-"""What else is saved by Hugging Face's Trainer, by those that derive from it, in the background."""
+"""Background saves of Trainer features, and of classes derived from Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def both(folder: Path, **options: Any) -> None:
-    """Train with and without us: all files are alike."""
+    """Train with and without our integration. Check that all files are equal."""
     for name in ("ours", "stock"):
         made = {key: value() if callable(value) and key == "what" else value for key, value in options.items()}
         hf_training.trainer(folder / name, enable=name == "ours", max_steps=2, **made).train()
@@ -52,7 +52,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 class Plain(torch.nn.Module):
-    """Not of transformers."""
+    """A model that is not a transformers model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_a_trainer_of_trl(tmp_path: Path) -> None:
 
 
 class Special(Trainer):  # type: ignore[misc]
-    """Writes and does more than the Trainer."""
+    """A Trainer that writes additional files, from its own thread and outside the checkpoint's folder too."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -227,7 +227,7 @@ def test_only_trainers_are_taken() -> None:
 
 
 class Averages(Trainer):  # type: ignore[misc]
-    """Saves other weights, and puts its own back before the checkpoint is whole."""
+    """Saves averaged weights, and restores its own weights before the checkpoint is complete."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         weight, average = next(model.parameters()), 3.0
@@ -244,7 +244,7 @@ def test_what_is_changed_while_it_is_saved_is_refused(tmp_path: Path) -> None:
 
 
 class Merges(Trainer):  # type: ignore[misc]
-    """Saves also what its adapters make of the model, and takes that back before the checkpoint is whole."""
+    """Saves the model with merged adapters too, and unmerges before the checkpoint is complete."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -255,7 +255,7 @@ class Merges(Trainer):  # type: ignore[misc]
 
 
 def test_one_kind_of_tensors_that_is_changed_is_seen(tmp_path: Path) -> None:
-    """Of 32 layers each has 12 tensors, of which the adapters change one: by ``.data``, which nothing counts."""
+    """Each of 32 layers has 12 tensors. The adapters change one of them through ``.data``, without a version count."""
     peft = pytest.importorskip("peft")
     config = transformers.GPT2Config(vocab_size=32, n_positions=32, n_embd=8, n_layer=32, n_head=2)
     base = transformers.GPT2LMHeadModel(config)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on two ranks, saving in the background: DDP, FSDP2 with whole states, and with its shards."""
+"""Background saves by Hugging Face's Trainer on two ranks: DDP, and FSDP2 with full and with sharded states."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""Lightning's plugin: what is removed, linked to and read when."""
+"""Lightning's plugin: removals, links and loads while saves are pending."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
 from asyncckpt.integrations.lightning import AsyncckptFSDPStrategy, AsyncckptIO
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of Lightning itself
 
 STATE = {"w": torch.arange(1000.0), "step": 3}
 
@@ -52,7 +52,7 @@ def test_a_file_is_what_lightning_would_have_written(io: AsyncckptIO, tmp_path: 
     io.save_checkpoint(STATE, f"file://{tmp_path}/b.ckpt")
     io.teardown()
     assert same(torch.load(tmp_path / "b.ckpt"), STATE)
-    assert isinstance(pickle.loads(pickle.dumps(io)), AsyncckptIO)  # for processes that are spawned
+    assert isinstance(pickle.loads(pickle.dumps(io)), AsyncckptIO)  # for spawned processes
 
 
 def test_a_removal_waits_for_the_newer_save(io: AsyncckptIO, tmp_path: Path, gate: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_removal_waits_for_the_newer_save(io: AsyncckptIO, tmp_path: Path, gat
     (tmp_path / "sharded").mkdir()
     (tmp_path / "sharded" / "meta.pt").touch()
     for name in ("b.ckpt", "sharded", "never was"):
-        io.remove_checkpoint(tmp_path / name)  # nothing is under way: at once
+        io.remove_checkpoint(tmp_path / name)  # no save is pending, so the removal is immediate
     assert names(tmp_path) == []
 
 
@@ -102,7 +102,7 @@ def test_after_a_failure_the_older_one_stays(
         io.teardown()
     assert names(tmp_path) == ["a.ckpt"]
     assert "a.ckpt, as" in caplog.text and "last.ckpt to b.ckpt, as" in caplog.text
-    io.teardown()  # it is told once
+    io.teardown()  # the error is raised only once
     io.save_checkpoint(STATE, tmp_path / "b.ckpt")
     io.remove_checkpoint(tmp_path / "a.ckpt")
     io.teardown()
@@ -162,14 +162,14 @@ def test_a_link_is_left_when_it_leads_somewhere(io: AsyncckptIO, tmp_path: Path,
 
 
 def test_what_a_link_leads_to_stays_until_it_leads_elsewhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """``ModelCheckpoint`` has the older one removed before it links to the newer."""
+    """A link's target stays until the link moves. ``ModelCheckpoint`` removes the old file before it moves the link."""
     io = AsyncckptIO()
     io.save_checkpoint(STATE, tmp_path / "a.ckpt")
     io.pending.link(str(tmp_path / "last.ckpt"), "a.ckpt")
     io.save_checkpoint(STATE, tmp_path / "b.ckpt")
     io.remove_checkpoint(tmp_path / "a.ckpt")
     io.load_checkpoint(tmp_path / "b.ckpt")
-    wait_for(lambda: "last.ckpt" in names(tmp_path))  # when a is durable, and after that
+    wait_for(lambda: "last.ckpt" in names(tmp_path))  # the link appears after a is durable
     assert names(tmp_path) == ["a.ckpt", "b.ckpt", "last.ckpt"]
     io.pending.link(str(tmp_path / "last.ckpt"), "b.ckpt")
     io.load_checkpoint(tmp_path / "last.ckpt")
@@ -181,7 +181,7 @@ def test_what_a_link_leads_to_stays_until_it_leads_elsewhere(tmp_path: Path, cap
 
 @pytest.mark.parametrize("target", ["a.ckpt", "nothing", "folder"])
 def test_a_save_replaces_a_link(io: AsyncckptIO, tmp_path: Path, gate: Path, target: str) -> None:
-    """When it is durable, and not what the link leads to."""
+    """A save replaces the link only when durable, and never writes to the link's target."""
     torch.save("best", tmp_path / "a.ckpt")
     (tmp_path / "folder").mkdir()
     (tmp_path / "last.ckpt").symlink_to(target)
@@ -211,7 +211,7 @@ def test_a_folder_replaces_nothing_before_it_is_durable(tmp_path: Path, gate: Pa
     gate.touch()
     io.teardown()
     assert path.is_dir() and torch.load(tmp_path / "a.ckpt") == "older"
-    assert len(names(tmp_path)) == (2 if there == "a link" else 3)  # a file has another name
+    assert len(names(tmp_path)) == (2 if there == "a link" else 3)  # an existing file gets another name
 
 
 @pytest.mark.parametrize("name", ["hpc_ckpt_3.ckpt", ".temp.ckpt"])
@@ -222,7 +222,7 @@ def test_what_is_needed_at_once_is_there(io: AsyncckptIO, tmp_path: Path, gate: 
 
 @pytest.mark.parametrize("there", ["a checkpoint", "Lightning's", "a file", "a link"])
 def test_fsdp_saves_a_folder(tmp_path: Path, there: str) -> None:
-    """Lightning's FSDP needs a device, so here is what comes before and after it: the state, the folder."""
+    """Test the state and the folder only, because Lightning's FSDP needs a device."""
     strategy, path = AsyncckptFSDPStrategy(state_dict_type="sharded"), tmp_path / "a.ckpt"
     strategy.cluster_environment = LightningEnvironment()
     strategy.accelerator = CPUAccelerator()

@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""Lightning's Trainer and Fabric save by us, and Lightning goes on from what we saved."""
+"""Lightning's Trainer and Fabric save with our engine, and stock Lightning resumes from the files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
 from asyncckpt.integrations.lightning import AsyncckptIO
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of Lightning itself
 
 STATE = {"w": torch.arange(1000.0), "step": 3}
 
@@ -43,7 +43,7 @@ def names(folder: Path) -> list[str]:
 
 @functools.cache
 def unbroken() -> dict[int, float]:
-    """The losses of a training that nothing interrupts or saves."""
+    """Return the losses of a training without interruptions and saves."""
     model = Model()
     trainer().fit(model, batches())
     return model.losses
@@ -54,7 +54,10 @@ def losses_of_whole(first: int) -> dict[int, float]:
 
 
 def losses_from_last(folder: Path, plugins: Sequence[Any] = ()) -> dict[int, float]:
-    """Those of a training that goes on from the last checkpoint in ``folder``; without ``plugins`` Lightning's own."""
+    """Resume from the last checkpoint in ``folder``, and return the losses.
+
+    Without ``plugins`` Lightning itself loads.
+    """
     model = Model()
     trainer(every(100, folder), plugins=plugins).fit(model, batches(), ckpt_path="last")
     return model.losses
@@ -123,7 +126,7 @@ def test_fabric(tmp_path: Path) -> None:
 
 
 def run_ranks(script: Path, *arguments: object) -> list[tuple[int, str]]:
-    """Two processes that run a script as ``torchrun`` would have them do. Returns how they exit, and what they say."""
+    """Run a script on two ranks, with the environment of ``torchrun``. Return each exit code and standard error."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -144,7 +147,7 @@ def run_ranks(script: Path, *arguments: object) -> list[tuple[int, str]]:
 
 
 def test_two_ranks_that_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A third save is being written then, and stock Lightning goes on from the second."""
+    """The ranks die during the third save. Stock Lightning resumes from the second."""
     gate, saves = tmp_path / "gate", tmp_path / "killed"
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
     script = Path(lightning_training.__file__).with_name("lightning_ranks.py")

@@ -1,4 +1,4 @@
-"""Megatron-LM, unchanged, on our engine: megatron-core itself, and the wiring of newer trees."""
+"""Unchanged Megatron-LM on our engine: megatron-core itself, and the wiring of newer trees."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ run(work)
 )
 
 
-# As megatron.training.async_utils, which makes a queue when it is imported.
+# Like megatron.training.async_utils, which makes a queue at import.
 _LATE = (
     _RANKS
     + """
@@ -205,7 +205,7 @@ def test_megatron_cores_save_wrapped(tmp_path: Path) -> None:
     python(_WRAPPED, MEGATRON, arguments=(str(tmp_path / "it"),))
 
 
-# Newer trees: what of them has to do with it, by what they import and look at.
+# Stand-ins for newer trees: the modules that import and inspect nvrx.
 
 _NEWER = {
     "nvrx.py": """
@@ -311,7 +311,7 @@ print("version", sys.modules["nvidia_resiliency_ext"].__version__)
 
 @pytest.fixture
 def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of a tree with the newer wiring."""
+    """Return the ``strategies`` folder of a tree with the newer wiring."""
     strategies = tmp_path / "tree/megatron/core/dist_checkpointing/strategies"
     strategies.mkdir(parents=True)
     for name, code in _NEWER.items():
@@ -329,7 +329,7 @@ def _in(tree: Path, code: str) -> str:
 @pytest.mark.parametrize("version", ["", *NVRX])
 def test_newer_trees(newer: Path, tmp_path: Path, version: str) -> None:
     said = python(_in(newer, _USE), *filter(None, [version]), arguments=(str(tmp_path / "it"),))
-    # The installed one keeps its own number; one that stands in for none is good enough.
+    # An installed nvrx keeps its own version. The stand-in for a missing nvrx reports 0.7.0.
     assert "version" in said and ("0.7.0" in said) == (version in ("", "nvrx-0.7.0"))
 
 
@@ -375,7 +375,7 @@ def test_without_megatron_it_says_so() -> None:
 
 
 def test_where_it_is_refused_nvrx_is_as_it_was(newer: Path) -> None:
-    """Whoever goes on with the installed one, or without one, does not get ours by its name."""
+    """After a refusal, nvrx's module names never lead to our classes, with nvrx installed or not."""
     file = newer / "torch.py"
     file.write_text(file.read_text().replace("import AsyncCallsQueue, AsyncRequest", "import AsyncCallsQueue, New"))
     find = "\nfrom importlib.util import find_spec\nprint(find_spec('nvidia_resiliency_ext'))"

@@ -1,4 +1,4 @@
-"""The flags that the documents tell people to type, on trees whose own parser has only some of them."""
+"""The documented flags, on trees with a parser that lacks some of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.peers import MEGATRON, peer, python
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
-# A script that parses as ``pretrain_gpt.py`` of core 0.16 does; ``KNOWS`` are the flags that are not in all trees.
+# This script parses like ``pretrain_gpt.py`` of core 0.16. ``KNOWS`` names the flags that only some trees have.
 _SCRIPT = """
 import argparse, inspect, json, os, sys
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -42,7 +42,7 @@ _DOCUMENTED = ("--async-save", "--use-persistent-ckpt-worker", "--async-ckpt-use
 _PRIORITIES = ("--async-ckpt-cpu-priority", "7", "--async-ckpt-io-priority=2")
 
 
-# Run as a module, in a process that has imported torch.
+# Run the launcher as a module, in a process that has imported torch.
 _MODULE = """
 import runpy, warnings
 warnings.simplefilter("ignore")
@@ -66,7 +66,7 @@ def _said(output: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def knows(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Call it with the flags that the script's own parser has."""
+    """Return a function that sets the flags of the script's own parser."""
 
     def know(*flags: str) -> None:
         monkeypatch.setenv("KNOWS", json.dumps(flags))
@@ -76,7 +76,7 @@ def knows(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_a_parser_that_lacks_them(tmp_path: Path) -> None:
-    """The command as the documents have it."""
+    """Run the documented command."""
     command = [sys.executable, "-W", "ignore", "-m", "asyncckpt.integrations.megatron", _script(tmp_path)]
     path = os.pathsep.join([str(Path(__file__).parents[2]), peer(MEGATRON)])
     done = subprocess.run(
@@ -91,7 +91,7 @@ def test_a_parser_that_lacks_them(tmp_path: Path) -> None:
     arguments = said["arguments"]
     assert arguments["async_save"] and arguments["save"] == "here" and arguments["async_ckpt_use_cpu_shm"] is True
     assert arguments["async_ckpt_cpu_priority"] == said["nice"] == 7 and said["io"] == "best-effort"
-    # No business of a parser that is not Megatron-LM's.
+    # Parsers other than Megatron-LM's get no flags of ours.
     assert "--async-ckpt-use-cpu-shm" in said["unknown"]
 
 
@@ -111,6 +111,6 @@ def test_what_nobody_knows_is_refused_by_the_parser(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [_DOCUMENTED[:2], ()])
 def test_flags_that_are_not_given(tmp_path: Path, given: tuple[str, ...]) -> None:
-    """What newer trees have in their place, and the priorities that ``AsyncCallsQueue`` has by itself."""
+    """Without flags, the defaults of newer trees and the priorities of ``AsyncCallsQueue`` apply."""
     said = _said(_launch(tmp_path, *given))
     assert said["arguments"]["async_ckpt_use_cpu_shm"] is False and said["nice"] == 10

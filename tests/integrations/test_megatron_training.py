@@ -1,4 +1,4 @@
-"""megatron-core trains with dropout on, is killed, and goes on: every loss is that of a run without interruption."""
+"""megatron-core trains with dropout, is killed, and resumes. Every loss equals that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _is_killed(package: str, folder: Path, parallel: int, distributed: bool) -> 
     whole = Training(distributed_optimizer=distributed)
     say(dict(megatron_training.train(whole, folder, 1, _STEPS)))
     training = Training(distributed_optimizer=distributed)
-    # Saves 2 and 4 are finalized when it dies, and 6 is under way.
+    # At the kill, saves 2 and 4 are finalized, and save 6 is pending.
     losses = {}
     for number, loss in megatron_training.train(training, folder, 1, _STEPS, save_every=2):
         losses[number] = loss

@@ -1,4 +1,4 @@
-"""Tensors that are given to be saved, and are not to change until they are."""
+"""Detection of tensors that change between their capture and their copy."""
 
 from __future__ import annotations
 

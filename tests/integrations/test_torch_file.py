@@ -1,4 +1,4 @@
-"""``torch.save``'s files, written in the background: stock ``torch.load`` reads them as it reads torch.save's own."""
+"""Background saves in the format of ``torch.save``. Stock ``torch.load`` reads the files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def check(obj: Any, path: Path, **how: Any) -> Any:
-    """Save ``obj``, and see that it loads, in all ways, as what torch.save has made of it; returns it loaded."""
+    """Save ``obj``, compare the file and each way to load it with torch.save's, and return the loaded value."""
     stock = path.with_name("stock.pt")
     torch.save(obj, stock)
     assert torch_save(obj, path).result(60) == str(path)
@@ -56,8 +56,8 @@ def check(obj: Any, path: Path, **how: Any) -> Any:
         contents = [{name.split("/", 1)[1]: file.read(name) for name in file.namelist()} for file in (ours, theirs)]
     for content in contents:
         for about_itself in (".data/serialization_id", ".format_version", ".storage_alignment"):
-            content.pop(about_itself, None)  # older torch says less
-    assert contents[0] == contents[1]  # the pickle, and each storage, to the byte
+            content.pop(about_itself, None)  # older torch writes fewer records
+    assert contents[0] == contents[1]  # the pickle and each storage are equal to the byte
     assert not list(path.parent.glob(".*"))
     for mapped in (False, True):
         expected = torch.load(stock, mmap=mapped, **how)
@@ -67,7 +67,7 @@ def check(obj: Any, path: Path, **how: Any) -> Any:
 
 
 def storages(value: Any) -> list[int]:
-    """Which storage each tensor is a view of."""
+    """Return the storage address of each tensor."""
     return [tensor.untyped_storage().data_ptr() for tensor in value]
 
 
@@ -169,7 +169,7 @@ def test_records_are_where_torch_would_calculate_them(
         pytest.skip("this torch calculates nothing")
     state = {str(number): torch.randn(random.Random(number).randrange(3000)) for number in range(200)}
     state["empty"] = torch.empty(0)
-    monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")  # it looks too, and compares
+    monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")  # torch.load compares the calculated offsets with the file
     with config.patch({"save.storage_alignment": alignment, "load.calculate_storage_offsets": True}):
         torch_save(state, path).result(60)
         assert same(torch.load(path, mmap=True), state)
@@ -219,7 +219,7 @@ def test_memory_is_used_again(tmp_path: Path) -> None:
     saves = []
     segments: set[int] = set()
     expected = []
-    for number in range(6):  # several files in turn, and the pickle grows
+    for number in range(6):  # several files in turn; the pickle grows
         state["a"].add_(1)
         state["history"].append(number)
         saves.append(torch_save(state, tmp_path / f"{number}.pt"))
@@ -228,7 +228,7 @@ def test_memory_is_used_again(tmp_path: Path) -> None:
     assert len(segments) == 1
     for number, save in enumerate(saves):
         assert same(torch.load(save.result(60)), expected[number])
-    state["history"] = list(range(10_000))  # outgrows its place: other memory, in the place of the first
+    state["history"] = list(range(10_000))  # a larger pickle needs a new segment, which replaces the first
     torch_save(state, tmp_path / "0.pt").result(60)
     assert same(torch.load(tmp_path / "0.pt"), state)
     assert len(mapped_segments()) == 1 and not segments & set(mapped_segments())
@@ -322,7 +322,7 @@ def test_what_torch_save_refuses(path: Path) -> None:
         torch_save(raw, path.parent / "missing" / "model.pt")
     with pytest.raises(StorageError, match="directory"):
         torch_save(raw, path.parent)
-    torch_save(raw, path).result(60)  # and all goes on
+    torch_save(raw, path).result(60)  # later saves work
     assert [each.name for each in path.parent.iterdir()] == ["model.pt"]
 
 
@@ -337,7 +337,7 @@ def test_a_link_and_the_mode_of_a_file_stay(path: Path) -> None:
 
 
 def test_files_are_for_those_whom_the_umask_allows(tmp_path: Path) -> None:
-    """That of the moment of the call, not of the worker's start."""
+    """The umask at the call applies, not the umask at the worker's start."""
     before = os.umask(0o022)
     try:
         torch_save({"w": torch.ones(3)}, tmp_path / "open.pt").result(60)
@@ -367,7 +367,7 @@ def test_in_a_fork_it_has_a_worker_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_looked_at_is_not_written_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file system answers the look with an error. The file is replaced in one step, or stays."""
+    """If the file system fails ``stat`` on the file, the save replaces the file in one step, or keeps it."""
     torch_save({"w": torch.zeros(4)}, path).result(60)
     real = os.stat
 

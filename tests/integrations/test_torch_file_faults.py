@@ -1,4 +1,4 @@
-"""``torch_save`` when something fails: storage, the worker, the trainer."""
+"""``torch_save`` with failures of storage, the worker, or the trainer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_worker_that_is_killed(point: str, path: Path, faulty_worker: Faulty) 
     assert torch.load(path) == "what was there"
     assert list(path.parent.iterdir()) == [path]
     torch_save(state, path).result(60)
-    assert same(torch.load(path), state) and len(mapped_segments()) == 1  # in new memory
+    assert same(torch.load(path), state) and len(mapped_segments()) == 1  # in a new segment
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -74,7 +74,7 @@ def test_what_was_told_as_failed_is_never_saved(
     fault: str,
     existing: bool,
 ) -> None:
-    """Its worker is only slow, and goes on when nobody waits for it any more."""
+    """The worker is only slow, and continues after the save has timed out."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     faulty_worker(fault)
     if existing:
@@ -88,7 +88,7 @@ def test_what_was_told_as_failed_is_never_saved(
         (tmp_path / "gate").touch()
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGCONT)
-    # With the engine the worker has ended: whatever it was to do is done.
+    # The worker has exited with the engine, so all its writes have ended.
     assert list(path.parent.glob("*model.pt*")) == ([path] if existing else [])
     assert not existing or torch.load(path) == "what was there"
 

@@ -1,4 +1,4 @@
-"""The manager for torchtitan, in its own ``Trainer`` and driven as that does, beside torchtitan's own manager."""
+"""The manager for torchtitan, in torchtitan's ``Trainer`` and alone, compared with torchtitan's own manager."""
 
 from __future__ import annotations
 
@@ -45,15 +45,18 @@ def test_as_the_trainer_does(scenario: str, tmp_path: Path) -> None:
 
 
 def main() -> None:
-    """In a process that finds torchtitan."""
+    """Run the scenario in a process that can import torchtitan."""
     globals()[sys.argv[1]](Path(sys.argv[2]))
 
 
-# All that follows runs there.
+# All code below runs in that process.
 
 
 def the_trainer(folder: Path) -> None:
-    """torchtitan's own ``Trainer`` and command line, on two ranks with FSDP2: ours goes on from stock's, and back."""
+    """Train by torchtitan's ``Trainer`` and command line on two ranks with FSDP2.
+
+    Our manager resumes from stock's checkpoint, and stock's manager from ours.
+    """
     from support import torchtitan_trainer as titan
 
     stock, ours = (
@@ -65,8 +68,8 @@ def the_trainer(folder: Path) -> None:
     def train(place: str, manager: tuple[str, str], steps: int) -> None:
         os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-        dist.barrier()  # until the other has met this one too
-        dist.destroy_process_group()  # it makes its own, and ends it
+        dist.barrier()  # wait until the other rank has joined this group too
+        dist.destroy_process_group()  # the Trainer creates and destroys its own group
         module, config = manager
         there = f"--dump_folder={folder / place}"
         titan.main(f"--module={module}", f"--config={config}", there, f"--training.steps={steps}")
@@ -90,7 +93,10 @@ def the_trainer(folder: Path) -> None:
 
 
 def killed_while_writing(folder: Path) -> None:
-    """Both ranks are killed while step 4 is written: it comes from memory, and stock finds it when it is durable."""
+    """Kill both ranks while step 4 is written.
+
+    Our manager loads step 4 from memory. Stock's manager finds step 4 when durable.
+    """
     from support import torchtitan_training as titan
 
     gate = folder / "gate"
@@ -100,7 +106,7 @@ def killed_while_writing(folder: Path) -> None:
         faulty("finalize:hold:2")
         titan.Training(titan.ours(), folder).train(4, last=False)
         wait_reached(gate)
-        # No barrier: one of the ranks may find the other gone in it, and waits for that for a minute.
+        # No barrier here: a rank whose peer is dead would wait in the barrier for a minute.
         (folder / f"there-{dist.get_rank()}").touch()
         while len(list(folder.glob("there-*"))) < 2:
             time.sleep(0.01)
@@ -113,7 +119,7 @@ def killed_while_writing(folder: Path) -> None:
             found = training.train(5, last=False)
         assert found == {5: losses[5]}
         assert "loaded step 4 from memory" in heard.getvalue()
-        assert "not asked for" not in heard.getvalue()  # the states of the other ranks' data loaders
+        assert "not asked for" not in heard.getvalue()  # no warning about states of other ranks' data loaders
         assert titan.steps_in(folder) == [2]
         dist.barrier()
         gate.touch()
@@ -151,7 +157,7 @@ def one_rank(folder: Path) -> None:
 
 
 def modes(titan: Any, folder: Path) -> None:
-    """What is durable, and what is copied, when a save returns."""
+    """Check for each mode whether the save is copied or durable when ``save`` returns."""
     training = titan.Training(titan.ours(async_mode="disabled"), folder)
     training.train(2, last=False)
     assert titan.steps_in(folder) == [2]
@@ -170,12 +176,13 @@ def modes(titan: Any, folder: Path) -> None:
 def old_ones_go(titan: Any, folder: Path) -> None:
     options = {"interval": 1, "keep_latest_k": 2, "enable_first_step_checkpoint": True}
     titan.Training(titan.stock(interval=3), folder).train(3, last=False)
-    (folder / "checkpoint" / "step-1").mkdir()  # what has been left of something
+    (folder / "checkpoint" / "step-1").mkdir()  # a leftover folder
     training = titan.Training(titan.ours(**options), folder)
     assert list(training.train(6, last=False)) == [4, 5, 6]
     training.checkpointer.close()
     assert titan.steps_in(folder) == [5, 6]
-    # Going back: what is saved anew takes the place of the old, but for files of others, and no later one is touched.
+    # After going back, a new save replaces the old step, and sets aside a folder that holds other files. Later steps
+    # stay.
     titan.Training(titan.ours(**options), folder).run(9, last=False)
     (notes := folder / "checkpoint" / "step-8" / "notes.txt").write_text("of somebody")
     training = titan.Training(titan.ours(load_step=8, **options | {"interval": 4}), folder)
@@ -213,7 +220,7 @@ def worker_command() -> Any:
 
 
 def staging_is_waited_for(titan: Any, folder: Path) -> None:
-    """The save returns before the tensors are copied; the optimizer, which changes them, comes after that."""
+    """The save returns before the copy. The optimizer step, which changes the tensors, waits for the copy."""
     training = titan.Training(titan.ours(), folder)
     training.train(1, last=False)
     may_copy, real = threading.Event(), SlotStager.copy
@@ -242,15 +249,15 @@ def last_ones(titan: Any, folder: Path) -> None:
     training = titan.Training(titan.ours(last_save_model_only=True, export_dtype="bfloat16"), folder)
     training.train(3)
     saved: dict[str, Any] = FileSystemReader(folder / "checkpoint" / "step-3").read_metadata().state_dict_metadata
-    assert set(saved) == titan.MODEL_KEYS  # and it is durable
+    assert set(saved) == titan.MODEL_KEYS  # and the save is durable
     assert {each.properties.dtype for each in saved.values()} == {torch.bfloat16}
     training.checkpointer.close()
-    # Those that a training can go on from are counted without it, as torchtitan counts them.
+    # ``keep_latest_k`` does not count the model-only save, as in torchtitan.
     for name, make in (("stock", titan.stock), ("ours", titan.ours)):
         training = titan.Training(make(keep_latest_k=2, last_save_model_only=True), folder / name)
         training.run(7)
     wait_for(lambda: titan.steps_in(folder / "stock") == titan.steps_in(folder / "ours") == [4, 6, 7])
-    # For Hugging Face torchtitan itself writes it.
+    # torchtitan itself writes the Hugging Face format.
     adapter = types.SimpleNamespace(to_hf=lambda state: state, fqn_to_index_mapping=None)
     options = {"last_save_model_only": True, "last_save_in_hf": True}
     training = titan.Training(titan.ours(folder="hf", **options), folder, adapter)
@@ -268,7 +275,7 @@ def what_is_loaded(titan: Any, folder: Path) -> None:
     begun = titan.Training(titan.ours(load_step=2), folder)
     assert begun.checkpointer.load(2)
     assert begun.step == 2
-    # Of another folder, the model alone.
+    # From another folder, only the model is loaded.
     initial = str(folder / "checkpoint" / "step-4")
     fresh = titan.Training(titan.ours(folder="other", initial_load_path=initial), folder)
     assert fresh.checkpointer.load()
@@ -276,21 +283,21 @@ def what_is_loaded(titan: Any, folder: Path) -> None:
     assert same(fresh.model.state_dict(), first.model.state_dict())
     fresh.checkpointer.close()
     part = titan.Training(titan.ours(exclude_from_loading=["lr_scheduler", "dataloader"], load_only=True), folder)
-    part.run(6)  # which saves nothing
+    part.run(6)  # ``load_only`` saves nothing
     assert part.loader.state_dict() != first.loader.state_dict()
     assert titan.steps_in(folder) == [1, 2, 4]
     seed = titan.Training(titan.ours(folder="seed"), folder)  # as with create_seed_checkpoint
     assert seed.checkpointer.save(0, last_step=True)
     begun.checkpointer.folder = seed.checkpointer.folder
     assert begun.checkpointer.load()
-    assert begun.step == 2  # of step 0 it is the model alone
+    assert begun.step == 2  # step 0 loads only the model
     assert same(begun.model.state_dict(), seed.model.state_dict())
     with pytest.raises(FileNotFoundError, match="load_step=3"):
         titan.Training(titan.ours(), folder).checkpointer.load(3)
 
 
 def an_error_ends_it(titan: Any, folder: Path) -> None:
-    """As torchtitan's ``main`` goes about it: the state stays in memory for whoever is started again."""
+    """End with an error, as in torchtitan's ``main``. The restarted job loads the state from memory."""
     training = titan.Training(titan.ours(), folder)
     try:
         training.train(2, last=False)
@@ -318,7 +325,7 @@ def is_refused(titan: Any, folder: Path) -> None:
 
 
 def registry(titan: Any, folder: Path) -> None:
-    """As ``--module`` and ``--config`` have it found, and options of the command line change it."""
+    """``--module`` and ``--config`` select our manager, and command-line options change its configuration."""
     from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
     from torchtitan.config import ConfigManager
 

@@ -43,13 +43,13 @@ def syncs_of_two_hosts(workers: Crew) -> None:
     assert issubclass(sync.backend_cls, load().CheckpointEngineWithCache)
     for version in (1, 2):
         metrics = sync.update_weights(global_steps=version)
-        assert metrics is None or metrics["checkpoint_engine/version"] == version  # of newer releases
+        assert metrics is None or metrics["checkpoint_engine/version"] == version  # only newer releases return metrics
         assert master.call("how_many") == actor.call("how_many") == len(list(weights(0)))
         for rollout in rollouts:
             assert is_version(rollout.call("got"), version)
             assert rollout.call("options")["global_steps"] == version
             assert rollout.call("options").get("wire_format", "named_tensors") == "named_tensors"
-    # Those who come late take what is there, and keep it for as long as they have it.
+    # Late rollouts pull an existing version, and keep it until the next pull.
     late = [workers.rollout(host) for host in (0, 1)]
     for rollout in late:
         assert rollout.call("pull_weights") == 2
@@ -59,7 +59,7 @@ def syncs_of_two_hosts(workers: Crew) -> None:
         sync.update_weights(global_steps=version)
     for rollout in late:
         assert is_version(rollout.call("got"), 1)
-    # They are in the next one, which says of no version which it is.
+    # The late rollouts join the next sync, which names no version.
     sync.add_replicas(manager([], late).replicas)
     sync.update_weights()
     for rollout in (*rollouts, *late):
@@ -78,9 +78,9 @@ def rollouts_die(workers: Crew) -> None:
     reader.call("kill_at", "embedding")
     with pytest.raises(EOFError):
         manager([master], [here, reader, first, other]).update_weights(global_steps=2)
-    for version in range(3, 8):  # its lease is gone
+    for version in range(3, 8):  # the dead reader's lease is gone
         manager([master], [here, first, other]).update_weights(global_steps=version)
-    first.call("kill_at", "embedding")  # whichever of the two has started the worker of their host
+    first.call("kill_at", "embedding")  # one of the two has started the worker of their host
     begun = time.monotonic()
     with pytest.raises(EOFError):
         manager([master], [here, first, other]).update_weights(global_steps=8)
@@ -98,7 +98,7 @@ def test_the_worker_of_a_host_dies(two_hosts: list[str]) -> None:
 
 
 def the_worker_of_a_host_dies(workers: Crew, runtime: str) -> None:
-    """As Ray ends it with the rollout that has started it."""
+    """Kill the worker, as happens when Ray kills the rollout that started it."""
     master = workers.master()
     rollouts = [workers.rollout(1) for _ in range(2)]
     sync = manager([master], rollouts)
@@ -133,7 +133,7 @@ def trainer_is_started_again(workers: Crew) -> None:
     for rollout in rollouts:
         assert rollout.call("pull_weights") == 7
         assert is_version(rollout.call("got"), 7)
-    # It resumes from an older checkpoint, and goes on from there.
+    # The second trainer resumes from an older checkpoint, and continues from there.
     second = workers.master()
     for version in (4, 5):
         manager([second], rollouts).update_weights(global_steps=version)
@@ -162,8 +162,8 @@ def errors_are_of_all(workers: Crew) -> None:
     for rollout in rollouts:
         assert rollout.call("pull_weights") == 5
         assert is_version(rollout.call("got"), 5)
-    sync.update_weights(global_steps=3)  # it may go back
-    # What comes is not what a rollout was told.
+    sync.update_weights(global_steps=3)  # versions may go back
+    # A rollout refuses another version than the announced one.
     sync.build_process_group(WorkerGroup(rollouts))
     master.ask("update_weights", global_steps=7)
     for rollout in rollouts:
@@ -204,9 +204,9 @@ def test_a_device(two_hosts: list[str]) -> None:
 
 
 def on_a_device(workers: Crew) -> None:
-    """One that has no memory, but says that the tensors are there."""
+    """A rollout on the meta device gets all tensors, without memory."""
     master, rollout = workers.master(), workers.rollout(0, device="meta")
-    for version in range(1, 6):  # no lease stays
+    for version in range(1, 6):  # a leaked lease would block a later version
         manager([master], [rollout]).update_weights(global_steps=version)
     assert rollout.call("pull_weights") == 5
     got = rollout.call("forms")
@@ -218,7 +218,10 @@ def test_a_checkpoint_is_read_out_of_its_image(two_hosts: list[str], root: Path)
 
 
 def a_checkpoint_is_read_out_of_its_image(workers: Crew, root: str) -> None:
-    """Such as the manager of the FSDP engine publishes, see ``test_verl_fsdp.py``."""
+    """Rollouts read weights from a checkpoint's image, as the FSDP engine's manager publishes it.
+
+    See ``test_verl_fsdp.py``.
+    """
     rollouts = [workers.rollout(0), workers.rollout(0)]
     half, elsewhere = workers.rollout(0, rollout_dtype="bfloat16"), workers.rollout(1)
     with Checkpointer(root) as checkpointer:
@@ -226,7 +229,7 @@ def a_checkpoint_is_read_out_of_its_image(workers: Crew, root: str) -> None:
             files = FileSet()
             files.add_dcp_folder("", {"model": dict(weights(step)), "optimizer": dict(weights(100))})
             assert checkpointer.publish(checkpointer.save(step, files)).skipped == (step == 2)
-            if step != 2:  # what they have of the first keeps its slot until they have the third
+            if step != 2:  # rollouts hold the slot of step 1 until they have step 3
                 for rollout in rollouts:
                     assert rollout.call("pull_checkpoint", root, min_version=step) == step
             assert all(is_version(rollout.call("got"), step if step != 2 else 1) for rollout in rollouts)
@@ -241,7 +244,7 @@ def a_checkpoint_is_read_out_of_its_image(workers: Crew, root: str) -> None:
 
 
 def test_all_of_verl(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """With Ray; where a whole verl is installed."""
+    """Run with Ray if the full verl is installed."""
     if any(importlib.util.find_spec(name) is None for name in ("ray", "verl")):
         pytest.skip("verl and Ray are not installed")
     script = Path(__file__).parents[1] / "support" / "verl_ray.py"

@@ -1,4 +1,4 @@
-"""Several actors of verl on one host, which publish each a share of the weights."""
+"""Several verl actors on one host publish one share of the weights each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_actors_share_the_copies(release: str, two_hosts: list[str], tmp_path: P
 
 
 def actors_share_the_copies(workers: Crew, folder: str) -> None:
-    """Those of the first one's host; rollouts are on that host and on another, where one more actor only iterates."""
+    """The three actors on the first host publish shares. The actor on the other host only iterates."""
     actors = [workers.master(), workers.actor(), workers.actor(1), workers.actor()]
     rollouts = [workers.rollout(host) for host in (0, 1, 1)]
     sync = manager(actors, rollouts)
@@ -42,7 +42,7 @@ def actors_share_the_copies(workers: Crew, folder: str) -> None:
 
 
 def _check_shares(folder: str, actors: int) -> None:
-    """No share has more than the one with the least and the largest tensor; none is there twice."""
+    """Check that shares differ by at most the largest tensor's size, and that no tensor is in two shares."""
     with WeightSubscriber("verl") as subscriber, subscriber.acquire() as found, found.safetensors(folder) as paths:
         shares = [load_file(path) for path in paths]
         assert len(shares) == actors and sum(map(len, shares)) == ALL
@@ -56,7 +56,7 @@ def test_an_actor_is_killed_in_a_sync(two_hosts: list[str]) -> None:
 
 
 def an_actor_is_killed_in_a_sync(workers: Crew) -> None:
-    """All others raise it soon, and still go through all weights; rollouts keep what they have."""
+    """All other actors raise within seconds, and still iterate over all weights. Rollouts keep their version."""
     actors = [workers.master(), workers.actor(), workers.actor()]
     rollouts = [workers.rollout(host) for host in (0, 1)]
     manager(actors, rollouts).update_weights(global_steps=1)
@@ -68,7 +68,7 @@ def an_actor_is_killed_in_a_sync(workers: Crew) -> None:
     for rollout in (*rollouts, workers.rollout(0)):
         assert rollout.call("pull_weights") == 1
         assert is_version(rollout.call("got"), 1)
-    # Those that are left go on, and so they do with one that comes in its place, once it is gone.
+    # After the actor's exit, the others continue without it, then with a replacement.
     actors[1].process.join(60)
     for crew_of_actors, version in (([actors[0], actors[2]], 2), ([actors[0], workers.actor(), actors[2]], 13)):
         for again in (0, 10):
@@ -128,7 +128,7 @@ def test_the_worker_of_an_actor_dies(two_hosts: list[str]) -> None:
 
 
 def the_worker_of_an_actor_dies(workers: Crew) -> None:
-    """Another is started, which serves elsewhere: rollouts of other hosts are told where."""
+    """A new worker serves at another address. Rollouts on other hosts get the new address."""
     actors = [workers.master(), workers.actor()]
     rollouts = [workers.rollout(host) for host in (0, 1)]
     for version, actor in enumerate((None, *actors)):
@@ -143,7 +143,7 @@ def test_jobs_of_other_numbers_of_actors(two_hosts: list[str], tmp_path: Path) -
 
 
 def jobs_of_other_numbers_of_actors(workers: Crew, folder: str) -> None:
-    """Each job goes on after one that was killed, from a lower version."""
+    """Each job follows a killed job, and starts at a lower version."""
     rollouts = [workers.rollout(host) for host in (0, 1)]
     for number, version in ((3, 20), (1, 15), (2, 10), (4, 5)):
         actors = [workers.master(), *(workers.actor() for _ in range(number - 1))]

@@ -1,4 +1,4 @@
-"""Checkpoints of verl's FSDP engine, by its own engine, manager and trainers, beside its own manager."""
+"""Checkpoints of verl's FSDP engine, trainers and drivers, beside verl's own manager."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_as_the_trainers_do(release: str, tmp_path: Path) -> None:
 
 
 def main() -> None:
-    """In a process that finds verl."""
+    """Run the scenarios in a process that can import verl."""
     from support import verl_stand_ins
 
     verl_stand_ins.install()
     os.environ |= {"ASYNC_CKPT_TIMEOUT": "20", "ASYNC_CKPT_COMMIT_TIMEOUT": "20"}
-    verl_stand_ins.import_external("asyncckpt.integrations.verl_fsdp")  # as verl does, before its own modules
+    verl_stand_ins.import_external("asyncckpt.integrations.verl_fsdp")  # before verl's own modules, as verl does
     from support import verl_training
 
     parts: list[Callable[[Any, Path], None]] = [
@@ -60,7 +60,7 @@ def main() -> None:
         part(verl_training, own)
 
 
-# All that follows runs there.
+# All code below runs in that process.
 
 
 def latest(folder: Path) -> int | None:
@@ -73,7 +73,7 @@ def files_in(folder: Path) -> set[str]:
 
 
 def saves_and_resumes(verl: Any, folder: Path) -> None:
-    """A job that is resumed goes on as if it had never ended, on the same ranks, to the bit."""
+    """A resumed job on the same number of ranks continues bit for bit like an uninterrupted job."""
     for kind in verl.trainers:
         place = folder / kind.__name__
         with verl.group(2, folder) as actor, verl.group(2, folder, seed=5) as critic:
@@ -81,7 +81,7 @@ def saves_and_resumes(verl: Any, folder: Path) -> None:
             for step in (2, 4):
                 actor.call("train", 2), critic.call("train", 2)
                 verl.save(trainer, step)
-            # The last one is waited for.
+            # The trainer waits for the last save.
             assert latest(place) == 4
             assert trainer.config.actor_rollout_ref.actor.checkpoint.async_save is False
             assert all(trainer.told)
@@ -115,7 +115,7 @@ def other_numbers_of_ranks(verl: Any, folder: Path) -> None:
 
 
 def named_when_durable(verl: Any, folder: Path) -> None:
-    """The tracker waits for the last of actor and critic, and older ones go when it has moved."""
+    """The tracker moves when both actor and critic are durable. Older checkpoints are removed after that."""
     gate = folder / "gate"
     slow = {"fault": "finalize:hold:2", "environment": {"ASYNCCKPT_TEST_GATE": str(gate)}}
     with verl.group(1, folder) as actor, verl.group(1, folder, seed=5, **slow) as critic:
@@ -125,7 +125,7 @@ def named_when_durable(verl: Any, folder: Path) -> None:
         verl.save(trainer, 1)
         verl.settle(trainer)
         assert latest(folder) == 1
-        verl.save(trainer, 2)  # and returns, though the critic's is held
+        verl.save(trainer, 2)  # returns while the critic's save is held
         wait_reached(gate)
         actor.call("wait")
         assert files_in(folder / "global_step_2") == {"actor", "data.pt"}
@@ -139,17 +139,17 @@ def named_when_durable(verl: Any, folder: Path) -> None:
         assert files_in(folder / "global_step_1") == {"data.pt"}
         verl.settle(trainer)
         assert latest(folder) == 3
-        # What is there is replaced before this returns.
+        # A second save of a step replaces the first before ``save`` returns.
         before = (folder / "global_step_3" / "actor" / "asyncckpt.json").read_bytes()
         inode = (folder / TRACKER).stat().st_ino
         verl.save(trainer, 3)
-        assert (folder / TRACKER).stat().st_ino != inode  # nobody is to find it half written
+        assert (folder / TRACKER).stat().st_ino != inode  # replaced in one step, so that no reader sees half a file
         assert (folder / "global_step_3" / "actor" / "asyncckpt.json").read_bytes() != before
         assert files_in(folder / "global_step_3") == {"actor", "critic", "data.pt"}
 
 
 def killed_while_writing(verl: Any, folder: Path) -> None:
-    """All ranks are killed while step 2 is written: step 1 is the latest, until its workers have finished."""
+    """Kill all ranks while step 2 is written. Step 1 is the latest until the workers finish."""
     gate = folder / "gate"
     slow = {"fault": "finalize:hold:2", "environment": {"ASYNCCKPT_TEST_GATE": str(gate)}}
     actor = verl.Group(2, folder, **slow)
@@ -176,7 +176,7 @@ def killed_while_writing(verl: Any, folder: Path) -> None:
 
 
 def killed_and_not_started_again(verl: Any, folder: Path) -> None:
-    """The workers of a killed job advance the tracker by themselves, the last of actor and critic."""
+    """The workers of a killed job advance the tracker when both actor and critic are durable."""
     gate = folder / "gate"
     slow = {"fault": "finalize:hold:2", "environment": {"ASYNCCKPT_TEST_GATE": str(gate)}}
     with contextlib.ExitStack() as killed:
@@ -195,7 +195,7 @@ def killed_and_not_started_again(verl: Any, folder: Path) -> None:
     gate.touch()
     wait_for(lambda: latest(folder) == 2)
     assert (folder / "global_step_2" / "critic" / "asyncckpt.json").exists()
-    # A driver that was killed before it had written its own: nobody names that step.
+    # If the driver dies before it writes its parts file, no process names the step.
     (folder / "global_step_2" / "asyncckpt_parts.json").unlink()
     os.utime(folder / TRACKER)
     (folder / TRACKER).write_text("1")
@@ -206,7 +206,7 @@ def killed_and_not_started_again(verl: Any, folder: Path) -> None:
 
 
 def what_killed_workers_left(verl: Any, folder: Path) -> None:
-    """It goes when it is old, also in the folder of a step that is never saved again."""
+    """Old leftovers are removed, even in the folder of a step that is never saved again."""
     old, new = (folder / f"global_step_{step}" / ".actor.0123456789ab-7.partial" for step in (4, 6))
     for attempt in (old, new):
         attempt.mkdir(parents=True)
@@ -247,13 +247,13 @@ def a_failing_one_keeps_the_older(verl: Any, folder: Path) -> None:
 
 
 def stock_checkpoints(verl: Any, folder: Path) -> None:
-    """What verl's own manager saves is loaded as ever."""
+    """Checkpoints of verl's own manager still load."""
     place = folder / "global_step_1" / "actor"
     with verl.group(2, folder) as actor:
         actor.call("stock")
         actor.call("train", 2)
         trainer = verl.driver(verl.trainers[0], folder, actor)
-        verl.save(trainer, 1)  # of workers that have not heard of us it need not wait
+        verl.save(trainer, 1)  # no wait for workers without asyncckpt
         verl.settle(trainer)
         assert latest(folder) == 1
         state = actor.call("state")
@@ -263,7 +263,7 @@ def stock_checkpoints(verl: Any, folder: Path) -> None:
 
 
 def small_files(verl: Any, folder: Path) -> None:
-    """They are those that verl itself writes, byte for byte, with weights for Hugging Face among them."""
+    """Small files equal verl's byte for byte. Weights for Hugging Face are among them, with equal values."""
     contents = ("model", "optimizer", "extra", "hf_model")
     with verl.group(2, folder, contents) as actor:
         actor.call("train")
@@ -290,7 +290,7 @@ def small_files(verl: Any, folder: Path) -> None:
 
 def adapters_alone(verl: Any, folder: Path) -> None:
     if not hasattr(verl._config.CheckpointConfig(), "save_lora_only"):
-        return  # verl 0.8 has no such checkpoints
+        return  # verl 0.8 has no adapter-only checkpoints
     place = folder / "global_step_1" / "actor"
     with verl.group(2, folder, lora=True) as actor:
         actor.call("train", 2)
@@ -308,7 +308,7 @@ def bad_input(verl: Any, folder: Path) -> None:
     with verl.group(1, folder) as actor:
         actor.load_checkpoint(None)
         actor.save_checkpoint(None)
-        with pytest.raises(Exception, match=r"model_world_size_1_rank_0\.pt"):  # as verl's own
+        with pytest.raises(Exception, match=r"model_world_size_1_rank_0\.pt"):  # verl's own error
             actor.load_checkpoint(str(folder / "nothing"))
         actor.call("train")
         whole = str(folder / "whole")
@@ -334,7 +334,7 @@ def bad_input(verl: Any, folder: Path) -> None:
 
 
 def callers_of_their_own(verl: Any, folder: Path) -> None:
-    """Who names a step when the save returns is told when it is durable: verl's handler for supervised training."""
+    """``save`` returns when the step is durable, because verl's handler for supervised training then names the step."""
     with verl.group(2, folder) as actor:
         for step in (1, 2):
             actor.call("train")
@@ -351,7 +351,7 @@ def callers_of_their_own(verl: Any, folder: Path) -> None:
 
 
 def weights_out_of_the_image(verl: Any, folder: Path) -> None:
-    """Who reads weights beside the training has those of a checkpoint as soon as it is staged, with no other copy."""
+    """Readers get a checkpoint's weights as soon as they are staged, without another copy."""
     from asyncckpt.weights import WeightSubscriber
 
     held: Any = None
@@ -368,10 +368,10 @@ def weights_out_of_the_image(verl: Any, folder: Path) -> None:
             actor.call("train"), critic.call("train")
             models[step] = actor.call("state")[0]["model"]
             verl.save(trainer, step)
-            assert subscriber.versions() == [1 if step < 4 else 4]  # one slot is always for saves
+            assert subscriber.versions() == [1 if step < 4 else 4]  # one slot is always reserved for saves
             if step == 1:
                 held = subscriber.acquire()
-                assert not (folder / "global_step_1" / "actor").exists()  # it is not durable yet
+                assert not (folder / "global_step_1" / "actor").exists()  # not durable yet
                 gate.touch()
             if step == 3:
                 held.release()
@@ -381,7 +381,7 @@ def weights_out_of_the_image(verl: Any, folder: Path) -> None:
                 verl.check_same(dict(sorted(held.items())), dict(sorted(models[held.version].items())))
             verl.settle(trainer)
         held.release()
-        # A training that has gone back takes its readers along.
+        # If the training goes back to an older step, its readers follow.
         actor.load_checkpoint(str(folder / "global_step_2" / "actor"))
         verl.save(trainer, 2)
         with subscriber.acquire() as weights:

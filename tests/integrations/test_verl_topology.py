@@ -1,4 +1,4 @@
-"""Which worker of verl has which role in a sync. It needs no verl."""
+"""The role of each verl worker in a sync. No verl is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real engine of vLLM on a CPU: which version each token is of, what errors leave, and that nothing stays leased."""
+"""A real vLLM engine on a CPU: the version of each token, the state after errors, and no leaked lease."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_an_engine_in_one_process(tmp_path: Path) -> None:
     vllm_engine.run(__file__, "in_one_process", tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 
-# What follows runs there.
+# The code below runs in a process that can import vLLM.
 
 
 def in_one_process(folder: Path) -> None:
-    """One engine for all of these, as most of the time goes into its start."""
+    """Run all scenarios in one engine, because its start takes most of the time."""
     from vllm import LLM
 
-    llm = LLM(**vllm_engine.arguments(folder / "model"))  # which has found the backend by itself
+    llm = LLM(**vllm_engine.arguments(folder / "model"))  # the engine finds our backend by itself
     assert ours.register() and ours.register()
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     for scenario in (
@@ -55,7 +55,7 @@ def in_one_process(folder: Path) -> None:
 
 
 def _said(llm: Any) -> tuple[set[int], list[str]]:
-    """The versions that have to do with an answer, as its tokens say it, and as vLLM does."""
+    """Return the versions that an answer's tokens reveal, and the versions that vLLM reports."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -65,7 +65,7 @@ def _said(llm: Any) -> tuple[set[int], list[str]]:
 
 
 def _publisher(address: str) -> WeightPublisher:
-    """With as few slots as can be: any lease that stays makes it skip a version soon."""
+    """Return a publisher with the fewest slots. A leaked lease soon makes it skip a version."""
     return WeightPublisher(address, slots=2)
 
 
@@ -88,7 +88,7 @@ def _a_model_that_keeps_what_it_is_given(llm: Any, worker: Any, address: str) ->
     from asyncckpt.integrations.vllm.updater import EngineUpdater
 
     model = worker.get_model()
-    # Parameters of this name vLLM leaves where they are while it loads.
+    # vLLM does not move a parameter of this name while it loads.
     model.bias = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
     def keep(loaded: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,7 +128,7 @@ def _a_model_that_changes_what_it_is_given(llm: Any, worker: Any, address: str) 
 
 
 class _loading:
-    """While in it, ``model`` is given what ``given`` makes of its new weights."""
+    """Within the context, ``model`` loads the tensors that ``given`` makes from the new weights."""
 
     def __init__(self, model: Any, given: Callable[[dict[str, torch.Tensor]], Iterator[tuple[str, torch.Tensor]]]):
         self._model = model
@@ -152,7 +152,7 @@ def _no_weights_leave_the_engine_as_it_was(llm: Any, worker: Any, address: str) 
         updater.update()
         with pytest.raises(WeightsTimeoutError, match=r"no weights of version 8 or later at .*: 7"):
             updater.update(8, timeout=0.1)
-        # And as vLLM is called without us.
+        # The same by vLLM's own calls.
         for wanted in ({"version": 9, "timeout": 0.1}, {"min_version": 9, "timeout": 0.1}, {"address": "none"}):
             llm.start_weight_update()
             with pytest.raises(WeightsTimeoutError):
@@ -164,7 +164,7 @@ def _no_weights_leave_the_engine_as_it_was(llm: Any, worker: Any, address: str) 
             broken_off = mock.patch.object(llm, "update_weights", side_effect=KeyboardInterrupt)
             with broken_off, pytest.raises(KeyboardInterrupt):
                 other.update()
-            assert other.update() == 7  # by another one
+            assert other.update() == 7  # works after the interrupted update
         assert _said(llm) == ({7}, ["7"]) and llm.collective_rpc("loaded_version") == [7]
         publisher.publish(vllm_engine.weights(8), 8)
         llm.start_weight_update()
@@ -195,7 +195,7 @@ def _a_trainer_that_is_killed(llm: Any, worker: Any, address: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], env=there, timeout=60, check=False).returncode == -9
     with EngineUpdater(llm, address) as updater:
         assert updater.update() == 20 and _said(llm) == ({20}, ["20"])
-        llm.start_weight_update()  # and one that dies here
+        llm.start_weight_update()  # simulate an updater that dies within an update
         engine = _trainer_engine(llm, address, vllm_engine.weights(21))
         engine.send_weights()
         assert engine.version == 21 and _said(llm) == ({21}, ["21"])
@@ -218,7 +218,7 @@ def _a_trainer_that_drives_the_engine(llm: Any, worker: Any, address: str) -> No
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
     class Source(WeightSource):  # type: ignore[misc]  # vLLM has no types here
-        """Weights that are made one by one, in one buffer."""
+        """A source that makes the weights one by one, in one buffer."""
 
         version = 0
         held: set[str] | None = None
@@ -243,7 +243,7 @@ def _a_trainer_that_drives_the_engine(llm: Any, worker: Any, address: str) -> No
     source.version = 5
     engine.send_weights(5, roll_back=True)
     assert _said(llm) == ({5}, ["5"])
-    assert _trainer_engine(llm, address, source, rank=1).send_weights() is None  # which only iterates
+    assert _trainer_engine(llm, address, source, rank=1).send_weights() is None  # rank 1 only iterates
     engine.shutdown()
     state = vllm_engine.weights(1)
     engine = _trainer_engine(llm, f"{address} in the background", state, background=True)
@@ -253,7 +253,7 @@ def _a_trainer_that_drives_the_engine(llm: Any, worker: Any, address: str) -> No
         engine.send_weights()
     engine.wait()
     assert _said(llm) == ({3}, ["3"])
-    llm.shutdown_weight_transfer_engine()  # the trainer leaves, and another one comes
+    llm.shutdown_weight_transfer_engine()  # the trainer leaves, and another one starts
     engine.client.update_weights = None
     engine.send_weights()
     with pytest.raises(CheckpointError, match="has not done 'update_weights'"):
@@ -267,7 +267,7 @@ def _a_trainer_that_drives_the_engine(llm: Any, worker: Any, address: str) -> No
 
 
 def _a_trainer_that_is_interrupted(llm: Any, worker: Any, address: str) -> None:
-    """The ranks that gather the weights with it are not left waiting, nor is the engine left in an update."""
+    """An interrupted trainer leaves no rank waiting in a gather, and no open update in the engine."""
     made: list[str] = []
 
     class State(dict[str, torch.Tensor]):
@@ -285,13 +285,13 @@ def _a_trainer_that_is_interrupted(llm: Any, worker: Any, address: str) -> None:
     assert len(made) == len(vllm_engine.weights(1))
     with mock.patch.object(llm, "update_weights", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         engine.send_weights()
-    llm.start_weight_update()  # no other is begun
+    llm.start_weight_update()  # would raise within an open update
     llm.finish_weight_update()
     engine.shutdown()
 
 
 def _a_trainer_on_another_host(llm: Any, worker: Any, address: str) -> None:
-    """As far as this process is concerned: what is published is not to be found in this host's folder."""
+    """Simulate another host. This process does not find the publication in its own folder."""
     from asyncckpt.integrations.vllm.updater import EngineUpdater
 
     here = os.environ[FOLDER_VARIABLE]
@@ -306,11 +306,11 @@ def _a_trainer_on_another_host(llm: Any, worker: Any, address: str) -> None:
                 assert _said(llm) == ({version}, [str(version)])
 
 
-# And what needs no vLLM.
+# The tests below need no vLLM.
 
 
 def _modules(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
-    """A vLLM that has these, and nothing else."""
+    """Install a fake vLLM that has only these modules."""
     for name in ["vllm", "vllm.distributed", "vllm.distributed.weight_transfer"]:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     for short, content in modules.items():

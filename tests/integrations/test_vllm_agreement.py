@@ -1,4 +1,4 @@
-"""The workers of one engine, split in two ways, take the same version or none; vLLM itself is not needed for it."""
+"""The workers of one engine, in two kinds of groups, lease the same version or none. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _workers() -> None:
     subscriber = WeightSubscriber("grid" if rank != 2 else "elsewhere")
     others = WeightSubscriber("grid")
     for version in range(1, 20):
-        if publisher is not None:  # at any time: the others may be about to lease the one before
+        if publisher is not None:  # at any time, even while other ranks lease the version before
             assert not publisher.publish({"weight": torch.full((9,), float(version))}, version).skipped
         elif version == 1:
             others.acquire(timeout=20).release()
@@ -50,7 +50,7 @@ def _workers() -> None:
             dist.all_gather_object(found, (weights.version, weights["weight"].tolist()))
         assert all(each == (found[0][0], [float(found[0][0])] * 9) for each in found)
         dist.barrier()
-    # The first one finds none; then another one does not: all raise, and keep nothing.
+    # First no rank finds the version, then rank 2 alone finds none. All ranks raise, and hold no lease.
     with pytest.raises(WeightsTimeoutError, match="no weights of version 99 or later"):
         acquire_together(others, groups, **(wanted | {"min_version": 99, "timeout": 0.1}))
     with pytest.raises(WeightsTimeoutError, match="nobody has published") as raised:

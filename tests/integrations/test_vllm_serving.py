@@ -1,4 +1,4 @@
-"""An engine of vLLM with two workers, on CPUs, updated while it serves: each token is of one version."""
+"""A vLLM engine with two workers on CPUs, updated while it serves. Each token comes from one version."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_two_workers_that_serve(tmp_path: Path) -> None:
     vllm_engine.run(__file__, "two_workers_that_serve", tmp_path)
 
 
-# What follows runs in a process that finds vLLM.
+# The code below runs in a process that can import vLLM.
 
 
 def two_workers_that_serve(folder: Path) -> None:
-    """Tensor-parallel workers, in processes of their own, which generate all the time."""
-    asyncio.run(asyncio.wait_for(_serve(folder), 500))  # it takes 130 s beside other tests
+    """Run two tensor-parallel worker processes that generate all the time."""
+    asyncio.run(asyncio.wait_for(_serve(folder), 500))  # takes 130 s beside other tests
 
 
 async def _serve(folder: Path) -> None:
@@ -54,7 +54,7 @@ async def _serve(folder: Path) -> None:
 async def _answer(
     engine: Any, number: int, tokens: int = 2, begun: asyncio.Event | None = None
 ) -> tuple[list[set[int]], list[Any]]:
-    """The versions that have to do with each token, and vLLM's own spans of versions. ``begun``: set by the first."""
+    """Return the versions of each token, and vLLM's own version spans. The first output sets ``begun``."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -102,16 +102,16 @@ async def _requests_that_go_on(engine: Any, updater: Any, publisher: WeightPubli
         await updater.update(requests="keep")
         tokens, spans = await answer
         for span in spans:
-            # The embedding of a token is of the version that reads it, and so is the head: never of two.
+            # The embedding and the head of a token come from the same version.
             assert all(tokens[at] == {int(span.version)} for at in range(span.start, span.end))
-        if len(spans) == 2:  # else the answer was done before the engine could be paused
+        if len(spans) == 2:  # otherwise the answer was complete before the pause
             assert [span.version for span in spans] == [str(version - 1), str(version)]
             break
     assert len(spans) == 2
 
 
 async def _all_workers_take_the_same(engine: Any, publisher: WeightPublisher) -> None:
-    """Asked for the newest, while there is a newer one all the time."""
+    """Update to the newest version while the publisher keeps publishing."""
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     states = [vllm_engine.weights(version) for version in (1, 2)]
@@ -138,7 +138,7 @@ async def _all_workers_take_the_same(engine: Any, publisher: WeightPublisher) ->
 
 
 async def _errors_leave_it_in_step(engine: Any, updater: Any, publisher: WeightPublisher) -> None:
-    """An error of all workers, after which the engine answers as before."""
+    """The engine answers as before after an error on all workers."""
     publisher.publish(vllm_engine.weights(3) | {"model.unknown.weight": torch.ones(3)}, 3_000_000)
     with pytest.raises(Exception, match="must not serve before an update has worked"):
         await updater.update()

@@ -1,4 +1,4 @@
-"""``wrap_save``: one flag, the same calls."""
+"""``wrap_save`` keeps the calls, and adds one flag."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_switched_off_the_handle_is_done(given: tuple[str, ...], tmp_path: Path)
     with open(tmp_path / "other.pt", "wb") as file:
         assert wrap_save(torch.save)(state, f=file).result() == str(tmp_path / "other.pt")
     wrap_save(torch.save)(state, io.BytesIO()).result()
-    with pytest.raises(RuntimeError, match="does not exist"):  # at once, as it is raised without us
+    with pytest.raises(RuntimeError, match="does not exist"):  # raised at once, as without asyncckpt
         wrap_save(torch.save)(state, tmp_path / "none" / "file.pt")
     assert not engines.shared.has_worker()
 

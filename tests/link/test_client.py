@@ -1,4 +1,4 @@
-"""The worker process: its start, its size, its death, and that of its trainer."""
+"""The worker process: its start, its size, its death, and its trainer's death."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_one_that_cannot_start_says_its_last_words(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_that_is_killed_while_it_starts_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A fork of the worker, or of the trainer, may hold the socket open."""
+    """The error comes at once, although a fork of the worker or the trainer may hold the socket open."""
     code = f"""
 import json, os, signal, subprocess, sys
 fork = subprocess.Popen(["sleep", "60"], pass_fds=[json.loads(sys.argv[1])["fd"]])
@@ -118,7 +118,10 @@ def _limited(kind: int, soft: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("limit", ["ulimit -n", "ulimit -v"])
 def test_memory_that_its_trainer_has_no_room_for_is_given_back(limit: str) -> None:
-    """The worker has made the memory. The error names the limit of the trainer, and the worker serves on."""
+    """The trainer cannot map the worker's new segment.
+
+    The error names the trainer's limit, and the worker keeps running.
+    """
     worker = WorkerClient(WorkerOptions())
     try:
         unused = os.open("/dev/null", os.O_RDONLY)
@@ -151,7 +154,7 @@ with asyncckpt.Checkpointer(sys.argv[1]) as checkpointer:
 
 @pytest.mark.parametrize("closed", [(0, 1, 2), (1, 2)])
 def test_a_trainer_without_standard_streams(root: Path, closed: tuple[int, ...]) -> None:
-    """A daemon has none. Printed text goes nowhere, and into no file of ours."""
+    """A daemon has no standard streams. Printed text is lost, and never written to a file of ours."""
     command = [sys.executable, "-c", _SAVE_ONCE, str(root), str(closed[-2:])]
     ended = subprocess.run(command, preexec_fn=lambda: deque(map(os.close, closed)), timeout=120)
     assert ended.returncode == 0
@@ -224,7 +227,10 @@ def test_an_outcome_that_cannot_be_told_is_found_out_at_once(root: Path, monkeyp
 
 
 def test_one_that_cannot_be_told_anything_is_another_soon(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel refuses to send, and does not say that the worker is gone: nobody waits for its end."""
+    """The kernel refuses to send, but reports no dead worker.
+
+    The trainer replaces the worker without a wait for its exit.
+    """
 
     def refuse(self: SocketConnection, buffer: object) -> None:
         raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
@@ -244,7 +250,7 @@ def test_a_worker_whose_answer_cannot_be_read_is_ended_at_once(root: Path, monke
     def refuse(_: object) -> object:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(client_module, "_END_S", 60.0)  # for a worker that ends by itself
+    monkeypatch.setattr(client_module, "_END_S", 60.0)  # the time for a worker to exit by itself
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, small_state()).result(60)
         with monkeypatch.context() as patched:
@@ -256,7 +262,7 @@ def test_a_worker_whose_answer_cannot_be_read_is_ended_at_once(root: Path, monke
 
 
 def test_a_save_whose_end_cannot_be_noted_ends_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer has no memory when the worker answers: the storage says how the save has ended."""
+    """The trainer has no memory when the worker answers, and gets the result of the save from storage."""
     noted = SaveOperation.on_end
     refusals = iter([None])
 
@@ -285,7 +291,7 @@ def test_a_save_whose_end_cannot_be_noted_ends_all_the_same(root: Path, monkeypa
 def test_a_trainer_without_memory_for_a_moment_waits_for_nothing_lost(
     root: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, late: bool
 ) -> None:
-    """In turn each call of the thread of the saves, or of the copy, has no memory."""
+    """Each call of the saves' thread, or of the copy's thread, raises ``MemoryError`` in turn."""
     real, left = getattr(owner, name), [-1]
 
     def fails(*arguments: Any) -> Any:
@@ -299,7 +305,7 @@ def test_a_trainer_without_memory_for_a_moment_waits_for_nothing_lost(
     monkeypatch.setattr(owner, name, fails)
     step, number = 0, 0
     with Checkpointer(root, Config(restart_pause=0, worker_restarts=100, commit_timeout=30)) as checkpointer:
-        while left[0] <= 0:  # else the last save made no such call any more
+        while left[0] <= 0:  # a positive rest: the last save made fewer calls
             number += 1
             left[0] = number
             step += 1
@@ -311,14 +317,14 @@ def test_a_trainer_without_memory_for_a_moment_waits_for_nothing_lost(
             if left[0] < 0:
                 step += 1
                 with contextlib.suppress(CheckpointError):
-                    checkpointer.wait(60)  # says what nobody was told
+                    checkpointer.wait(60)  # raises an error that no handle has raised
                 checkpointer.save(step, small_state()).result(60)
         assert number > 2 or name == "_copy"
         assert step in checkpointer.steps()
 
 
 def test_a_trainer_that_stood_still_kills_no_worker(root: Path) -> None:
-    """The worker has said in time how the save ended, and the trainer reads that late."""
+    """The worker answers in time, but the trainer reads the answer late."""
     on_written = SaveOperation.on_written
 
     def stand_still(self: SaveOperation, *written: Any) -> None:
@@ -355,7 +361,7 @@ def test_a_worker_whose_last_words_cannot_be_read_is_replaced(root: Path, monkey
 
 
 def test_nobody_knows_how_it_ended_where_sigchld_is_ignored() -> None:
-    """The kernel keeps no status then, and Python says 0."""
+    """The kernel then keeps no exit status, and Python returns 0."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         worker = WorkerClient(WorkerOptions())
@@ -464,7 +470,7 @@ def test_close_gives_up_on_a_stalled_disk(
     faulty_worker("write:hold")
     checkpointer = Checkpointer(root)
     save = checkpointer.save(1, small_state())
-    # Only now: the worker may need a moment for what else is limited by that.
+    # Set the timeout only now, because it limits other requests to the worker too.
     checkpointer._engine._supervisor._config = Config(timeout=0.2)
     with pytest.raises(SaveTimeoutError, match="goes on"):
         checkpointer.close()
@@ -515,7 +521,7 @@ def test_what_a_killed_trainer_had_staged_is_written(root: Path, death: str, ste
     assert script(TRAINER, str(root), death) == -signal.SIGKILL
     with Checkpointer(root) as checkpointer:
         state = {"w": torch.zeros(3_000_000), "step": 0}
-        assert checkpointer.load(state) == steps[-1]  # which waits for the dead trainer's worker
+        assert checkpointer.load(state) == steps[-1]  # waits for the dead trainer's worker
         assert checkpointer.steps() == steps
         for step in steps:
             checkpointer.load(state, step)
@@ -527,7 +533,7 @@ def test_what_a_killed_trainer_had_staged_is_written(root: Path, death: str, ste
 
 
 def test_a_fork_keeps_no_worker_alive(root: Path) -> None:
-    """A data loader's processes inherit the socket and outlive a trainer that is killed."""
+    """The processes of a data loader inherit the socket, and outlive a killed trainer."""
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(root), "fork"], stdout=subprocess.PIPE, start_new_session=True, cwd="/"
     )
@@ -535,7 +541,7 @@ def test_a_fork_keeps_no_worker_alive(root: Path) -> None:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
         trainer.wait(60)
-        with contextlib.suppress(psutil.NoSuchProcess):  # it may have left already
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have exited already
             psutil.wait_procs([psutil.Process(pid)], timeout=60)
         assert not is_running(pid)
         assert complete_steps(str(root)) == [1, 2]
@@ -549,7 +555,7 @@ def test_a_fork_cannot_use_it(root: Path) -> None:
         checkpointer.save(1, small_state()).result(60)
         pid = os.fork()
         if pid == 0:
-            # Nor does it keep memory that the trainer may give back.
+            # A fork keeps no memory that the trainer may give back.
             held = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and fd.exists()]
             if mapped_segments() or any(name.startswith("/memfd:asyncckpt") for name in held):
                 os._exit(2)
@@ -567,20 +573,20 @@ def test_a_fork_cannot_use_it(root: Path) -> None:
 def test_a_segment_given_back_while_its_save_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty
 ) -> None:
-    """A segment can go as soon as its images are written; what else there is to write is taken from it later."""
+    """A segment may be given back when its images are written. The worker reads it later for the remaining files."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
     faulty_worker("create:hold:4")  # the manifest
     with Engine(alone=True) as engine:
         first = engine.save(tmp_path / "1", {"w": torch.zeros(10)})
         while not (tmp_path / "gate.reached").exists():
             time.sleep(0.005)
-        second = engine.save(tmp_path / "2", {"w": torch.zeros(20)})  # in the place of the other structure
+        second = engine.save(tmp_path / "2", {"w": torch.zeros(20)})  # replaces the segment of the other structure
         (tmp_path / "gate").touch()
         assert os.path.exists(first.result(60)) and os.path.exists(second.result(60))
 
 
 def test_a_message_that_cannot_be_taken_ends_the_worker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody may wait for ever then."""
+    """Otherwise the trainer would wait for ever."""
 
     def fail(connection: object) -> None:
         raise EOFError("there came no descriptor")
@@ -594,7 +600,7 @@ def test_a_message_that_cannot_be_taken_ends_the_worker(root: Path, monkeypatch:
 
 
 def test_it_may_have_as_many_descriptors_as_the_host_allows() -> None:
-    """A first rank's worker has some connections of each rank."""
+    """The first rank's worker has several connections to each rank."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
@@ -607,7 +613,10 @@ def test_it_may_have_as_many_descriptors_as_the_host_allows() -> None:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_to_all_processes_of_a_job_does_not_end_it(name: str) -> None:
-    """As Slurm sends SIGUSR1 some time before the job ends: it is for the trainer, which saves for the last time."""
+    """For example, Slurm sends SIGUSR1 before a job ends.
+
+    The signal is for the trainer, which then saves a last time.
+    """
     worker = WorkerClient(WorkerOptions())
     os.kill(worker.pid, signal.Signals[name])
     _, segment = worker.allocate(MIB, 30)
@@ -616,18 +625,18 @@ def test_a_signal_to_all_processes_of_a_job_does_not_end_it(name: str) -> None:
 
 
 def test_one_that_fails_says_its_last_words() -> None:
-    """Not to the log of its endpoint, which is for a trainer that is gone."""
+    """The worker writes its last words for its trainer, not to its endpoint's log, because the trainer is alive."""
     worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
-    worker.tell(messages.GiveBack(999, 0, ()))  # of a segment that it does not have
+    worker.tell(messages.GiveBack(999, 0, ()))  # a segment that the worker does not have
     worker.wait_for_end(30)
     with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*KeyError: 999"):
         worker.check_usable()
 
 
 def test_one_that_the_host_refuses_something_does_not_take_its_trainer_for_gone(tmp_path: Path) -> None:
-    """It would linger, and tell the other ranks; and nobody would be told why it has ended."""
+    """The worker exits and reports why. If it took its trainer for dead, it would linger and tell the other ranks."""
     worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
-    file = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)  # of no bytes, which cannot be mapped
+    file = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)  # an empty file, which cannot be mapped
     with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*Error"):
         worker.ask(messages.Adopt(), messages.Adopted, 30, "as the test wants", file)
     os.close(file)
@@ -643,7 +652,7 @@ def test_a_message_that_is_none_ends_the_worker(root: Path, monkeypatch: pytest.
             raise AttributeError("no such class")
 
         worker = checkpointer._engine.worker
-        with monkeypatch.context() as patched, contextlib.suppress(WorkerDiedError):  # or it is committed by then
+        with monkeypatch.context() as patched, contextlib.suppress(WorkerDiedError):  # or the save is committed by then
             patched.setattr(messages, "receive", fail)
             checkpointer.save(2, {"w": torch.ones(10)}).result(60)
         assert worker is not None and not worker.alive
@@ -653,7 +662,7 @@ def test_a_message_that_is_none_ends_the_worker(root: Path, monkeypatch: pytest.
 def test_one_that_cannot_be_killed_at_once_keeps_nobody(
     root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is in a call of storage that cannot be broken off: its socket stays open."""
+    """The worker is in a storage call that cannot be interrupted, and keeps its socket open."""
     monkeypatch.setattr(client_module, "_END_S", 0.1)
     with Checkpointer(root) as checkpointer:
         save = checkpointer.save(1, small_state())

@@ -1,4 +1,4 @@
-"""The worker's memory: how it is taken beside that of other workers."""
+"""The worker's memory, allocated beside that of other workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _store() -> Any:
 def test_one_worker_at_a_time_looks_what_there_is(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, store: SegmentStore
 ) -> None:
-    """Ranks of one host ask at the same moment, and what is there for one of them is not there for each."""
+    """Ranks of one host allocate at the same time. Memory that suffices for one rank may not suffice for all."""
     seen_by_others: list[tuple[bool, int]] = []
 
     def seen(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +47,8 @@ def test_one_worker_at_a_time_looks_what_there_is(
     monkeypatch.setattr(budget, "require", seen(budget.require))
     monkeypatch.setattr(Segment, "touch", seen(Segment.touch))
     store.allocate(3 * PAGE)
-    # While it looks nobody else does; while it takes others may, and count what it has still to take.
+    # No other worker may check the free memory at the same time. Others may check during the allocation, and subtract
+    # the announced bytes.
     assert seen_by_others == [(False, 0), (True, 3 * PAGE)]
     assert announced_bytes() == 0
 
@@ -91,7 +92,7 @@ def test_a_worker_that_is_stopped_meanwhile_does_not_keep_the_others(
 def test_two_that_ask_at_once_are_told_the_same(
     tmp_path: Path, store: SegmentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One comes while the checksums of what was never written are being made for the other."""
+    """The second request arrives while the first one computes the checksums of an unwritten image."""
     number = store._add(segment := Segment.create("test", 4 * PAGE))
     attempt = checkpoint_attempt(tmp_path, segment)
     attempt.discard()

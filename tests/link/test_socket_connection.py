@@ -1,4 +1,4 @@
-"""Connections of workers: descriptors that come beside messages have an owner from the first."""
+"""Connections of workers: each received descriptor has an owner from the first."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_none_comes(ends: tuple[SocketConnection, SocketConnection], says: bool)
         other.receive_descriptor()
 
 
-# Python closes it, and says so.
+# Python closes the file, and warns.
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_an_exception_at_any_instruction_loses_none(ends: tuple[SocketConnection, SocketConnection]) -> None:
     one, other = ends
@@ -62,7 +62,7 @@ def test_an_exception_at_any_instruction_loses_none(ends: tuple[SocketConnection
             other.socket.setblocking(False)
             while True:
                 try:
-                    other.receive_descriptor().close()  # what was sent, and not received
+                    other.receive_descriptor().close()  # descriptors that were sent, but not received
                 except BlockingIOError:
                     break
             other.socket.setblocking(True)
@@ -70,7 +70,7 @@ def test_an_exception_at_any_instruction_loses_none(ends: tuple[SocketConnection
         assert tried > 10
 
 
-# An exception in ``__del__`` is said, too.
+# Python warns of an exception in ``__del__`` too.
 @pytest.mark.filterwarnings("ignore:unclosed", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_at_any_instruction_leaves_no_connection() -> None:
     before = _descriptors()
@@ -88,7 +88,7 @@ def test_an_exception_at_any_instruction_leaves_no_half_message(
     ends: tuple[SocketConnection, SocketConnection],
 ) -> None:
     one, other = ends
-    other.socket.setblocking(False)  # all has been sent, or never is
+    other.socket.setblocking(False)  # a message is sent completely, or never
     large = b"x" * 20_000
     for tried, _ in enumerate(interrupted_everywhere(lambda: one.send_bytes(large), "connection.py")):
         one.send_bytes(b"next")
@@ -100,7 +100,7 @@ def test_an_exception_at_any_instruction_leaves_no_half_message(
 def test_ctrl_c_in_a_message_that_the_other_end_does_not_take(
     ends: tuple[SocketConnection, SocketConnection],
 ) -> None:
-    """It is longer than what the socket holds, and the worker is busy."""
+    """The message is longer than the socket's buffer, and the worker does not read."""
     one, other = ends
     large = b"x" * (4 << 20)
 
@@ -142,7 +142,7 @@ def test_whose_other_end_is_gone(ends: tuple[SocketConnection, SocketConnection]
 
 
 class _Refusing:
-    """A socket whose kernel refuses to send, ``times`` times."""
+    """A socket that refuses ``times`` sends with an error of the kernel."""
 
     def __init__(self, real: socket.socket, times: int) -> None:
         self._real, self._times = real, times

@@ -1,4 +1,4 @@
-"""The worker at an endpoint: its trainer, and its answers."""
+"""The worker at an endpoint: its answers, and whether its trainer is alive."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from asyncckpt.worker.endpoint_service import EndpointService, Trainer
 
 @contextlib.contextmanager
 def answering(trainer: int, answer: Callable[[Connection], None]) -> Iterator[str]:
-    """The name of an endpoint where that is answered."""
+    """Yield the name of an endpoint with this trainer and this answer."""
     endpoint = Endpoint(name := endpoint_name("job", 0), trainer)
     endpoint.listen(answer)
     try:
@@ -52,7 +52,7 @@ def answering(trainer: int, answer: Callable[[Connection], None]) -> Iterator[st
 
 
 def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its trainer is dead: it is nobody else's, however long it takes to say so."""
+    """The trainer is dead, so the new trainer waits until the busy worker notices."""
     monkeypatch.setattr(takeover, "_NOTICE_S", 0.0)
     with subprocess.Popen(["true"]) as trainer:
         pass
@@ -71,7 +71,7 @@ def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("has_trainer", [False, True])
 def test_nor_does_it_keep_memory_that_another_needs(monkeypatch: pytest.MonkeyPatch, has_trainer: bool) -> None:
-    """It is asked again until it knows that its trainer is dead; and no more than once where that lives."""
+    """A worker is asked until it notices its trainer's death. A worker with a live trainer is asked only once."""
     monkeypatch.setattr(takeover, "_NOTICE_S", 60.0)
     with subprocess.Popen(["true"]) as dead:
         pass
@@ -93,7 +93,7 @@ def test_nor_does_it_keep_memory_that_another_needs(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["it takes its time", "it is stopped"])
 def test_checksums_are_waited_for_as_long_as_it_answers(is_stopped: bool) -> None:
-    """To make those of an image may take minutes."""
+    """The checksums of an image may take minutes."""
     may_end = threading.Event()
 
     def answer(connection: Connection) -> None:
@@ -118,7 +118,10 @@ def test_checksums_are_waited_for_as_long_as_it_answers(is_stopped: bool) -> Non
 
 
 def test_nobody_is_killed_by_a_process_id_of_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a worker in another container the kernel returns 0. A signal to 0 would kill the own process group."""
+    """For a worker in another container the kernel returns process id 0.
+
+    A signal to 0 would kill the own process group.
+    """
     killed: list[int] = []
     may_end = threading.Event()
 
@@ -144,7 +147,7 @@ def test_nobody_is_killed_by_a_process_id_of_elsewhere(monkeypatch: pytest.Monke
 def test_what_other_ranks_save_too_is_waited_for_where_all_have_closed(
     tmp_path: Path, is_closed_in_order: bool
 ) -> None:
-    """Otherwise one of them may be lost."""
+    """If the trainer has not closed in order, another rank may be lost, and the save is not waited for."""
     with Segment.create("test", 4 * PAGE) as segment:
         request = replace(checkpoint_attempt(tmp_path, segment).request, world_size=2)
     store = SegmentStore()
@@ -161,7 +164,7 @@ def test_what_other_ranks_save_too_is_waited_for_where_all_have_closed(
 
 
 def test_one_that_could_start_no_thread_can_be_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the container has all the processes that it may have, for a moment."""
+    """For example, the container has reached its limit of processes for a moment."""
     start, refused = threading.Thread.start, threading.Event()
 
     def refuses(thread: threading.Thread) -> None:
@@ -183,7 +186,7 @@ def test_one_that_could_start_no_thread_can_be_found_later(monkeypatch: pytest.M
 
 
 def test_one_that_is_stopped_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its queue of connections is full, and it may hold the newest image."""
+    """The stopped worker's queue of connections is full, and the worker may hold the newest image."""
     monkeypatch.setattr(endpoint_module, "_BACKLOG", 1)
     monkeypatch.setattr(endpoint_module, "_CONNECT_S", 0.2)
     endpoint = Endpoint(name := endpoint_name("job", 0), os.getpid())
@@ -197,7 +200,7 @@ def test_one_that_is_stopped_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_worker_of_another_version_is_not_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer is of a class that is not there any more."""
+    """The answer has a class that does not exist in this version."""
     monkeypatch.setattr(takeover, "_NOTICE_S", 0.1)
 
     def answer(connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""What of a file is read, how, and to where."""
+"""Reads of a data file: which bytes, in which sizes, and into which memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nbytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The size of each read of a data file."""
+    """Record the size of each read of a data file."""
     counts: list[int] = []
     real = os.preadv
 
@@ -57,7 +57,7 @@ def test_a_partial_load_reads_what_it_needs(checkpoint: Path, nbytes_read: list[
     names = [f"small {number}" for number in range(100, 140)]
     load(state := {name: torch.zeros(2500) for name in names}, str(checkpoint))
     assert all((state[name] == float(name.split()[1])).all() for name in names)
-    stored = 40 * (2500 * 4 + 256)  # each with its header
+    stored = 40 * (2500 * 4 + 256)  # each tensor with its header
     assert 40 * 10_000 <= sum(nbytes_read) <= stored + 2 * PAGE * len(nbytes_read)
 
 
@@ -68,13 +68,14 @@ def test_all_is_read_once_and_a_piece_at_a_time(checkpoint: Path, nbytes_read: l
     assert all((state[f"small {number}"] == number).all() for number in range(2000))
     size = (checkpoint / "__0_0.distcp").stat().st_size
     assert sum(nbytes_read) <= size + 2 * PAGE * len(nbytes_read)
-    if state["large"].data_ptr() % 512:  # the least that a device may ask for, to be read in place
+    # 512 bytes is the smallest alignment that a device may require for direct reads.
+    if state["large"].data_ptr() % 512:
         assert max(nbytes_read) <= RUN_BYTES + 2 * PAGE
 
 
 @pytest.fixture
 def aligned() -> torch.Tensor:
-    """On a page."""
+    """Return a tensor that begins at a page."""
     return torch.frombuffer(mmap.mmap(-1, LARGE * 4), dtype=torch.float32)
 
 
@@ -102,7 +103,7 @@ def test_aligned_memory_is_read_in_place(
 def test_tensors_that_are_tied_only_where_they_are_loaded(
     tmp_path: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads write to the same memory: what is checked must be elsewhere."""
+    """Two threads write to the same memory, so the checksum must be computed from other memory."""
     monkeypatch.setattr(local_file, "memory_alignment", lambda fd: 512)
     with Engine() as engine:
         engine.save(tmp_path / "untied", {"a": torch.zeros(LARGE), "b": torch.ones(LARGE)}).result(60)
@@ -126,7 +127,7 @@ def test_direct_reads_that_are_refused_only_when_they_are_made(
 
 
 def test_an_index_that_means_harm(tmp_path: Path) -> None:
-    """Of a tensor it says more bytes than its dtype and shape have, all checksums in order."""
+    """The index gives a tensor more bytes than its dtype and shape have, with correct checksums."""
     with Engine() as engine:
         engine.save(tmp_path / "c", {"w": torch.ones(16)}).result(60)
     folder = str(tmp_path / "c")
@@ -158,7 +159,7 @@ def test_damage_in_what_was_read_in_place(
 
 
 def _rows(folder: Path, rows: int = 400) -> tuple[StoredFile, list[Item], torch.Tensor]:
-    """A file of short tensors, its items, and their values."""
+    """Return a file of short tensors, its items, and their values."""
     stored = torch.arange(rows * 1000, dtype=torch.int32).view(rows, 1000)
     data = bytes(PAGE) + stored.numpy().tobytes()
     data += bytes(-len(data) % PAGE)
@@ -207,7 +208,8 @@ def test_batches_are_read_ahead_and_the_last_one_of_tied_rows_wins(
         begun.clear()
         ahead.clear()
         requests = ReadRequests()
-        into = [torch.zeros(1000, 2, dtype=torch.int32)[:, 0] for _ in items]  # collected, as they are no rows
+        # Batched, because they are not contiguous.
+        into = [torch.zeros(1000, 2, dtype=torch.int32)[:, 0] for _ in items]
         both = torch.zeros(1000, dtype=torch.int32)
         for row, tensor in enumerate(into):
             requests.whole(both if tied and row in (5, 45) else tensor, items[row])
@@ -221,7 +223,7 @@ def test_batches_are_read_ahead_and_the_last_one_of_tied_rows_wins(
 
 
 def test_an_interrupted_read_waits_for_what_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever gave the memory takes it back then."""
+    """The caller may reuse the memory after the interrupt."""
     data = bytes(4 * RUN_BYTES)
     (tmp_path / "data").write_bytes(data)
     bounds = list(range(0, len(data) + 1, RUN_BYTES))

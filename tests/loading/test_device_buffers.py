@@ -1,4 +1,4 @@
-"""The buffers that loads to a device go through: whose turn it is, and what is waited for then."""
+"""The buffers of loads to a device: which buffer is next, and which transfer is waited for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICE = torch.device(TYPE, 0)
 
 
 def _sent(kind: MadeUpDevices, buffer: DeviceBuffer, done: list[str], name: str) -> None:
-    """Something is being sent from ``buffer``."""
+    """Queue a transfer from ``buffer`` that is not complete yet."""
     stream = kind.new_stream(DEVICE)
     stream.add(lambda: done.append(name))
     buffer._sent = {DEVICE: kind.record(stream)}

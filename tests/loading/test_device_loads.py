@@ -1,4 +1,4 @@
-"""Loads to a device: by way of pinned buffers in turns, from storage and from memory, straight and by DCP's planner."""
+"""Loads to a device through pinned buffers: from storage and from memory, directly and by DCP's planner."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("batches")
 @pytest.mark.parametrize("source", ["storage", "memory"])
 def test_all_of_a_state(device_type: str, root: Path, source: str) -> None:
-    """What the device has been given before comes before, and changes none of it."""
+    """Work that the device gets before the load runs first, and changes no loaded value."""
     assert alone(_save_and_die, str(root))[0] == 1
     state = _state(device_type)
     into = zeros_like(state)
@@ -68,7 +68,7 @@ def test_all_of_a_state(device_type: str, root: Path, source: str) -> None:
 
 @pytest.mark.usefixtures("batches")
 def test_by_dcp_s_planner(device_type: str, root: Path) -> None:
-    """Where it is stored in another form."""
+    """A tensor stored with another dtype is loaded by DCP's planner."""
     state = _state(device_type)
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, state).result(60)

@@ -1,4 +1,4 @@
-"""Loading directly and loading by DCP come to the same: the same values, warnings and errors."""
+"""Direct loads and loads by DCP give the same values, warnings and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Make = Callable[[], dict[str, Any]]
 
 
 class Kept:
-    """A ``Stateful`` value."""
+    """A ``Stateful`` value that records its calls."""
 
     def __init__(self) -> None:
         self.weight = torch.zeros(300)
@@ -154,7 +154,7 @@ WARNED = {"model", "parameters", "forms", "values", "part of a list", "sparse"}
 def outcome(
     make: Make, path: Path, caplog: pytest.LogCaptureFixture, **options: Any
 ) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """The state, the error and the log of one load."""
+    """Return the state, the error and the log of one load."""
     caplog.clear()
     state = make()
     kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -165,7 +165,7 @@ def outcome(
         causes = getattr(raised, "failures", {})
         text = "" if causes else str(raised)
         error = [type(raised), text, *(type(cause[0]) for cause in causes.values())]
-    assert all(state[key] is value for key, value in kept.items() if key != "step")  # in place
+    assert all(state[key] is value for key, value in kept.items() if key != "step")  # loaded in place
     return (
         state,
         error,
@@ -176,7 +176,7 @@ def outcome(
 def both(
     make: Make, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[bool, Any, list[Any], list[Any]]:
-    """Whether it was loaded directly, and what came of it, the same as by DCP."""
+    """Load directly and by DCP, and compare. Return whether the first load was direct, and its outcome."""
     went: list[bool] = []
 
     def draft(*args: Any) -> direct.DirectLoad | None:
@@ -238,7 +238,7 @@ def test_damage_is_the_same(
                 patch.setattr(reader, "draft", draft)
                 state, error, _ = outcome(make, checkpoint, caplog)
                 assert error and issubclass(error[0], CheckpointError) and repr(name) in error[1]
-                assert state["step"] == 0  # no value is replaced before all bytes around it are known to be good
+                assert state["step"] == 0  # values are replaced only after all bytes around them are checked
     finally:
         (checkpoint / "__0_0.distcp").write_bytes(whole)
 
@@ -256,7 +256,7 @@ def test_metadata_is_not_unpickled(checkpoint: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the plan of the next save is taken from there, too."""
+    """Each file is read once, although the next save takes its plan from these files too."""
     state = {"w": torch.arange(5.0), "step": 1}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state).result(60)
@@ -280,7 +280,7 @@ def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def _backward_after_loads(root: str) -> list[str]:
-    """What is said of a backward pass for each kind of tensor, after a direct load, one by DCP, and one of stock's."""
+    """Return the messages of backward passes after a direct load, DCP's load, and stock's load."""
     mesh, said = init_device_mesh("cpu", (1,)), []
     whole = torch.arange(1.0, 9.0)
     with Checkpointer(root) as checkpointer:
@@ -289,7 +289,7 @@ def _backward_after_loads(root: str) -> list[str]:
     for place, planner in ((path, None), (path, DefaultLoadPlanner()), (f"{root}-stock", None)):
         for make in (
             torch.zeros_like,
-            lambda its: torch.zeros(16)[::2],  # one that is no row of bytes
+            lambda its: torch.zeros(16)[::2],  # not contiguous
             lambda its: distribute_tensor(torch.zeros_like(its), mesh, [Shard(0)]),
         ):
             weight = make(whole).requires_grad_()
@@ -304,13 +304,13 @@ def _backward_after_loads(root: str) -> list[str]:
 
 
 def test_a_load_is_a_change_for_autograd(tmp_path: Path, forkserver: None) -> None:
-    """As copy_ is: gradients would be those of other values."""
+    """Autograd raises, as after ``copy_``, because gradients would belong to the old values."""
     (found,) = run(1, _backward_after_loads, str(tmp_path / "root"), folder=tmp_path)
     assert len(found) == 9 and all("modified by an inplace operation" in each for each in found), found
 
 
 class Watched(dict[str, Any]):
-    """A dict that notes what is set."""
+    """A dict that records the keys that are set."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -324,7 +324,7 @@ class Watched(dict[str, Any]):
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_a_dict_of_a_class_of_its_own_is_told_of_what_is_set(root: Path, stateful: bool) -> None:
-    """As by DCP, but for what is Stateful."""
+    """A direct load sets the same items as DCP, except for ``Stateful`` values."""
     values = {"foo": {"t": torch.ones(3), "list": [1, 2]}, "step": 3} | ({"kept": Kept()} if stateful else {})
     with Checkpointer(root) as checkpointer:
         path = checkpointer.save(1, values).result(60)

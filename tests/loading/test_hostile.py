@@ -1,4 +1,4 @@
-"""Checkpoints that are made to keep a reader busy for ever, or to have it read elsewhere, are refused at once."""
+"""Hostile checkpoints, which would hang a reader or make it read other files, are refused at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DATA, INDEX, MANIFEST = "__0_0.distcp", "__0_0.index.json", "asyncckpt.json"
 
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[None]:
-    """Whoever hangs is woken up."""
+    """Interrupt a test that hangs."""
 
     def wake(signum: int, frame: FrameType | None) -> None:
         raise TimeoutError("it hangs")
@@ -50,13 +50,13 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def step(good: Path, root: Path) -> Path:
-    """Of a root of its own, which holds nothing else."""
+    """Return the only step of a new root."""
     shutil.copytree(good, step := root / "step-00000001")
     return step
 
 
 def rewrite(step: Path, files: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change what the manifest says of files; it stays whole."""
+    """Change the manifest's facts about files, and keep the manifest valid."""
     manifest = Manifest.parse((step / MANIFEST).read_bytes(), "")
     changed = vars(manifest) | {"files": files({name: dict(facts) for name, facts in manifest.files.items()})}
     (step / MANIFEST).write_bytes(Manifest(**changed).encode())
@@ -69,7 +69,7 @@ def replace(step: Path, name: str, text: bytes) -> None:
 
 
 def check(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All who read it say that it is damaged, and none hangs, or raises anything else."""
+    """Check that every reader reports damage, and that no reader hangs or raises another error."""
     for command in ("verify", "inspect"):
         assert cli.main([command, str(step)]) == 1
     cli.main(["ls", str(step.parent)])
@@ -92,9 +92,11 @@ def test_what_is_no_file(step: Path, capsys: pytest.CaptureFixture[str], name: s
     else:
         (step / name).mkdir()
     assert size
-    if name != MANIFEST:  # of the size that the manifest says
+    # The manifest states the size of this file.
+    if name != MANIFEST:
         rewrite(step, lambda files: files | {name: files[name] | {"bytes": (step / name).stat().st_size}})
-    if name == ".metadata":  # which is not read where our own indexes have everything
+    # Readers skip this file if our own indexes are complete.
+    if name == ".metadata":
         assert cli.main(["verify", str(step)]) == 1
     else:
         check(step, capsys)
@@ -157,7 +159,7 @@ def test_what_a_manifest_says_of_a_file(step: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("to", ["../secret.distcp", "/dev/zero", "fifo"])
 def test_dcps_metadata_names_files_of_its_folder_alone(tmp_path: Path, to: str) -> None:
-    """Of a checkpoint that stock DCP wrote."""
+    """A checkpoint of stock DCP."""
     state_dict_saver.save({"w": torch.arange(5000.0)}, checkpoint_id=tmp_path / "it", no_dist=True)
     shutil.copy(tmp_path / "it" / DATA, tmp_path / "secret.distcp")
     os.mkfifo(tmp_path / "it" / "fifo")
@@ -269,7 +271,7 @@ def test_dcps_metadata_is_made_of_its_classes(tmp_path: Path, capsys: pytest.Cap
 
 
 def _refused(folder: Path, metadata: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """By all who read what stock DCP wrote."""
+    """Check that every reader of stock DCP's checkpoints refuses."""
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     for command in ("inspect", "verify"):
         assert cli.main([command, str(folder)]) == 1

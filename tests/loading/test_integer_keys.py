@@ -1,4 +1,4 @@
-"""Keys of dicts keep their types: what is loaded stands under the keys that the caller's state has."""
+"""Dict keys keep their types: values are loaded under the keys of the caller's state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _milestones() -> dict[str, Any]:
 
 
 def _steps_of_an_optimizer(value: int) -> dict[str, Any]:
-    """As an optimizer of one's own has it: numbers beside tensors, under the numbers of the parameters."""
+    """Return the state of a custom optimizer: numbers beside tensors, by the number of each parameter."""
     state = {number: {"step": value + number, "exp_avg": torch.full((3,), float(value))} for number in range(2)}
     return {"optimizer": {"state": state, "param_groups": [{"lr": 0.1 * value, "params": [0, 1]}]}}
 
@@ -42,7 +42,7 @@ def test_numbers_under_integer_keys_are_restored(
         assert [state[number]["step"] for number in state] == [7, 8]
         assert into["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.7)
         assert torch.equal(state[1]["exp_avg"], torch.full((3,), 7.0))
-        checkpointer.save(2, into).result(60)  # and it can be saved again
+        checkpointer.save(2, into).result(60)  # the loaded state can be saved
 
 
 def test_milestones_of_a_schedule(root: Path) -> None:

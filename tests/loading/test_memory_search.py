@@ -1,4 +1,4 @@
-"""What is held is asked of all workers on a host."""
+"""The search for images asks all workers on a host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncckpt.loading import memory_source as memory_search
 
 
 def test_workers_are_asked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that are stopped each takes its time to give no answer."""
+    """A stopped worker answers only by its timeout, so all workers are asked at the same time."""
     all_asked = threading.Barrier(12)
 
     def connect(endpoint: str) -> None:

@@ -1,4 +1,4 @@
-"""What cannot be loaded as it is asked for is refused by an error of ours, an ``Exception`` that names it."""
+"""A value that does not fit the checkpoint raises one of our errors, an ``Exception`` that names the value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Gone:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint ``ours``, and the same by DCP, ``stock``."""
+    """Save the same state as ``ours`` and, by DCP, as ``stock``."""
     folder = tmp_path_factory.mktemp("misfits")
     state = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3), "gone": Gone(), "step": 7}
     with Engine() as engine, warnings.catch_warnings():
@@ -68,7 +68,7 @@ def test_what_a_tensor_cannot_be_loaded_into_is_named(case: str, written: str, f
 
 @pytest.mark.parametrize("written", ["ours", "stock"])
 def test_of_names_that_are_missing_those_that_are_there_are_told(written: str, tmp_path: Path) -> None:
-    """As of a model that was saved within DDP, and is evaluated without."""
+    """For example, a model is saved within DDP, and evaluated without DDP."""
     place, state = tmp_path / "at", {"model": {"module": {"weight": torch.ones(3)}}, "other": 1}
     with Engine() as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -81,7 +81,7 @@ def test_of_names_that_are_missing_those_that_are_there_are_told(written: str, t
 
 
 class _Grown(torch.nn.Module):
-    """Of the layers that are stored one, and a new one."""
+    """A model with one stored layer and one new layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class _Grown(torch.nn.Module):
 
 @pytest.fixture(params=["ours", "stock"])
 def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The checkpoint of a model that has another layer."""
+    """Save a model with a layer that the loading model does not have."""
     model = torch.nn.Module()
     model.kept, model.old = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
     for parameter in model.parameters():
@@ -124,7 +124,7 @@ def test_a_load_that_is_not_strict_still_wants_shapes_that_fit(trained: Path) ->
 
 
 def test_all_that_is_not_asked_for_is_told(trained: Path) -> None:
-    """Also of a strict load, if nothing is missing."""
+    """A strict load reports unexpected names too, if no name is missing."""
     found = asyncckpt.load({"optimizer": {"lr": 0.0}}, checkpoint_id=trained)
     names = [f"model.{layer}.{each}" for layer in ("kept", "old") for each in ("bias", "weight")]
     assert found.missing == () and found.unexpected == (*names, "step")
@@ -256,7 +256,7 @@ OUT_OF_RANGE = [
 def test_values_out_of_range_are_counted(
     written: str, planned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Infinity that stays infinity is none, nor is a number that is rounded to the largest one."""
+    """Neither infinity that stays infinity nor a number that is rounded to the largest value is counted."""
     path = tmp_path / "at"
     with Engine() as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""The bar on the terminal, while a checkpoint is loaded or verified."""
+"""The progress bar on the terminal during a load or a verification."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 
 
 class Gone(Terminal):
-    """A terminal that is there for some ``writes``."""
+    """A terminal that fails after ``writes`` writes."""
 
     def __init__(self, writes: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ Endpoints = list[tuple[float, float | None]]
 
 @pytest.fixture(autouse=True)
 def drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each time: these loads are short."""
+    """Draw the bar without delay at every update, because these loads are short."""
     monkeypatch.setattr(bar.Bar, "__init__", partialmethod(bar.Bar.__init__, mininterval=0))
     monkeypatch.setattr(reader, "_LONG_S", NO_DELAY)
     monkeypatch.setattr(verification, "Progress", partial(progress.Progress, delay=NO_DELAY))
@@ -55,7 +55,7 @@ def drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Endpoints:
-    """How far each bar was when it went, and of how much."""
+    """Record the count and the total of each bar at its end."""
     ends: Endpoints = []
     real = bar.Bar.close
 
@@ -139,7 +139,7 @@ def test_it_can_be_switched_off(
 def test_a_terminal_that_fails_does_no_harm(writes: int, saved: Path, state: dict[str, Any], ends: Endpoints) -> None:
     _load(saved, state, Gone(writes))
     ends.clear()
-    _load(saved, state, terminal := Terminal())  # with a bar: what failed holds no lock
+    _load(saved, state, terminal := Terminal())  # draws a bar, because the failed bar holds no lock
     ((done, total),) = ends
     assert done == total and "loading" in terminal.getvalue()
 

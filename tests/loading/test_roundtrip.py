@@ -1,4 +1,4 @@
-"""Everything DCP can save is saved, and stock DCP reads it, in a process that never imports asyncckpt."""
+"""All states that DCP can save are saved, and stock DCP reads them in a process that never imports asyncckpt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncckpt.config import Config
 from asyncckpt.errors import UntrustedValueError
 from asyncckpt.extension import Engine, load
 
-pytestmark = pytest.mark.timeout(600)  # some load a great many
+pytestmark = pytest.mark.timeout(600)  # some tests load many checkpoints
 
 STOCK = """
 import sys, warnings
@@ -40,7 +40,7 @@ for line in sys.stdin:
 
 
 class StockReader:
-    """A process with torch and nothing of ours."""
+    """A process that imports torch, and not asyncckpt."""
 
     def __init__(self) -> None:
         self._start()
@@ -59,7 +59,10 @@ class StockReader:
             return torch.load(f"{folder}/out", weights_only=False)
 
     def _ask(self, question: str) -> str:
-        """What it answers. An answer that comes when nobody waits any more must not be that to another question."""
+        """Return the process's answer.
+
+        After an interrupted wait the process is replaced, so that a late answer never belongs to the next question.
+        """
         assert self._process.stdin and self._process.stdout
         answer = ""
         try:
@@ -94,7 +97,7 @@ def check(engine: Engine, stock: StockReader, state: dict[str, Any], folder: Pat
 
 
 def torch_copy(state: Any) -> Any:
-    """A deep copy, whatever is in it; mappings that hold nothing are not stored by DCP, and not in the copy."""
+    """Copy a state deeply. Empty mappings are left out, because DCP does not store them."""
     if isinstance(state, dict):
         return {key: torch_copy(value) for key, value in state.items()}
     if isinstance(state, list):
@@ -119,7 +122,7 @@ DTYPES = [
 
 
 def filled(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Bytes of any value: what is stored are bytes, not numbers."""
+    """Return a tensor of random bytes, because any byte value must survive."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         raw = tensor.reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What is damaged in a file that checkpoints share is said of all of them, and the file is not shared any further."""
+"""Damage in a data file that checkpoints share is reported for each of them, and later saves stop sharing the file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _state() -> dict[str, Any]:
 
 @pytest.fixture
 def shared(root: Path) -> Path:
-    """Three steps with the same data file, and one with another of the same bytes."""
+    """Save three steps that share a data file, and a fourth with its own copy of the same bytes."""
     with Checkpointer(root) as checkpointer:
         for step in (1, 2, 3, 4):
             checkpointer.save(step, _state()).result(60)
@@ -53,7 +53,7 @@ def test_who_shares_a_file(shared: Path) -> None:
     assert sharing(str(shared / ALL[1]), DATA) == [ALL[0], ALL[2]]
     assert sharing(str(shared / "step-00000004"), DATA) == []
     assert sharing(str(shared / ALL[1]), "__0_0.index.json") == sharing(str(shared / ALL[1]), "none") == []
-    (shared / ALL[2]).rename(shared / f".{ALL[2]}.0.trash")  # is being removed
+    (shared / ALL[2]).rename(shared / f".{ALL[2]}.0.trash")  # a removal in progress
     (shared / ALL[0]).rename(shared / f"{ALL[0]}.damaged-1")
     assert sharing(str(shared / ALL[1]), DATA) == [f"{ALL[0]}.damaged-1"]
 
@@ -77,7 +77,7 @@ def test_a_shared_file_is_read_once(shared: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_another_index_says_of_a_shared_file_is_checked(shared: Path) -> None:
-    """Two checkpoints of the same file may expect other bytes of it: of one of them it is damaged."""
+    """Two checkpoints may expect different bytes in one file. The file is damaged for only one of them."""
     with Checkpointer(shared) as checkpointer:
         checkpointer.save(5, {**_state(), "b": torch.ones(10)}).result(60)
     other = shared / "step-00000005" / DATA
@@ -100,7 +100,7 @@ def test_verify_names_all_that_have_a_damaged_file(shared: Path, capsys: pytest.
         others = ", ".join(each for each in ALL if each != name)
         assert line.startswith(f"{shared / name / DATA}: the bytes {damaged.at} to")
         assert line.endswith(f"'w'; this file is shared with {others}: they are damaged, too; save again")
-    # One alone, and several, as they are given.
+    # First one checkpoint alone, then several in the given order.
     assert cli.main(["verify", str(shared / ALL[1]), str(shared / ALL[0])]) == 1
     assert capsys.readouterr().out.count(f"is shared with {ALL[0]}, {ALL[2]}: they are damaged") == 1
     shutil.rmtree(shared / ALL[2])
@@ -134,7 +134,7 @@ def test_a_load_names_all_that_have_a_damaged_file(shared: Path, monkeypatch: py
 
 @pytest.mark.parametrize("command", ["verify", "load", "export"])
 def test_a_damaged_file_is_not_taken_over_by_later_saves(shared: Path, tmp_path: Path, command: str) -> None:
-    """Whoever writes looks at its time."""
+    """Damage sets the file's modification time, and the next save compares that time."""
     file = shared / ALL[1] / DATA
     flip(file, _item(shared / ALL[1], "w").payload_at + 50)
     os.utime(file, (1e9, 1e9))
@@ -166,7 +166,7 @@ def test_who_may_not_change_a_file_says_what_is_damaged(shared: Path, monkeypatc
 
 
 def test_storage_that_is_not_readable_beside_it(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The damage is said, whatever cannot be seen of the others."""
+    """The damage is reported even if the other checkpoints cannot be read."""
     flip(shared / ALL[0] / DATA, _item(shared / ALL[0], "w").payload_at + 50)
     (shared / "step-00000004" / DATA).unlink()
     (shared / "step-00000004" / DATA).symlink_to(DATA)  # a loop
@@ -188,7 +188,7 @@ def test_files_of_sets_in_folders_of_their_own(tmp_path: Path) -> None:
 
 
 def test_what_is_damaged_in_memory_says_nothing_of_storage(shared: Path) -> None:
-    """Only files of storage are looked for."""
+    """Only an error in a file of storage names the checkpoints that share the file."""
     error = DamagedCheckpointError("damaged", path=str(shared / ALL[0] / DATA))
     assert ChecksummedFile.explained(None, error) is error  # type: ignore[arg-type]
     assert StoredFile.explained is not ChecksummedFile.explained
@@ -203,4 +203,4 @@ def test_identity(tmp_path: Path) -> None:
     assert a == b and a is not None and c is not None
     assert (a.links, c.links) == (2, 1) and a.inode != c.inode and a.allocated >= 10_000
     assert storage.identity(str(tmp_path / "d")) is None
-    storage.distrust(str(tmp_path / "d"))  # nothing is raised
+    storage.distrust(str(tmp_path / "d"))  # raises nothing

@@ -1,4 +1,4 @@
-"""Tensors that are one where they are loaded to: whole, whatever was stored under their names."""
+"""Loads into tensors that share memory give whole values, whether or not the stored tensors were tied."""
 
 from __future__ import annotations
 

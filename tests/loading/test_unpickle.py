@@ -1,4 +1,4 @@
-"""A checkpoint cannot run code, and a stranger cannot get in."""
+"""A checkpoint cannot run code, and strangers get no access."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ METADATA = "torch.distributed.checkpoint.metadata"
 
 
 class Attack:
-    """Unpickled, it makes a file."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -46,7 +46,7 @@ class Attack:
 
 
 def _forge_metadata(folder: Path, data: bytes) -> None:
-    """With all checksums right, as somebody does who may write there."""
+    """Replace the metadata and correct all checksums, like an attacker with write access."""
     (folder / METADATA_NAME).write_bytes(data)
     name = folder / MANIFEST_NAME
     manifest = Manifest.parse(name.read_bytes(), str(name))
@@ -56,7 +56,7 @@ def _forge_metadata(folder: Path, data: bytes) -> None:
 
 @pytest.fixture
 def by_dcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads go through DCP, for which its ``.metadata`` is unpickled."""
+    """Load through DCP, which unpickles ``.metadata``."""
     monkeypatch.setattr(reader, "draft", lambda *_: None)
 
 
@@ -93,7 +93,7 @@ def test_nor_by_names_that_sound_harmless(tmp_path: Path, by_dcp: None, name: st
     _forge_metadata(folder, f"c{module}\n{attribute}\n.".encode())
     with pytest.raises(UntrustedValueError, match=name):
         load(zeros_like(state), str(folder))
-    # A dotted name would lead out of a module that is trusted.
+    # A dotted name would lead out of a trusted module.
     _forge_metadata(folder, b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x06os.sys\x93.")
     with pytest.raises(UntrustedValueError):
         load(zeros_like(state), str(folder))
@@ -101,7 +101,7 @@ def test_nor_by_names_that_sound_harmless(tmp_path: Path, by_dcp: None, name: st
 
 @pytest.mark.parametrize("end", [b".", b"\xff"], ids=["whole", "and ends in garbage"])
 def test_nor_does_it_change_classes(tmp_path: Path, by_dcp: None, end: bytes) -> None:
-    """With the opcode that sets the state of an object, on a class: so a dataclass could be made to run text."""
+    """The BUILD opcode, which sets an object's state, is applied to a class. A dataclass could then run text."""
     folder = tmp_path / "a"
     with Engine() as engine:
         engine.save(folder, state := small_state()).result(60)
@@ -151,7 +151,7 @@ def test_what_the_caller_allows_stays_allowed(tmp_path: Path) -> None:
 
 
 def test_loads_on_two_threads_allow_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one begins and ends while the other is about to unpickle."""
+    """One load begins and ends while the other load is about to unpickle."""
     asyncckpt.save({"known": range(3)}, checkpoint_id=(path := str(tmp_path / "a")))
     before, unpickle = torch.serialization.get_safe_globals(), torch.load
     into: list[dict[str, Any]] = [{"known": None}, {"known": None}]
@@ -170,7 +170,7 @@ def test_loads_on_two_threads_allow_the_same(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 @pytest.mark.parametrize("written", [asyncckpt.save, state_dict_saver.save])
 def test_nor_does_a_value_for_a_planner_of_dcps(written: Callable[..., Any], tmp_path: Path) -> None:
-    """Which unpickles whatever it is given, and is how part of a checkpoint is loaded."""
+    """DCP's planner unpickles each value, and is used for partial loads."""
     proof = tmp_path / "proof"
     written({"innocent": Attack(proof), "known": range(3), "w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
     if proof.exists():
@@ -190,7 +190,7 @@ def test_nor_does_a_value_for_a_planner_of_dcps(written: Callable[..., Any], tmp
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 @pytest.mark.parametrize("reader_of", [lambda folder: None, FileSystemReader])
 def test_metadata_of_each_rank_runs_nothing(reader_of: Callable[[Path], Any], tmp_path: Path) -> None:
-    """Which newer torch looks for where there is no other."""
+    """Newer torch looks for the metadata of each rank if the common metadata is missing."""
     folder, proof = tmp_path / "a", tmp_path / "proof"
     state_dict_saver.save({"w": torch.ones(2)}, checkpoint_id=folder)
     (folder / METADATA_NAME).rename(own := folder / "__0.metadata")
@@ -245,7 +245,7 @@ def test_usual_states_are_harmless(root: Path) -> None:
     ids=["positive", "negative", "in a list", "in a dict"],
 )
 def test_large_integers_are_harmless(root: Path, value: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Torch itself refuses those of more than 2,040 bits."""
+    """Torch's own unpickler refuses integers of more than 2,040 bits."""
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, {"value": value}).result(60)
         checkpointer.load(into := zeros_like({"value": value}))
@@ -276,7 +276,7 @@ def test_files_are_as_the_umask_says(root: Path) -> None:
 def test_metadata_of_an_early_torch_is_trusted(tmp_path: Path) -> None:
     state = {"a": torch.ones(2, 3)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+        warnings.simplefilter("ignore")  # DCP warns if there is only one process
         metadata = state_dict_saver.save(state, checkpoint_id=tmp_path / "stock")
     metadata.state_dict_metadata["a"].properties = sharded_metadata.TensorProperties(torch.float32)
     (tmp_path / "stock" / METADATA_NAME).write_bytes(pickle.dumps(metadata))
@@ -286,7 +286,7 @@ def test_metadata_of_an_early_torch_is_trusted(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_metadata_of_python_3_11_2_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the plans of Megatron-LM in it, with members of another enum."""
+    """Megatron-LM's plans with members of another enum are trusted too."""
     state = {"a": torch.ones(2, 3), "b": (1, 2)}
     metadata = state_dict_saver.save(state, checkpoint_id=tmp_path / "stock")
     pickle_enums_as_early_3_11(monkeypatch)

@@ -1,4 +1,4 @@
-"""A flipped or missing byte anywhere is found, by ``verify`` and by ``load``, which name the file and the tensor."""
+"""``verify`` and ``load`` find a flipped or missing byte anywhere, and name the file and the tensor."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_flipped_byte_is_found(good: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(FILES))
     size = (good / name).stat().st_size
     offset = data.draw(st.integers(0, size - 1))
-    # With another number there it is of another format.
+    # Another digit at this place makes another format version.
     assume(name != MANIFEST_NAME or offset != (good / name).read_bytes().index(b"5"))
     mask = data.draw(st.integers(1, 255))
     _flip(good / name, offset, mask)
@@ -101,7 +101,7 @@ def test_a_file_of_another_size_is_found(good: Path, tmp_path: Path, name: str, 
     assert damages
     state = zeros_like(_state())
     if (name, damage) == ("asyncckpt.json", "missing"):
-        return  # what is left is a plain checkpoint of DCP's, and loads as one
+        return  # without its manifest this is a plain DCP checkpoint, which loads
     with pytest.raises(CheckpointError) as caught:
         reader.load(state, str(copy))
     assert name in str(caught.value)
@@ -126,7 +126,7 @@ def test_without_verification_damage_loads(good: Path, tmp_path: Path) -> None:
     _flip(copy / "__0_0.distcp", item.payload_at, 1)
     reader.load(zeros_like(_state()), str(copy), verify=False)
     part = {"layer.4": torch.zeros(37, 5)}
-    reader.load(part, str(copy))  # what is not damaged loads
+    reader.load(part, str(copy))  # undamaged tensors load
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -192,5 +192,5 @@ def test_an_older_one_is_loaded_when_that_is_asked_for(root: Path, how: str, cap
         _flip(data, data.stat().st_size // 2, 1)
         with pytest.raises(DamagedCheckpointError, match="step-00000001"):
             checkpointer.load(into, fallback=True)
-        with pytest.raises(MismatchError):  # not the checkpoint's fault
+        with pytest.raises(MismatchError):  # an error of the caller, not of the checkpoint
             checkpointer.load({"v": torch.zeros(3)}, 1, fallback=True)

@@ -1,4 +1,4 @@
-"""A checkpoint that stands where it does not belong is never loaded as another, and none is passed over in silence."""
+"""A checkpoint at a wrong place is never loaded as another checkpoint, and is never skipped silently."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _state(value: float = 0.0) -> dict[str, Any]:
 
 @pytest.fixture
 def saved(root: Path) -> Path:
-    """A root with the steps 1, 2 and 3, and no worker any more."""
+    """Save steps 1, 2 and 3, and close the worker."""
     with Checkpointer(root) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, _state(step)).result(60)
@@ -129,7 +129,7 @@ def test_what_may_not_be_looked_at_is_not_taken_for_absent(
 
 
 def test_a_trainer_that_is_always_saving_keeps_no_reader_waiting(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But one that was killed is waited for, whose worker may write some more."""
+    """Readers wait for the attempt of a killed trainer, because its worker may still write."""
     numbers = itertools.count()
     storage = storage_for(str(root))
     monkeypatch.setattr(type(storage), "attempts_under_way", lambda *_: [f".step-{next(numbers)}.partial"])
@@ -141,7 +141,7 @@ def test_a_trainer_that_is_always_saving_keeps_no_reader_waiting(root: Path, mon
 
 
 def test_a_data_file_of_another_structure_is_refused(root: Path) -> None:
-    """As a mixture of ranks was: of the same shapes, and all its checksums are good."""
+    """The data file has the same shapes and correct checksums, as after mixing up ranks."""
     for number, name in enumerate(["one", "other"]):
         with Checkpointer(root / str(number)) as checkpointer:
             checkpointer.save(1, {name: torch.ones(100)}).result(60)
@@ -180,13 +180,13 @@ def test_one_that_has_lost_its_manifest_is_not_taken_for_stock_dcps(
 
 
 def _begin_to_join(folder: Path, other: Path) -> None:
-    """As a save of ours that joins what is there."""
+    """Simulate the begin of our save into an existing checkpoint's folder."""
     (folder / METADATA_NAME).unlink()
     (other / data_name(0)).rename(folder / data_name(0))
 
 
 def _write_half(folder: Path, other: Path) -> None:
-    """As DCP, which writes over what is there."""
+    """Simulate DCP, which overwrites existing files."""
     data = (other / data_name(0)).read_bytes()
     with open(folder / data_name(0), "r+b") as file:
         file.write(data[: len(data) // 2])
@@ -197,7 +197,7 @@ def _write_half(folder: Path, other: Path) -> None:
 def test_stock_dcps_that_is_replaced_while_it_is_read_is_refused(
     replaced: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes of the other stand where those of the one did: nothing else would tell them."""
+    """The new bytes stand at the offsets of the old bytes, so that no other check would notice."""
     folder, other = tmp_path / "it", tmp_path / "other"
     for place, value in ((folder, 1.0), (other, 2.0)):
         state_dict_saver.save({name: torch.full((1000,), value) for name in "ab"}, checkpoint_id=place)
@@ -215,7 +215,7 @@ def test_stock_dcps_that_is_replaced_while_it_is_read_is_refused(
 def test_what_replaces_a_checkpoint_is_no_part_of_what_is_held_of_it(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two ranks one is in memory; what the other has saved is in storage, where the step is just saved again."""
+    """One rank's image is in memory. The other rank's files are in storage, where a new save replaces the step."""
     path = str(_folder(saved, 3))
     with Checkpointer(again := tmp_path / "again") as checkpointer:
         checkpointer.save(3, _state(30)).result(60)
@@ -241,7 +241,7 @@ def test_what_replaces_a_checkpoint_is_no_part_of_what_is_held_of_it(
 def test_a_step_that_is_saved_again_while_it_is_loaded_is_not_damaged(
     fallback: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a training that went back, while another process loads the newest: that is good, and keeps its name."""
+    """The training goes back and replaces the step while another process loads it. The new step is good, and stays."""
     with Checkpointer(again := tmp_path / "again") as checkpointer:
         checkpointer.save(3, _state(30.0)).result(60)
     open_file = StorageSource.open
@@ -277,7 +277,7 @@ def test_one_that_is_replaced_while_it_is_checked_is_not_damaged(
 
 @pytest.mark.parametrize("fallback", [False, True])
 def test_the_newest_is_removed_while_it_is_loaded(fallback: bool, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the training whose newest it was, where nothing keeps retention from it, as on an object store."""
+    """The training removes the step during the load. No lock prevents this, as on an object store."""
     _folder(saved, 3).rename(newer := saved / "newer")
     open_file = StorageSource.open
 

@@ -1,4 +1,4 @@
-"""DCP's own planner, as plans are made by it."""
+"""Test DCP's own planner as asyncckpt uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncckpt.planning.metadata import kept_items
 
 
 def _local_plan(rank: int, shared: int) -> SavePlan:
-    """Some values that each rank has alone, and ``shared`` ones, between them, that all have."""
+    """Plan some values of this rank alone, mixed with ``shared`` values that all ranks have."""
     planner = DefaultSavePlanner()
     state = {f"{rank}.{number}": torch.zeros(number + 1) for number in range(3)}
     both = {f"shared.{number}": torch.zeros(5) for number in range(shared)} | {"step": 3, "none": torch.zeros(0)}

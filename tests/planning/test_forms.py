@@ -1,4 +1,4 @@
-"""Forms of tensors: what is compiled and what takes its place find the same."""
+"""Test forms of tensors: the compiled code and its fallback find the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_same_forms_are_the_same() -> None:
     known = Forms(_some())
     assert known.are_those_of(_some()) and known.are_those_of(tuple(_some()))
     others = _some()
-    others[0] = torch.zeros(4, 3).t()  # how it lies in memory is no part of it
+    others[0] = torch.zeros(4, 3).t()  # the strides are no part of a form
     assert known.are_those_of(others)
 
 
@@ -63,11 +63,11 @@ def test_what_differs_is_seen(change: Callable[[list[torch.Tensor]], object]) ->
     known, others = Forms(_some()), _some()
     change(others)
     assert not known.are_those_of(others)
-    assert known.are_those_of(_some())  # and no exception is left behind
+    assert known.are_those_of(_some())  # no exception is left behind
 
 
 def _part() -> torch.Tensor:
-    """A plain tensor that says that it is a part of a larger one."""
+    """Return a plain tensor that claims to be a part of a larger one."""
     part: Any = torch.zeros(3, 4)
     part.global_offsets = part.global_shape = part.local_offsets = part.local_sizes = (0, 0)
     whole: torch.Tensor = part
@@ -79,7 +79,7 @@ def test_what_becomes_a_part_or_a_whole_is_seen() -> None:
     wholes, parts = [torch.zeros(3, 4), torch.zeros(3, 4)], [torch.zeros(3, 4), _part()]
     assert not Forms(wholes).are_those_of(parts) and not Forms(parts).are_those_of(wholes)
     assert Forms(parts).are_those_of([torch.zeros(3, 4), _part()]) and not Forms(parts).are_those_of(parts[::-1])
-    wholes[1].global_offsets = (0, 0)  # type: ignore[attr-defined]  # that alone says nothing
+    wholes[1].global_offsets = (0, 0)  # type: ignore[attr-defined]  # this alone does not mark a part
     assert Forms(wholes).are_those_of(wholes)
 
 
@@ -158,7 +158,7 @@ def _negative(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (0,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.complex128])
 def test_what_is_plain_no_more_is_seen_at_the_same_address(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Also where it is the same object."""
+    """The change is seen even if the tensor is the same object."""
     tensor, other = torch.ones(shape, dtype=dtype), torch.zeros(3)
     tensors = [other, tensor, other]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""DCP's ``.metadata``, as we pickle it."""
+"""Test the pickles of DCP's ``.metadata``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncckpt.planning.metadata import pickle_metadata
 
 
 def test_equal_sizes_stand_once() -> None:
-    """And nothing else that somebody could change."""
+    """Mutable objects are not shared."""
 
     def tensor() -> TensorStorageMetadata:
         chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([2, 3])) for row in (0, 2)]
@@ -44,7 +44,7 @@ def test_equal_sizes_stand_once() -> None:
 
 
 def test_names_stand_once() -> None:
-    """Also where ranks have sent them, each its own object."""
+    """Names from other ranks are objects of their own, but are stored once too."""
 
     def other(text: str) -> str:
         return text.encode().decode()
@@ -73,7 +73,7 @@ def test_without_anything() -> None:
 
 
 def test_attributes_of_others_are_kept() -> None:
-    """Megatron-LM notes the plans of all ranks there, which have some of the same objects."""
+    """Megatron-LM stores the plans of all ranks there, and these plans share objects."""
     index = MetadataIndex("a", [0], 0)
     metadata = Metadata({"a": BytesStorageMetadata()}, storage_data={index: _StorageInfo("__0_0.distcp", 0, 9)})
     plans = [SavePlan([WriteItem(index, WriteItemType.BYTE_IO)] * 2, planner_data={"a": ("a",)})] * 2

@@ -1,4 +1,4 @@
-"""Values beside the tensors: pickled, with room behind them, and never committed if they cannot be unpickled."""
+"""Test values other than tensors: they are pickled with spare room, and refused if they cannot be unpickled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncckpt.planning.structure import StructureChanged
 
 
 class Mean:
-    """Computes from a tensor while it is unpickled."""
+    """An object that computes from a tensor while it is unpickled."""
 
     def __init__(self, total: torch.Tensor, count: int) -> None:
         self.total, self.count, self.mean = total, count, total / count
@@ -36,7 +36,7 @@ class Mean:
 
 
 class Table:
-    """Is rebuilt by a function, from a tensor."""
+    """An object that a function rebuilds from a tensor."""
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts
@@ -107,7 +107,7 @@ def test_a_warning_of_values_that_a_load_refuses_says_whose_they_are(
 
 
 class Lost:
-    """Pickles, and does not unpickle."""
+    """An object that pickles, but does not unpickle."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -127,7 +127,7 @@ def test_what_does_not_unpickle_is_refused_at_its_first_save(root: Path) -> None
 
 
 class Planner(DefaultSavePlanner):
-    """Plans as DCP's, and pickles objects itself."""
+    """A planner that plans like DCP's, and pickles objects itself."""
 
 
 def test_what_a_planner_pickled_and_does_not_unpickle_is_refused(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_what_a_planner_pickled_and_does_not_unpickle_is_refused(tmp_path: Path)
 
 @pytest.mark.parametrize("of_planner", [False, True])
 def test_an_archive_fits_whatever_room_there_is_for_it(of_planner: bool) -> None:
-    """Torch and Python read it, with zeros before its directory."""
+    """Torch and Python read the archive. Zeros before its directory fill the room."""
     tensor = torch.arange(1000.0)
     torch.save((tensor, 1), buffer := io.BytesIO())
     value: Any = Raw(buffer.getvalue()) if of_planner else (tensor, 1)
@@ -160,7 +160,7 @@ def test_an_archive_fits_whatever_room_there_is_for_it(of_planner: bool) -> None
 
 
 def test_an_object_with_tensors_may_shrink_and_grow(root: Path) -> None:
-    """Without a new plan, as far as there is room."""
+    """The plan stays while the object fits in the reserved room."""
     with Checkpointer(root) as checkpointer:
         for step, count in enumerate((100_000, 110_000, 10, 120_000)):
             checkpointer.save(step, {"value": (torch.arange(count), "x")}).result(60)
@@ -169,7 +169,7 @@ def test_an_object_with_tensors_may_shrink_and_grow(root: Path) -> None:
 
 
 class Lazy(Mapping[str, Any]):
-    """Makes its values whenever it is asked for them."""
+    """A mapping that makes a value at each access."""
 
     def __init__(self, makers: dict[str, Callable[[], Any]]) -> None:
         self._makers = makers

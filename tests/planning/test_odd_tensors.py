@@ -1,4 +1,4 @@
-"""Tensors that are not what their shape says: saved rightly, or refused by name, never saved wrongly."""
+"""Test tensors that are not what their shape says: they are saved correctly, or refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class Pair(torch.Tensor):
-    """A wrapper of two tensors, as quantised parameters are: it has no bytes of its own."""
+    """A wrapper of two tensors without bytes of its own, like quantised parameters."""
 
     @staticmethod
     def __new__(cls, one: torch.Tensor, other: torch.Tensor) -> Pair:
@@ -41,7 +41,7 @@ class Pair(torch.Tensor):
 
 
 def _save_pairs(root: str) -> list[str]:
-    """What is said of a DTensor of pairs that is new, and of one that was of plain tensors before."""
+    """Return the errors for a DTensor of pairs: at the first save, and after a save of plain tensors."""
     mesh = init_device_mesh("cpu", (1,))
     plain, pairs = (
         DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
@@ -82,7 +82,7 @@ def test_a_partial_dtensor_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_parameter_that_becomes_the_negative_of_its_bytes_is_saved_as_its_values(root: Path) -> None:
-    """It is the same object, at the same address."""
+    """The parameter stays the same object at the same address."""
     state = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in (("w", (300,)), ("b", (2, 3)))}
     with Checkpointer(root) as checkpointer:
         for step in range(6):
@@ -98,7 +98,7 @@ def test_a_parameter_that_becomes_the_negative_of_its_bytes_is_saved_as_its_valu
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_tensor_whose_storage_was_freed_is_refused(root: Path, planned: bool) -> None:
-    """As FSDP does between uses: the shape stays, the bytes are gone."""
+    """FSDP does this between uses: the shape stays, but the bytes are gone."""
     state = {"model": {"kept": torch.ones(8), "freed": torch.ones(1000)}}
     with Checkpointer(root) as checkpointer:
         if planned:
@@ -111,7 +111,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused(root: Path, planned: bool) 
 
 
 def test_views_of_a_storage_that_was_freed_are_refused(root: Path) -> None:
-    """As of a flat buffer of parameters: the address of each is its offset then."""
+    """This happens to a flat buffer of parameters: the address of each view is then its offset."""
     flat = torch.ones(300_000)
     state = {"small": flat[100:200], "large": flat[1000:200_000], "kept": torch.ones(8)}
     with Checkpointer(root) as checkpointer:
@@ -125,7 +125,7 @@ def test_views_of_a_storage_that_was_freed_are_refused(root: Path) -> None:
 
 
 def _part(values: torch.Tensor, begins: list[int], of: int) -> torch.Tensor:
-    """A plain tensor that holds rows of two from each of ``begins`` on of a tensor of length ``of``."""
+    """Return ``values`` as a part of a tensor of length ``of``: two rows from each of ``begins`` on."""
     facts: dict[str, Any] = {
         "global_shape": (of,),
         "global_offsets": tuple((begin,) for begin in begins),
@@ -141,7 +141,7 @@ def test_a_part_of_a_larger_tensor_is_never_saved_as_a_whole_one(root: Path) -> 
     knows = hasattr(checkpoint, "CheckpointableTensor")  # from torch 2.14 on
     values = torch.arange(4.0)
     with Checkpointer(root) as checkpointer:
-        # Also where a plain tensor of that name and shape was planned before.
+        # The result is the same if a plain tensor of this name and shape was planned before.
         for step, weight in enumerate((_part(values, [2, 0], 4), torch.ones(4), _part(values, [2, 0], 4))):
             if knows or step == 1:
                 checkpointer.save(step, {"weight": weight, "plain": torch.ones(2)}).result(60)
@@ -174,7 +174,7 @@ def test_metadata_has_of_a_tensor_what_every_torch_reads(root: Path, monkeypatch
 
 @pytest.mark.parametrize("by_data", [False, True], ids=["another tensor", "the same tensor"])
 def test_the_same_bytes_may_be_the_negatives_of_values_in_a_later_save(root: Path, by_data: bool) -> None:
-    """Its forms stay the same, and where it is. Views that are one element wide lie in a row."""
+    """The form and the address stay the same, because views that are one element wide are contiguous."""
     numbers = torch.tensor([1 + 2j, 3 + 4j])
     weight = numbers.imag[:1].clone() if by_data else numbers.imag[:1]
     state = {"w": weight}

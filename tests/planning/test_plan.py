@@ -1,4 +1,4 @@
-"""How a state is planned, and when it is planned anew."""
+"""Test how a state is planned, and when it is planned again."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_a_changed_structure_is_planned_anew(
         checkpointer.save(step, state).result(60)
         assert bool(planned) == anew, change
         into = zeros_like(state)
-        load(into, str(root / f"step-{step:08d}"))  # the checkpointer would plan as what it has loaded
+        load(into, str(root / f"step-{step:08d}"))  # the checkpointer would use the loaded plan
         assert same(into, state), change
 
 
 def test_a_nested_state_is_saved_under_its_names(root: Path, checkpointer: Checkpointer) -> None:
-    """Whatever moves between containers that stand equally deep."""
+    """Values may move between containers of equal depth."""
     x, y, z = (torch.full((3,), float(number)) for number in range(3))
     ordered = OrderedDict(x=x, y=y)
     moved = OrderedDict(ordered)
@@ -109,7 +109,7 @@ def test_structures_alternate(checkpointer: Checkpointer, monkeypatch: pytest.Mo
     states = [{f"{name} weight": torch.randn(50)} for name in ("model", "average")]
     for step in range(2):
         checkpointer.save(step, states[step])
-    monkeypatch.setattr("asyncckpt.engine.plan_selection.make_plans", None)  # from here on nothing may be planned
+    monkeypatch.setattr("asyncckpt.engine.plan_selection.make_plans", None)  # from here on a new plan would fail
     for step in range(2, 8):
         states[step % 2][next(iter(states[step % 2]))].fill_(step)
         checkpointer.save(step, states[step % 2])
@@ -147,7 +147,7 @@ def test_stateful_values(checkpointer: Checkpointer) -> None:
 
 
 def _nested(value: float) -> tuple[dict[str, Any], list[Any]]:
-    """A state with ``Stateful`` values in it, and those."""
+    """Return a state with ``Stateful`` values in it, and these values."""
     first, second = (torch.nn.Linear(3, 2) for _ in range(2))
     optimizer, counter = torch.optim.SGD(first.parameters(), momentum=0.9), Counter()
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_stateful_values_at_any_depth(checkpointer: Checkpointer, root: Path) ->
 
 @pytest.mark.parametrize("place", ["leaf", "in a list", "in a list of lists"])
 def test_a_value_that_becomes_stateful(checkpointer: Checkpointer, place: str) -> None:
-    """In a state that is else as it was planned: it is its state that is stored, and in the next save again."""
+    """The rest of the state is as planned. The value's own state is stored, also by the next save."""
     counter = Counter()
     before, after = {"leaf": (3, counter), "in a list": ([1], [counter]), "in a list of lists": ([[1]], [[counter]])}[
         place
@@ -206,7 +206,7 @@ def test_a_value_that_becomes_stateful(checkpointer: Checkpointer, place: str) -
 
 
 def test_a_plain_state_is_not_searched(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For values that have a state of their own, once it is planned: its types say that there are none."""
+    """The types of a planned state show that it has no ``Stateful`` values."""
     state = {**small_state(), "lists": [[1, 2], ["a"]]}
     checkpointer.save(1, state).result(60)
 

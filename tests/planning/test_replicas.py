@@ -1,4 +1,4 @@
-"""Digests by which ranks compare values that they have under one name."""
+"""Test the digests that ranks use to compare values under one name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_all_is_compared_at_first_and_later_some_in_turns() -> None:
     def compared(number: int) -> set[str]:
         return {name for name, _ in replicas.values(lambda: state, number)}
 
-    assert len(compared(3)) == len(compared(4)) == 1000  # none is committed yet
+    assert len(compared(3)) == len(compared(4)) == 1000  # no save is committed yet
     replicas.on_end(is_committed=True)
     assert 60 < len(compared(5)) < 200 and 60 < len(compared(6)) < 200
     assert not any(map(compared, (7, 8, 9)))
@@ -73,7 +73,7 @@ def test_all_is_compared_at_first_and_later_some_in_turns() -> None:
     assert sum(map(bool, later)) == 19 and len(set().union(*later)) == 1000
     replicas.on_end(is_committed=False)
     assert len(compared(200)) == 1000
-    del state["model"]["w7"]  # as a planner of the user's may allow
+    del state["model"]["w7"]  # a user's planner may allow this
     assert len(compared(201)) == 999
 
 
@@ -87,7 +87,7 @@ def test_a_sample_of_a_device_has_the_values_of_its_moment(device_type: str) -> 
         "host": torch.ones(3),
     }
     before = {name: value.clone() for name, value in values.items()}
-    busy(0.2)  # so that the samples are still to be copied when the values change
+    busy(0.2)  # the samples are not copied yet when the values change
     sample = Sample(values.items())
     ready = ready_events(sample.on_devices)
     for value in values.values():

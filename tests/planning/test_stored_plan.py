@@ -1,4 +1,4 @@
-"""The plan that a checkpoint was saved by, and when it is that of the next job."""
+"""Test when a new job reuses the plan of the checkpoint that it has loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def planned() -> Iterator[mock.MagicMock]:
 
 
 def _saved(root: Path, planned: mock.MagicMock) -> dict[str, Any]:
-    """What a job before has saved as step 1."""
+    """Save step 1 as the previous job, and return its state."""
     state = small_state()
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, state).result(60)
@@ -35,7 +35,7 @@ def _saved(root: Path, planned: mock.MagicMock) -> dict[str, Any]:
 
 
 def _go_on(root: Path, state: dict[str, Any], into: dict[str, Any], **config: Any) -> None:
-    """As a new job: load step 1 into what has the structure of ``into``, and save ``state`` as step 2."""
+    """Load step 1 into ``into`` as a new job, and save ``state`` as step 2."""
     with Checkpointer(root, **config) as checkpointer:
         checkpointer.load(into, 1)
         checkpointer.save(2, state).result(60)
@@ -74,7 +74,7 @@ def test_when_the_next_job_plans_anew(root: Path, planned: mock.MagicMock, chang
 
 
 def test_tensors_that_are_one_now(root: Path, planned: mock.MagicMock) -> None:
-    """DCP has the same plan for them, and we store them once: another layout."""
+    """DCP's plan is the same for tied tensors. We store them once, so the layout differs."""
     before = _shared(small_state())
     before["model"]["head"] = before["model"]["head"].clone()
     with Checkpointer(root) as checkpointer:
@@ -96,7 +96,7 @@ def test_it_stays_until_it_is_taken(root: Path, planned: mock.MagicMock) -> None
         checkpointer.save(2, state).result(60)
         assert planned.call_count == 2 and checkpointer._engine._plans.stored is None
         checkpointer.load(zeros_like(state))
-        assert checkpointer._engine._plans.stored is None  # it has a plan
+        assert checkpointer._engine._plans.stored is None  # the checkpointer has a plan
 
 
 def test_several_data_files_and_what_is_no_plain_tensor(tmp_path: Path, planned: mock.MagicMock) -> None:

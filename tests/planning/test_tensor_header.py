@@ -1,4 +1,4 @@
-"""A header with a tensor's bytes behind it is what ``torch.load`` reads."""
+"""Test that ``torch.load`` reads a header followed by a tensor's bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_torch_reads_it(dtype: torch.dtype, weights_only: bool) -> None:
 
 
 def test_a_tensor_of_many_gigabytes() -> None:
-    """Its numbers do not fit 32 bits."""
+    """The numbers in the header do not fit in 32 bits."""
     elements = (4 << 30) + 3
     header = tensor_header(torch.float64, (elements, 2))
     with FakeTensorMode():

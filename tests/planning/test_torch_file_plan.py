@@ -1,4 +1,4 @@
-"""The pickle of a file of torch's is torch's own, also for tensors that torch is not asked about."""
+"""Test that the pickle of a torch file equals torch's own, also for tensors that are pickled without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncckpt.planning.torch_file_plan import TorchFileContents
 
 
 def stock(obj: object) -> bytes:
-    """What ``torch.save`` pickles."""
+    """Return the pickle that ``torch.save`` writes."""
     file = io.BytesIO()
     torch.save(obj, file)
     with zipfile.ZipFile(file) as archive:

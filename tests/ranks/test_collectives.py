@@ -1,4 +1,4 @@
-"""What ranks ask each other outside a save, however long it is."""
+"""Exchanges between ranks outside a save, at any length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first rank's worker, which brings the ranks together, stops or dies: whom that holds up, and how long."""
+"""How far a stopped or dead worker of the first rank, which hosts the store, delays the other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.link import process as worker_process
 from asyncckpt.link.takeover import is_running
 
-# Longer than a test may take: nothing here may end because a time is up.
+# Longer than a test may take, so that no wait here may end by a timeout.
 LONG_S = 90.0
 
 
@@ -46,13 +46,13 @@ def _end(save: Save) -> str:
 
 
 def _save_while_it_is_stopped(root: str, when_busy: WhenBusy, count: int) -> tuple[list[str], list[float]]:
-    """How the saves end, and how long the calls took."""
+    """Return how the saves end, and how long the calls take."""
     checkpointer = Checkpointer(root, _config(when_busy))
     checkpointer.save(1, replicas(1)).result(30)
     checkpointer.watch_sigterm()
     worker = checkpointer._engine.worker
     assert worker is not None
-    dist.barrier()  # both know that the first save is committed
+    dist.barrier()  # both ranks know that the first save is committed
     if dist.get_rank() == 0:
         stop(worker.pid)
     dist.barrier()
@@ -78,7 +78,7 @@ def _save_while_it_is_stopped(root: str, when_busy: WhenBusy, count: int) -> tup
 
 @pytest.mark.parametrize(("when_busy", "count"), [("wait", 3), ("skip", 1)])
 def test_a_stopped_first_worker_holds_up_no_other_rank(tmp_path: Path, when_busy: str, count: int) -> None:
-    """Two saves have slots, and are committed when it goes on; what needs a third fails on all ranks."""
+    """Two saves have slots, and commit when the worker continues. A save without a slot fails on all ranks."""
     root = str(tmp_path / "root")
     first, second = run(2, _save_while_it_is_stopped, root, when_busy, count, folder=tmp_path)
     assert max(second[1]) < LONG_S / 3, second
@@ -89,12 +89,12 @@ def test_a_stopped_first_worker_holds_up_no_other_rank(tmp_path: Path, when_busy
 
 
 def _lose_its_own_too(root: str) -> float:
-    """How long a save takes to begin on a rank whose worker dies while the first rank's is stopped."""
+    """Return how long a save call takes on a rank without a worker while the first rank's worker is stopped."""
     checkpointer = Checkpointer(root, _config())
     checkpointer.save(1, replicas(1)).result(30)
     worker = checkpointer._engine.worker
     assert worker is not None
-    dist.barrier()  # both know that the first save is committed
+    dist.barrier()  # both ranks know that the first save is committed
     if dist.get_rank() == 0:
         stop(worker.pid)
     dist.barrier()
@@ -123,7 +123,7 @@ def _die_after_it(root: str) -> None:
     checkpointer.save(1, replicas(1)).result(30)
     worker = checkpointer._engine.worker
     assert worker is not None
-    dist.barrier()  # both know that the first save is committed
+    dist.barrier()  # both ranks know that the first save is committed
     if dist.get_rank() == 0:
         os.kill(worker.pid, signal.SIGKILL)
         worker.wait_for_end(10)
@@ -136,7 +136,7 @@ def _die_after_it(root: str) -> None:
 
 
 def test_what_is_left_of_the_job_leaves_soon(tmp_path: Path) -> None:
-    """The other rank's worker has saves that nobody will commit, and its trainer's successor waits for it."""
+    """The other rank's worker holds saves that no worker will commit, and the restarted job waits for this worker."""
     root = str(tmp_path / "root")
     job = Job(2, _die_after_it, root, folder=tmp_path)
     orphan = job.hear(1)
@@ -156,10 +156,10 @@ def _go_on(root: str) -> list[int]:
 
 
 def _replace_it(root: str) -> tuple[list[str], float]:
-    """The first rank's worker dies with two saves, and another takes its place in the next."""
+    """Kill the first rank's worker with two pending saves. Another worker starts in the next save."""
     real = worker_process.command
     if dist.get_rank() == 0:
-        faulty("write:hold:7")  # the first save is good
+        faulty("write:hold:7")  # the first save works
     checkpointer = Checkpointer(root, _config())
     checkpointer.save(1, replicas(1)).result(30)
     worker_process.command = real
@@ -170,16 +170,16 @@ def _replace_it(root: str) -> tuple[list[str], float]:
         worker = checkpointer._engine.worker
         assert worker is not None
         os.kill(worker.pid, signal.SIGKILL)
-    ends = [_end(saves[0])]  # now there is a slot
+    ends = [_end(saves[0])]  # now a slot is free
     ends += [_end(checkpointer.save(4, replicas(4))), _end(saves[1])]
     took = time.monotonic() - begun
-    dist.barrier()  # the first rank's worker is there until then
+    dist.barrier()  # the first rank's worker stays until then
     checkpointer.close()
     return ends, took
 
 
 def test_another_in_its_place_says_how_saves_ended(tmp_path: Path) -> None:
-    """It is not asked for saves that it knows nothing of until their time is up."""
+    """The new worker reports the saves that it does not know as failed, without a wait for their timeout."""
     gate, root = str(tmp_path / "gate"), str(tmp_path / "root")
     for ends, took in run(2, gated, _replace_it, gate, root, folder=tmp_path):
         assert ends == ["WorkerDiedError", "saved", "WorkerDiedError"]

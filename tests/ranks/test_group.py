@@ -1,4 +1,4 @@
-"""Many ranks: what a save costs them, what they agree upon, and what all are told."""
+"""Saves by many ranks: their collectives, their agreement, and equal errors on all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class Counter:
-    """Counts the calls of all collectives, and of what goes over the store."""
+    """Counts the calls of all collectives, and the calls to the store."""
 
     def __init__(self) -> None:
         self.collectives: list[str] = []
@@ -63,7 +63,7 @@ def _count(root: str, config: Config) -> tuple[list[str], list[str]]:
 
 def test_later_saves_make_no_collective(tmp_path: Path) -> None:
     for collectives, rounds in run(2, _count, str(tmp_path / "one"), CONSTANT, folder=tmp_path):
-        assert collectives == [] and rounds == []  # nothing is asked, and no byte of a plan is sent
+        assert collectives == [] and rounds == []  # no questions, and no byte of a plan
     for collectives, rounds in run(2, _count, str(tmp_path / "two"), QUICK, folder=tmp_path):
         assert collectives == [] and len(rounds) > 0
 
@@ -137,7 +137,7 @@ def test_overlapping_saves_commit_in_order(tmp_path: Path, monkeypatch: pytest.M
 
 
 def _meet(root: str, scopes: list[str]) -> str:
-    """At which address this rank looks for the store."""
+    """Return the address that this rank uses for the store."""
     setattr(group, "loopback_scope", lambda: scopes[dist.get_rank()])  # noqa: B010
     with Checkpointer(root, replace(QUICK, host="LOCALHOST")) as checkpointer:
         checkpointer.save(1, replicas()).result(60)
@@ -148,7 +148,7 @@ def _meet(root: str, scopes: list[str]) -> str:
 
 @pytest.mark.parametrize(("scopes", "expected"), [(["a", "a"], "127.0.0.1"), (["a", "b"], "LOCALHOST")])
 def test_only_who_shares_the_loopback_address_meets_there(tmp_path: Path, scopes: list[str], expected: str) -> None:
-    """Equal names make no equal hosts."""
+    """Equal host names do not prove that two ranks are on one host."""
     found = run(2, _meet, str(tmp_path / "root"), scopes, folder=tmp_path)
     assert found == ["127.0.0.1", expected]
 
@@ -156,11 +156,11 @@ def test_only_who_shares_the_loopback_address_meets_there(tmp_path: Path, scopes
 def test_where_the_first_rank_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert address_to_listen_at("10.1.2.3", 8) == "10.1.2.3"
-    assert address_to_listen_at("first.cluster", 8) == ""  # who knows where that leads the others
+    assert address_to_listen_at("first.cluster", 8) == ""  # on other ranks the name may resolve to another address
     assert address_to_listen_at("localhost", 8) == "127.0.0.1"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert address_to_listen_at("first.cluster", 8) == "127.0.0.1"  # torchrun: all on one host
+    assert address_to_listen_at("first.cluster", 8) == "127.0.0.1"  # torchrun: all ranks on one host
     assert address_to_listen_at("first.cluster", 16) == ""
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert address_to_listen_at("first.cluster", 16) == ""
@@ -170,7 +170,7 @@ def test_equal_names_are_no_scope(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = loopback_scope()
     assert loopback_scope() == mine
     real = os.stat
-    other = SimpleNamespace(st_dev=1, st_ino=2)  # a container's own network
+    other = SimpleNamespace(st_dev=1, st_ino=2)  # a container's own network namespace
     monkeypatch.setattr(os, "stat", lambda path, **how: other if path == "/proc/self/ns/net" else real(path, **how))
     assert loopback_scope() != mine
 
@@ -189,21 +189,21 @@ def _say_nothing(self: Rounds, name: str) -> bool:
 
 
 def test_a_question_that_the_first_rank_gives_up_is_answered(tmp_path: Path) -> None:
-    """By then the others may be answered again, and would wait for that."""
+    """When the first rank's question times out, it still answers the other ranks, which would otherwise wait."""
     answers = run(2, _ask_a_slow_first, str(tmp_path / "root"), folder=tmp_path)
     assert [answer for answer, _ in answers] == [False, False]
     assert max(took for _, took in answers) < 45
 
 
 def _ask_a_store_that_stops(root: str, silent_to: int) -> bool:
-    """Rank 0 says yes. The store is stopped for a moment: while it says so, or while the other rank asks."""
+    """Rank 0 answers yes. The store stops for a moment, while rank 0 answers or while rank 1 asks."""
     assert group._SILENCE_S >= 5
     group._SILENCE_S = 60.0
     with Checkpointer(root, QUICK) as checkpointer:
         checkpointer.save(1, replicas()).result(60)
         engine = checkpointer._engine
         assert engine.worker is not None
-        dist.barrier()  # both know that the save is committed
+        dist.barrier()  # both ranks know that the save is committed
         rank, answer = dist.get_rank(), False
         if (rank, silent_to) == (0, 1):
             answer = engine.any_says(True)
@@ -226,11 +226,11 @@ def _ask_a_store_that_stops(root: str, silent_to: int) -> bool:
 
 @pytest.mark.parametrize("silent_to", [0, 1])
 def test_all_ranks_hear_the_same_of_a_store_that_stops_for_a_moment(tmp_path: Path, silent_to: int) -> None:
-    """Else one ends its training, and the other waits for it in a collective."""
+    """With different answers, one rank would end its training while the other waits for it in a collective."""
     assert run(2, _ask_a_store_that_stops, str(tmp_path / "root"), silent_to, folder=tmp_path) == [True, True]
 
 
-# When all slots are busy.
+# Saves while all slots are busy.
 
 
 def _busy(root: str, policy: str, slow: int) -> tuple[list[str], list[int]]:
@@ -267,7 +267,7 @@ def test_the_policy_is_the_same_on_all_ranks(tmp_path: Path, policy: str, slow: 
     assert steps == [step for step, end in enumerate(ends) if end == "saved"]
 
 
-# When it fails.
+# Saves that fail.
 
 
 def _fails_to_plan(root: str, bad: int) -> tuple[str, int | None]:
@@ -295,7 +295,7 @@ def _not_shared(root: str) -> tuple[str, int | None]:
     with pytest.raises(CheckpointError):
         engine.wait()
         raise caught.value
-    dist.barrier()  # the first rank's worker is there until both have been told
+    dist.barrier()  # the first rank's worker stays until both ranks have the error
     engine.close()
     return str(caught.value), caught.value.rank
 
@@ -307,7 +307,7 @@ def test_a_folder_that_is_not_shared_is_an_error_that_says_so(tmp_path: Path) ->
 
 
 def _save_on_one(root: str, folder: str, ready: str) -> tuple[str, float]:
-    """The first rank saves, and the other waits for something else, as with a save under ``if rank == 0``."""
+    """Save on the first rank while the other rank waits for a file, as with a save under ``if rank == 0``."""
     if dist.get_rank() == 1:
         _wait_for_file(Path(folder, ready))
         return "", 0.0
@@ -332,6 +332,6 @@ def _wait_for_file(path: Path) -> None:
 
 
 def test_a_first_save_of_one_rank_alone_waits_no_longer_than_it_may(tmp_path: Path) -> None:
-    """torch's own limit is half an hour."""
+    """The call raises within its own timeout, although torch's timeout is half an hour."""
     (text, took), _ = run(2, _save_on_one, str(tmp_path / "root"), str(tmp_path), "over", folder=tmp_path)
     assert "if rank == 0" in text and took < QUICK.timeout

@@ -1,5 +1,6 @@
-"""Kinds of state that trainings have: saved, and loaded by a fresh process, on one rank and on two. All values come
-back, and all keys with their types, into a state of the same form with other values.
+"""Kinds of state in trainings, saved and then loaded by a fresh process, on one rank and on two.
+
+All values and all keys come back with their types, in a state of the same form with other values.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _trained(kind: Callable[..., torch.optim.Optimizer], seed: int, **options: A
 
 
 def _counted(seed: int) -> torch.optim.Optimizer:
-    """One that keeps its count of steps as a number, as many out of torch do."""
+    """Return an optimizer that counts its steps in a number, as many optimizers outside torch do."""
     optimizer = _trained(torch.optim.SGD, seed, momentum=0.9)
     for state in optimizer.state.values():
         state["step"], state["seen"] = 10 * seed, {0: seed, "1": -seed}
@@ -123,7 +124,7 @@ def _placed(seed: int) -> dict[str, Any]:
     return {name: distribute_tensor(whole, mesh, its) for name, its in placements.items()}
 
 
-# By name: a state by a number. Those with another number have the same form.
+# Functions by name, each of which makes a state from a number. The form is the same for each number.
 KINDS: dict[str, Callable[[int], dict[Any, Any]]] = {
     "module": lambda n: {"model": _net(n)},
     "state of a module": lambda n: {"model": _net(n).state_dict()},
@@ -200,7 +201,7 @@ KINDS: dict[str, Callable[[int], dict[Any, Any]]] = {
 
 
 def _differences(one: Any, other: Any, at: str = "") -> list[str]:
-    """Where two values are not the same: containers, keys and their order, types, bytes."""
+    """Return where two values differ in containers, keys, key order, types or bytes."""
     if isinstance(one, PerRank) and isinstance(other, PerRank):
         one, other = one.value, other.value
     if hasattr(one, "load_state_dict") and hasattr(other, "load_state_dict"):
@@ -237,12 +238,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _save(root: str) -> None:
     with Checkpointer(root, QUICK) as checkpointer:
         for step, make in enumerate(KINDS.values(), 1):
-            with contextlib.suppress(CheckpointError):  # then it cannot be loaded
+            with contextlib.suppress(CheckpointError):  # the load fails then, and is reported
                 checkpointer.save(step, make(2)).result(30)
 
 
 def _load(root: str) -> dict[str, list[str]]:
-    """What is not as it was saved, by the name of the kind."""
+    """Return the differences after a load, by the name of the kind."""
     found = {}
     with Checkpointer(root, QUICK) as checkpointer:
         for step, (name, make) in enumerate(KINDS.items(), 1):
@@ -259,7 +260,7 @@ def _load(root: str) -> dict[str, list[str]]:
 def differences(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forkserver: None
 ) -> list[dict[str, list[str]]]:
-    """On each rank."""
+    """Return the differences on each rank."""
     folder = tmp_path_factory.mktemp("kinds")
     run(request.param, _save, str(folder / "root"), folder=folder)
     found: list[dict[str, list[str]]] = run(request.param, _load, str(folder / "root"), folder=folder)

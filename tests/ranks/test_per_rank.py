@@ -1,4 +1,4 @@
-"""Values of each rank's own: each comes back to its rank, and another number of ranks gets what the caller says."""
+"""``PerRank`` values: each rank loads its own value. For another number of ranks the caller decides."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class _Loader:
-    """As a data loader that knows where it is."""
+    """A data loader that knows its position."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -38,7 +38,7 @@ class _Loader:
 
 
 def _state(rank: int, missing: Any = "error") -> dict[str, Any]:
-    """Of another form on each rank."""
+    """Return a state with a different form on each rank."""
     torch.manual_seed(rank)
     form = {"t": [torch.full((rank + 2,), float(rank))], 3: "x"}
     return {
@@ -74,7 +74,7 @@ def _load(root: str, memory: bool) -> None:
         into["a.b"][1]["form"].value["t"][0].zero_()
         assert checkpointer.load(into, memory=memory) == 2
         _check(into, mine)
-    assert not heard.messages  # what others have is not asked for, and that is no news
+    assert not heard.messages  # no warning about values of other ranks that are not loaded
 
 
 def test_each_rank_gets_its_own(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_each_rank_gets_its_own(tmp_path: Path) -> None:
 
 
 def _load_by_dcp(root: str) -> None:
-    """It has the names, and needs nothing of ours but what is asked for its state."""
+    """Load by stock DCP, which needs only the ``PerRank`` objects in the state."""
     into = {"rng": PerRank(torch.zeros_like(torch.get_rng_state())), "all": torch.zeros(4)}
     state_dict_loader.load(into, checkpoint_id=f"{root}/step-00000002")
     assert torch.equal(into["rng"].value, _state(20 + dist.get_rank())["rng"].value)  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ def _load_on_others(root: str) -> None:
     assert [each["t"][0].tolist() for each in forms] == [[20.0] * 22, [21.0] * 23]
     assert [each["3"] for each in forms] == ["x", "x"]
     checkpointer.save(3, into | {"rng": PerRank(into["rng"].value)}).result(30)
-    with pytest.raises(MismatchError, match="rank-"):  # this one was saved, and others were not
+    with pytest.raises(MismatchError, match="rank-"):  # only values of single ranks were saved
         checkpointer.load({"not saved": PerRank(1)})
     checkpointer.close()
 
@@ -136,7 +136,7 @@ def test_what_it_takes(tmp_path: Path) -> None:
 
 
 def _lazy() -> Any:
-    """An object that fails when it is looked at."""
+    """Return an object that raises when its size is read."""
 
     class Lazy:
         @property
@@ -155,7 +155,7 @@ class _Handler(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "weights_only=False" not in record.getMessage():  # which is said of values that a load would refuse
+        if "weights_only=False" not in record.getMessage():  # a warning about values that a load would refuse
             self.messages.append(record.getMessage())
 
 
@@ -206,7 +206,7 @@ def test_values_that_differ_are_named(tmp_path: Path) -> None:
 
 
 def _experts(of: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Weights of rank ``of``, under names that all ranks have."""
+    """Return weights of rank ``of``, under names that all ranks have."""
     torch.manual_seed(of)
     own = {f"experts.{number}": torch.randn(96, 40).to(dtype) for number in range(7)}
     own |= {"moments": torch.nn.Parameter(torch.randn(30, 9)).t(), "scale": torch.randn((), dtype=torch.float64)}
@@ -243,7 +243,7 @@ def _save_experts(root: str, config: Config) -> list[str]:
 def test_weights_of_each_rank_under_equal_names_are_named(tmp_path: Path, constant: bool) -> None:
     config = replace(QUICK, keep_last=1, assume_constant_structure=constant)
     first, other = run(2, _save_experts, str(tmp_path / "root"), config, folder=tmp_path)
-    assert not other and len(first) == 1  # each name once
+    assert not other and len(first) == 1  # each name is reported once
     assert "9 values differ from rank to rank" in first[0] and "'model.experts.0' (ranks 0 and 1)" in first[0]
     assert "give it a name of its own on each rank" in first[0] and str(tmp_path / "root") in first[0]
 

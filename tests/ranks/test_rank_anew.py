@@ -1,4 +1,4 @@
-"""Jobs that are begun anew with nothing but torch: in the same processes, with other ranks, or by torchrun."""
+"""Jobs that start again with plain torch: in the same processes, with other ranks, or by torchrun."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _join(folder: str, name: str, world: int) -> None:
-    """Begin another job, of the first ``world`` ranks."""
+    """Start another job of the first ``world`` ranks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if dist.is_initialized():
-        dist.barrier()  # or one that is still connecting would wait for ever
+        dist.barrier()  # a rank that is still connecting would wait for ever
         dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=world)
 
@@ -57,7 +57,7 @@ def _refusals(checkpointer: Checkpointer) -> list[str]:
 
 
 def _one_two_one(root: str, folder: str) -> dict[str, Any]:
-    """A job of one rank, then of two, then of one; nobody closes what the one before had."""
+    """Run a job of one rank, then of two, then of one, without closing the earlier checkpointers first."""
     found: dict[str, Any] = {}
     rank = dist.get_rank()
     dist.barrier()
@@ -103,7 +103,7 @@ def test_one_rank_then_two_then_one(tmp_path: Path) -> None:
 
 
 def _half_saved(root: str, folder: str, all_save: bool) -> tuple[tuple[int, str], str]:
-    """Begin a save, on the first rank or on all, and begin anew at once."""
+    """Begin a save on all ranks, or on the first rank alone, and start another job at once."""
     constant = Config(timeout=20, commit_timeout=20, assume_constant_structure=True, slots=2)
     first = Checkpointer(root, constant)
     first.save(1, replicas(1)).result(30)
@@ -125,14 +125,14 @@ def test_what_all_ranks_had_staged_is_saved_and_nothing_else(tmp_path: Path, all
     root = str(tmp_path / "root")
     found = run(2, _half_saved, root, str(tmp_path), all_save, folder=tmp_path)
     assert [loaded for loaded, _ in found] == [(2 if all_save else 1, "memory")] * 2
-    # "RankFailedError": the other rank had begun anew before the first rank did.
+    # "RankFailedError": the other rank started the next job before the first rank did.
     ends = ("committed", "ClosedError") if all_save else ("ClosedError", "RankFailedError")
     assert found[0][1].split(":")[0] in ends
     assert complete_steps(root) == ([1, 2, 3] if all_save else [1, 3])
 
 
 def _group_is_not_held(root: str) -> tuple[bool, list[int]]:
-    """Whether a job that is destroyed is gone, while its checkpointer is open."""
+    """Return whether a destroyed process group is freed while its checkpointer is open."""
     with Checkpointer(root, QUICK) as checkpointer:
         checkpointer.save(1, replicas(1)).result(30)
         _load(checkpointer)
@@ -180,7 +180,7 @@ dist.destroy_process_group()
 
 
 def test_torchrun_starts_it_again(tmp_path: Path) -> None:
-    """Twice, in other processes each time."""
+    """torchrun restarts the job twice, in new processes each time."""
     script, root = tmp_path / "train.py", tmp_path / "root"
     script.write_text(_TRAINING)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]

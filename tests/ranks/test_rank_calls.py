@@ -1,4 +1,4 @@
-"""Many ranks: calls that are not the same on all of them are told, on all, with what each has asked for."""
+"""Calls that differ between ranks raise on all ranks, and the error names the call of each rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _save_while_another_prepares(root: str) -> tuple[str, str]:
     with Checkpointer(root, QUICK) as checkpointer:
         state = replicas(1)
         told = _told(lambda: checkpointer.prepare(state) if dist.get_rank() == 0 else checkpointer.save(1, state))
-        dist.barrier()  # the first rank's worker is there until both have been told
+        dist.barrier()  # the first rank's worker stays until both ranks have the error
         return told
 
 
@@ -67,7 +67,7 @@ def _save_elsewhere(root: str) -> tuple[str, str]:
     save = dcp.async_save
     try:
         told = _told(lambda: save(replicas(1), checkpoint_id=f"{root}/at-{dist.get_rank()}").result(60))
-        dist.barrier()  # the first rank's worker is there until both have been told
+        dist.barrier()  # the first rank's worker stays until both ranks have the error
         return told
     finally:
         engines.shared.close()
@@ -101,7 +101,7 @@ def test_other_steps_are_loaded_by_none(root: Path, tmp_path: Path, memory: bool
 
 
 def _save_and_remove(folder: str) -> int:
-    """The first rank removes the checkpoint as soon as its save returns; the other one is slow to read its metadata."""
+    """Remove the checkpoint on the first rank when its save returns, while the other rank reads its metadata slowly."""
     real = dcp_reader.CheckpointReader.read_metadata
 
     def slow(self: dcp_reader.CheckpointReader, *args: Any) -> Metadata:

@@ -1,4 +1,4 @@
-"""Copies on other hosts: a host that is lost takes nothing along that was replicated."""
+"""Copies on other hosts: a lost host takes no replicated save along."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWO_BY_TWO = [0, 0, 1, 1]
 
 
 def lose(folder: Path, host: int, workers: list[int], places: list[int]) -> None:
-    """The host burns: its workers, and all that could be found of them."""
+    """Simulate the loss of a host: kill its workers, and remove its folder."""
     for worker, place in zip(workers, places, strict=True):
         if place == host:
             psutil.Process(worker).kill()
@@ -32,7 +32,7 @@ def lose(folder: Path, host: int, workers: list[int], places: list[int]) -> None
 
 
 def _save(folder: str, places: list[int], steps: int) -> None:
-    """Save some steps, all of them replicated and the last one not durable, and die."""
+    """Save and replicate some steps, and die."""
     enter_host(folder, places[dist.get_rank()])
     checkpointer = Checkpointer(f"{folder}/root", Config(replicas=1, timeout=30))
     for step in range(1, steps + 1):
@@ -80,7 +80,7 @@ def _prepare_and_die(folder: str, places: list[int]) -> None:
 
 
 def test_copies_outlive_the_worker_that_made_them(hosts: Path) -> None:
-    """A job that is started again takes them over, and its next host may be lost before it has saved anything."""
+    """A restarted job takes over the copies. They survive the loss of a host before the job's first save."""
     places = [0, 1]
     Job(2, _save, str(hosts), places, 3, folder=hosts).wait()
     job = Job(2, _prepare_and_die, str(hosts), places, folder=hosts)
@@ -93,7 +93,7 @@ def test_copies_outlive_the_worker_that_made_them(hosts: Path) -> None:
 
 
 def _go_on_and_die(folder: str, places: list[int], steps: int) -> None:
-    """Save on, from what is there; nothing is written any more from the second save on."""
+    """Load the newest step if there is one, save more steps, and die. Nothing is written from the second save on."""
     os.environ["ASYNCCKPT_TEST_GATE"] = f"{folder}/gate"
     faulty("create:hold:2")
     enter_host(folder, places[dist.get_rank()])

@@ -1,4 +1,4 @@
-"""The fault matrix: in every phase of a save, on the first rank or another, everything that can happen to it."""
+"""The fault matrix: each fault in each phase of a save, on the first rank or on another rank."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from asyncckpt.staging import slot_copy as staging
 pytestmark = pytest.mark.usefixtures("forkserver")
 
 
-# Short for what stalls, as it has to run into them. Nothing else may need them.
+# Short timeouts, because saves of a stalled rank run into them. No other save may need as long.
 SHORT_S = 12.0
 LONG_S = 20.0
 START_S = 15.0
 PATIENCE_S = 20.0
-# What all that are only slow run into.
+# The timeout for ranks that are only slow.
 SLOW_S = 8.0
 
 TRAINERS = {"plan": (draft.Draft, "lay_out"), "stage": (staging.SlotStager, "copy")}
@@ -44,7 +44,7 @@ WORKERS = {"exception": "eio", "kill worker": "kill", "kill trainer": "orphan", 
 
 
 def _fail_in_trainer(checkpointer: Checkpointer, phase: str, fault: str) -> None:
-    """The next call of that phase fails, on this rank."""
+    """Make the next call of a phase fail on this rank."""
     owner, name = TRAINERS[phase]
     real = getattr(owner, name)
 
@@ -67,7 +67,7 @@ def _fail_in_trainer(checkpointer: Checkpointer, phase: str, fault: str) -> None
 
 
 def _limit(checkpointer: Checkpointer, seconds: float) -> None:
-    """From now on saves may take so long; but not the questions to a worker, and the wait for its end."""
+    """Limit the time of later saves, but neither requests to a worker nor the wait for its exit."""
     engine = checkpointer._engine
     assert engine._group is not None
     engine.config = replace(engine.config, timeout=seconds, commit_timeout=seconds)
@@ -75,10 +75,10 @@ def _limit(checkpointer: Checkpointer, seconds: float) -> None:
 
 
 def _save_with_a_fault(root: str, phase: str, bad: int, fault: str) -> tuple[str, int | None, float, bool]:
-    """How the second save ends: its error and the rank in it, after what seconds, and whether the next one works."""
+    """Return the result of the second save, the rank in its error, its seconds, and whether the next save works."""
     mine = dist.get_rank() == bad
     if mine and phase not in TRAINERS:
-        # The first save is good; counted are writes of the data alone, and on the first rank there are small files too.
+        # The first save works. The first rank needs a higher count, because it writes small files too.
         nth = {"write": 7 if bad == 0 else 4, "report": 2, "finalize": 2}[phase]
         lost = fault == "exception" and (phase == "report" or (phase == "finalize" and bad == 1))
         faulty(f"{phase}:{'lose' if lost else WORKERS[fault]}:{nth}")
@@ -86,12 +86,12 @@ def _save_with_a_fault(root: str, phase: str, bad: int, fault: str) -> tuple[str
     checkpointer.save(1, replicas(1)).result(60)
     if fault == "stall":
         _limit(checkpointer, SHORT_S)
-        dist.barrier()  # nobody is late but who is to be
+        dist.barrier()  # only the faulty rank is late
     worker = checkpointer._engine.worker
     assert worker is not None
     if mine and phase in TRAINERS:
         _fail_in_trainer(checkpointer, phase, fault)
-    state = replicas(2, 25 if phase == "plan" else 24)  # another structure is planned anew
+    state = replicas(2, 25 if phase == "plan" else 24)  # another structure needs a new plan
     begun = time.monotonic()
     kind, rank = "saved", None
     try:
@@ -100,7 +100,7 @@ def _save_with_a_fault(root: str, phase: str, bad: int, fault: str) -> tuple[str
         kind, rank = type(error).__name__, error.rank
     took = time.monotonic() - begun
     if fault == "stall" and mine and phase not in TRAINERS:
-        with contextlib.suppress(ProcessLookupError):  # as its trainer has killed it
+        with contextlib.suppress(ProcessLookupError):  # its trainer may have killed it
             os.kill(worker.pid, signal.SIGCONT)
     works = False
     if fault in ("exception", "kill worker"):
@@ -127,25 +127,26 @@ def test_matrix(tmp_path: Path, phase: str, bad: int, fault: str) -> None:
         assert ended[bad].killed
     else:
         assert ended[bad].error is None, ended[bad].error
-        assert (ended[bad].result[0] == "saved") == (kind == "saved")  # all or none
+        assert (ended[bad].result[0] == "saved") == (kind == "saved")  # all ranks or none
         assert works or fault == "stall"
-    # A stalled worker is killed, and the other rank's looks for its store for a while: it may be brought back.
+    # A stalled worker is killed. The other rank's worker looks for the store for a while, because a new worker may host
+    # it.
     assert took < (2 * SHORT_S + PATIENCE_S if fault == "stall" else 2.5 * LONG_S)
 
-    # What a killed trainer had staged is saved all the same, unless it was the one to stage it. (A worker that is gone
-    # or stopped after it has reported fails the save, unless the first rank has all the reports by then.)
+    # The staged save of a killed trainer is committed, unless the trainer dies while staging. If a worker is gone or
+    # stopped after its report, the save fails unless the first rank already has all reports.
     survives = fault == "kill trainer" and phase not in TRAINERS
     is_only_lost = fault == "exception" and (phase == "report" or (phase, bad) == ("finalize", 1))
-    if survives or is_only_lost:  # the connection to the first rank, which is made again
+    if survives or is_only_lost:  # a lost connection to the first rank is made again
         assert kind == "saved"
     if kind != "saved":
         assert rank == bad, (kind, rank)
         expected = {
             "exception": {"StorageError", "CheckpointError", "RankFailedError", "WorkerDiedError"},
             "kill worker": {"WorkerDiedError"},
-            # The first rank's worker lingers a while when its trainer is gone.
+            # The first rank's worker lingers for a while after its trainer's death.
             "kill trainer": {"RankFailedError", "WorkerDiedError", "SaveTimeoutError"},
-            # A worker that says nothing for too long is killed, of which the other rank may hear first.
+            # A silent worker is killed. The other rank may learn of that first.
             "stall": {"SaveTimeoutError", "WorkerDiedError"},
         }
         assert kind in expected[fault]
@@ -162,11 +163,11 @@ def test_matrix(tmp_path: Path, phase: str, bad: int, fault: str) -> None:
 
 
 def _outlive(root: str, gate: str, fault: str, trainer_dies: bool) -> str:
-    """How a save ends whose first rank's worker does not get on. Says so when all that is known of it is told."""
+    """Save while the first rank's worker makes no progress. Send the result to the test when it is known."""
     os.environ["ASYNCCKPT_TEST_GATE"] = gate
     if dist.get_rank() == 0:
         faulty(fault)
-    # Within the time for a commit all workers have to come up, too, which a loaded machine takes seconds for.
+    # All workers must start within the commit timeout, and a start takes seconds on a loaded machine.
     checkpointer = Checkpointer(root, Config(timeout=2 * SLOW_S, commit_timeout=2 * SLOW_S, start_timeout=START_S))
     group._RESOLVE_S = SLOW_S
     save = checkpointer.save(1, replicas(1))
@@ -180,7 +181,7 @@ def _outlive(root: str, gate: str, fault: str, trainer_dies: bool) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
     kind = "saved"
     try:
-        save.result(LIMIT_S - 10)  # not before it is known: where the store is stopped, that takes some waits
+        save.result(LIMIT_S - 10)  # a stopped store costs several waits
     except CheckpointError as error:
         kind = type(error).__name__
     assert save.done()
@@ -193,7 +194,7 @@ def _outlive(root: str, gate: str, fault: str, trainer_dies: bool) -> str:
 @pytest.mark.parametrize("trainer_dies", [False, True])
 @pytest.mark.parametrize("fault", ["finalize:hold", "finalize:stop", "finalized:hold", "finalized:stop"])
 def test_a_first_rank_that_is_only_slow(tmp_path: Path, fault: str, trainer_dies: bool) -> None:
-    """When it goes on, nobody waits for it any more; what all were told is so all the same."""
+    """The worker continues when no rank waits any more. Storage still agrees with the result on all ranks."""
     root, gate = tmp_path / "root", tmp_path / "gate"
     job = Job(2, _outlive, str(root), str(gate), fault, trainer_dies, folder=tmp_path)
     worker = job.hear(0)
@@ -209,12 +210,12 @@ def test_a_first_rank_that_is_only_slow(tmp_path: Path, fault: str, trainer_dies
         assert checkpointer.steps() == ([1] if kind == "saved" else [])
     if fault.startswith("finalized"):
         assert kind == "saved"
-    else:  # a store that is stopped answers nobody: who asks it again cannot tell it from one that is gone
+    else:  # a client cannot tell a stopped store from a dead one
         assert kind == "SaveTimeoutError" or (fault == "finalize:stop" and kind == "WorkerDiedError")
 
 
 def _fail_early(root: str, bad: int) -> tuple[list[str], float]:
-    """One rank's save fails before it has asked the others anything; they must not wait for it."""
+    """One rank's save fails before it asks the others. The others must not wait for it."""
     checkpointer = Checkpointer(root, Config(timeout=90, start_timeout=START_S, failure="raise"))
     mine = dist.get_rank() == bad
     if mine:
@@ -246,11 +247,11 @@ def test_one_that_fails_before_it_asks(tmp_path: Path, bad: int) -> None:
     for end in ended:
         kinds, took = end.result
         assert kinds[0].startswith("WorkerDiedError") and kinds[1] == "saved", kinds
-        assert took < 60  # which the start of a worker does not take
+        assert took < 60  # a worker starts in less time
 
 
 def _fail_late(root: str, told: int) -> tuple[list[str], list[int]]:
-    """A save fails when all ranks have returned from the call; one of them asks the handle, the other does not."""
+    """A save fails after all ranks have returned from the call. One rank asks the handle, and the other does not."""
     checkpointer = Checkpointer(root, Config(timeout=LONG_S, start_timeout=START_S))
     checkpointer.save(1, replicas(1)).result(30)
     dist.barrier()
@@ -292,7 +293,7 @@ def _lose_the_worker(root: str, bad: int) -> tuple[list[int], int]:
     checkpointer.save(1, replicas(1)).result(30)
     worker = checkpointer._engine.worker
     assert worker is not None
-    dist.barrier()  # both know that the first save is committed
+    dist.barrier()  # both ranks know that the first save is committed
     if dist.get_rank() == bad:
         os.kill(worker.pid, signal.SIGKILL)
         worker._listener.join(10)
@@ -312,13 +313,13 @@ def test_a_worker_that_died_between_saves_is_replaced(tmp_path: Path, bad: int) 
 
 
 def _fail_the_worker(root: str) -> list[int]:
-    """Rank 1 comes to the next save when rank 0 has looked for it: its worker is replaced by then, or not yet."""
+    """Begin rank 1's next save when rank 0 looks for missing ranks. Rank 1's worker is replaced by then, or not yet."""
     looked, is_first = Path(f"{root}.looked"), dist.get_rank() == 0
     with Checkpointer(root, Config(timeout=LONG_S, start_timeout=START_S)) as checkpointer:
         checkpointer.save(1, replicas(1)).result(30)
         worker = checkpointer._engine.worker
         assert worker is not None
-        dist.barrier()  # both know that the first save is committed
+        dist.barrier()  # both ranks know that the first save is committed
         if is_first:
             check: Any = Rounds._check_missing
 
@@ -328,7 +329,7 @@ def _fail_the_worker(root: str) -> list[int]:
 
             Rounds._check_missing = look  # type: ignore[assignment, method-assign]
         else:
-            worker.tell(messages.GiveBack(999, 0, ()))  # of a segment that it does not have
+            worker.tell(messages.GiveBack(999, 0, ()))  # a segment that the worker does not have
             worker._listener.join(10)
         dist.barrier()
         while not is_first and not looked.exists():
@@ -338,13 +339,16 @@ def _fail_the_worker(root: str) -> list[int]:
 
 
 def test_a_worker_that_failed_between_saves_is_replaced(tmp_path: Path) -> None:
-    """Not by a signal: it could tell the other ranks what it wanted. Its trainer lives, and takes part."""
+    """The worker exits after an exception, so it can tell the other ranks.
+
+    Its trainer lives, and takes part in the next save.
+    """
     ended = Job(2, _fail_the_worker, str(tmp_path / "root"), folder=tmp_path).wait()
     assert [end.result for end in ended] == [[1, 2]] * 2, ended
 
 
 def _wait_for_workers(root: Path) -> None:
-    """Until no worker has anything open under ``root`` any more."""
+    """Wait until no worker has a file open under ``root``."""
     deadline = time.monotonic() + 60
     while True:
         left = [
@@ -366,7 +370,7 @@ def _holds(process: psutil.Process, root: str) -> bool:
 
 
 def _hear_late(root: str) -> tuple[float, str]:
-    """How long a rank waits that has not heard all of the plan when the first rank's worker dies; what it is told."""
+    """Return how long a late rank waits after the first rank's worker dies, and the error that it gets."""
     if dist.get_rank() == 0:
         faulty("create:kill")
     else:
@@ -394,7 +398,7 @@ def _hear_late(root: str) -> tuple[float, str]:
 
 
 def test_who_is_late_hears_that_the_first_worker_has_died(tmp_path: Path) -> None:
-    """From the worker that takes its place; and the next save works."""
+    """The replacement worker tells the late rank, and the next save works."""
     for ended in Job(2, _hear_late, str(tmp_path / "root"), folder=tmp_path).wait():
         assert ended.error is None, ended.error
         took, told = ended.result
@@ -403,7 +407,7 @@ def test_who_is_late_hears_that_the_first_worker_has_died(tmp_path: Path) -> Non
 
 
 def _decide_in_vain(root: str) -> tuple[float, str]:
-    """Save while the first rank cannot tell what becomes of the save. Return the seconds, and the error."""
+    """Save while the first rank cannot announce the result. Return the seconds, and the error."""
     config = Config(slots=2, when_busy="skip", timeout=LONG_S, commit_timeout=LONG_S, start_timeout=START_S)
     with Checkpointer(root, config) as checkpointer:
         checkpointer.save(1, replicas(1)).result(LIMIT_S)

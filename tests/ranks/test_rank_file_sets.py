@@ -1,4 +1,4 @@
-"""Many ranks: sets of files that all of them add to."""
+"""File sets that all ranks of a job add to."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _sharded(step: int) -> DTensor:
 
 
 def _files(step: int) -> FileSet:
-    """As a trainer has it: two folders of all ranks, one file of each, and those of the first rank."""
+    """Return the files of a trainer: two folders of all ranks, a file of each rank, and files of single ranks."""
     files, rank = FileSet(), dist.get_rank()
     files.add_dcp_folder("model_0", {"w": _sharded(step)})
     files.add_bytes(f"rng/state_{rank}", bytes([step, rank]))
@@ -71,7 +71,7 @@ def test_all_ranks_add_to_it(tmp_path: Path, config: Config) -> None:
 
 
 def _save_own_weights(root: str) -> None:
-    """Weights of each rank's own, under a name that all ranks have, in a folder that ranks write together."""
+    """A save is refused if ranks give different weights one name in a folder that all ranks write."""
     own = {"w": torch.full((100,), float(dist.get_rank())), "all": torch.arange(9.0)}
     with Engine(replace(QUICK, differing_replicas="raise")) as engine:
         files = FileSet()
@@ -87,7 +87,7 @@ def test_weights_of_each_rank_under_equal_names_are_refused(tmp_path: Path) -> N
 
 
 def _refused(root: str, how: str) -> str:
-    """What this rank is told of a save that one rank spoils; the next one works."""
+    """Return this rank's error after one rank spoils a save, and check that the next save works."""
     with Engine(QUICK) as engine:
         files, rank = FileSet(), dist.get_rank()
         files.add_bytes(f"file_{rank}", b"")
@@ -139,7 +139,10 @@ def _nothing(root: str) -> None:
 
 
 def _alternate(root: str, has_names: bool) -> int:
-    """How many plans this rank has made for two kinds of sets, of which it has small files alone on all ranks but 0."""
+    """Save two kinds of sets in turns, and return this rank's number of plans.
+
+    All ranks but 0 have only small files.
+    """
     with Engine(CONSTANT) as engine:
         for step in range(6):
             kind, rank = str(step % 2), dist.get_rank()

@@ -1,4 +1,4 @@
-"""Jobs that are started again on other hosts, in another order, with more ranks or fewer: they find the images."""
+"""Jobs that restart on other hosts, in another order, with more ranks or fewer: they find the images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _die(folder: str, places: list[int], steps: int) -> None:
-    """Save some steps, on the hosts that are named, and die."""
+    """Save some steps on the given hosts, and die."""
     enter_host(folder, places[dist.get_rank()])
     checkpointer = Checkpointer(f"{folder}/root")
     for step in range(1, steps + 1):
@@ -67,7 +67,7 @@ def test_memory_of_other_hosts_is_found(hosts: Path, then: list[int]) -> None:
     found = run(len(then), _load, str(hosts), then, folder=hosts)
     assert [each[:3] for each in found] == [(2, "memory", True)] * len(then)
     for host, (*_, nbytes_from) in zip(then, found, strict=True):
-        # The states are replicas, spread over both: each has to read of the other host's memory.
+        # The replicas are spread over both hosts, so each rank reads from the other host's memory.
         assert ("memory" in nbytes_from) == (host < 2) and nbytes_from["peer"] > 0
 
 
@@ -84,7 +84,7 @@ def test_what_is_on_no_host_any_more_comes_from_storage(hosts: Path) -> None:
 
 
 def _die_unwritten(folder: str, places: list[int]) -> None:
-    """Have two steps replicated, write nothing, and die."""
+    """Replicate two steps, write nothing, and die."""
     os.environ["ASYNCCKPT_TEST_GATE"] = f"{folder}/gate"
     faulty("create:hold")
     enter_host(folder, places[dist.get_rank()])
@@ -113,7 +113,10 @@ def _load_unwritten(folder: str, places: list[int]) -> tuple[int, str, bool]:
 def test_what_is_damaged_is_loaded_from_elsewhere(
     hosts: Path, monkeypatch: pytest.MonkeyPatch, then: list[int], damaged: str, expected: int
 ) -> None:
-    """From another copy, or, where there is none, it is an older step: storage has nothing."""
+    """A damaged image is loaded from another copy.
+
+    Without a good copy the job loads an older step, as storage is empty.
+    """
     Job(2, _die_unwritten, str(hosts), [0, 1], folder=hosts).wait()
     for host in (0, 1):
         damage_images(hosts, host, 2, damaged, monkeypatch)
@@ -122,7 +125,7 @@ def test_what_is_damaged_is_loaded_from_elsewhere(
 
 
 def _stop_and_load(folder: str, places: list[int], worker: int) -> tuple[int, str, bool]:
-    """The ``worker`` is stopped when all know what it holds."""
+    """Load, and stop the ``worker`` when all ranks know its images."""
     prepare = MemorySource.prepare
 
     def stop(source: MemorySource) -> None:
@@ -134,7 +137,7 @@ def _stop_and_load(folder: str, places: list[int], worker: int) -> tuple[int, st
 
 
 def test_a_worker_that_is_stopped_in_the_middle_of_a_load(hosts: Path) -> None:
-    """Another worker holds the same images. One rank is on its host, and one on a third."""
+    """Another worker holds the same images. The three ranks run on both workers' hosts and on a third host."""
     job = Job(2, _die_unwritten, str(hosts), [0, 1], folder=hosts)
     workers = [job.hear(rank) for rank in range(2)]
     job.wait()
@@ -162,7 +165,7 @@ def test_a_worker_that_is_stopped_is_not_waited_for(hosts: Path) -> None:
 
 
 def _die_with_one_stopped(folder: str, places: list[int]) -> None:
-    """The first step is replicated, and nothing is written; the second is staged by both, and one worker is stopped."""
+    """Replicate the first step, and write nothing. Stage the second step on both ranks while one worker is stopped."""
     os.environ["ASYNCCKPT_TEST_GATE"] = f"{folder}/gate"
     faulty("create:hold")
     enter_host(folder, places[dist.get_rank()])
@@ -184,7 +187,10 @@ def _is_saving(pid: int, path: str) -> bool:
 
 
 def _go_on_while_they_write(folder: str, places: list[int], workers: list[int], within: bool) -> bool:
-    """The dead trainers' workers go on before the next save, or ``within`` it. Return whether theirs is abandoned."""
+    """Let the dead trainers' workers continue before the next save, or ``within`` it.
+
+    Return whether their step is set aside.
+    """
     enter_host(folder, places[dist.get_rank()])
     path, save = step_folder(f"{folder}/root", 2), Engine.save
 
@@ -217,7 +223,7 @@ def _go_on_while_they_write(folder: str, places: list[int], workers: list[int], 
 
 @pytest.mark.parametrize("within", [False, True], ids=["before the next save", "within it"])
 def test_what_was_staged_later_is_committed_later(hosts: Path, within: bool) -> None:
-    """Its step is saved again, and then takes its place."""
+    """The old workers commit a step that the new job then saves again. The new save replaces it."""
     job = Job(2, _die_with_one_stopped, str(hosts), [0, 1], folder=hosts)
     workers = [job.hear(rank) for rank in range(2)]
     job.wait()
@@ -230,7 +236,7 @@ def test_what_was_staged_later_is_committed_later(hosts: Path, within: bool) -> 
 
 def _save_and_lose_the_first(root: str) -> str:
     if dist.get_rank() == 1:
-        faulty("write:hold")  # its storage is slow
+        faulty("write:hold")  # slow storage
     checkpointer = Checkpointer(root)
     save = checkpointer.save(1, replicas(1))
     dist.barrier()
@@ -250,6 +256,6 @@ def test_a_rank_that_lives_is_waited_for_whoever_looks(tmp_path: Path) -> None:
     job = Job(2, gated, _save_and_lose_the_first, str(gate), root, folder=tmp_path)
     wait_for(lambda: Path(f"{gate}.reached").exists() and not job.processes[0].is_alive())
     alone(_look, root)
-    time.sleep(commit.SILENCE_S + 2)  # longer than the worker of a lost host is waited for
+    time.sleep(commit.SILENCE_S + 2)  # longer than a lost host's worker is waited for
     gate.touch()
     assert job.wait()[1].result == "step-00000001" and complete_steps(root) == [1]

@@ -1,4 +1,4 @@
-"""Many ranks: what they load together."""
+"""Loads that many ranks make together."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _save_one(root: str) -> None:
 
 
 def _load_replicas(root: str, by_dcp_on: int | None) -> tuple[bool, bool]:
-    """Whether all is there, and whether DCP was asked; ``by_dcp_on``: a rank that has to."""
+    """Return whether all values are right, and whether DCP was used. The rank ``by_dcp_on`` needs DCP."""
     if dist.get_rank() == by_dcp_on:
         vars(reader)["draft"] = lambda *_: None
     asked = []
@@ -66,7 +66,7 @@ def _load_replicas(root: str, by_dcp_on: int | None) -> tuple[bool, bool]:
 
 
 def _load_in_vain(root: str, misfit_on: int | None) -> str:
-    """The error; ``misfit_on``: a rank that asks for another shape."""
+    """Return the error of a load. The rank ``misfit_on`` asks for another shape."""
     into = replicas(99)
     if dist.get_rank() == misfit_on:
         into["model"]["w0"] = torch.zeros(3)
@@ -96,7 +96,7 @@ def test_replicas_are_loaded_without_dcp_where_all_ranks_can(tmp_path: Path) -> 
 
 
 def _load_with_a_bar(root: str) -> tuple[bool, str]:
-    """Whether all is there, and what the terminal was sent."""
+    """Return whether all values are right, and the text that the terminal got."""
     into = replicas(99)
     terminal = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, Checkpointer(root, QUICK) as checkpointer:
@@ -116,7 +116,7 @@ def test_the_first_rank_alone_shows_how_far_a_load_is(tmp_path: Path) -> None:
 
 
 def _loads_on_a_device(root: str, part: bool) -> list[tuple[bool, int]]:
-    """Whether all was loaded, and how many groups torch had after that, of each load."""
+    """Return for each load whether all values are right, and the number of torch's groups after it."""
     group = dist.new_group([1, 2], backend="cuda:gloo") if part else None
     found = []
     for by_dcp_on in (None, 1, 1) if dist.get_rank() > 0 or not part else ():
@@ -130,14 +130,15 @@ def _loads_on_a_device(root: str, part: bool) -> list[tuple[bool, int]]:
 
 
 def _on_a_device_alone(root: str, meeting: str, part: bool) -> tuple[list[tuple[bool, int]], int]:
-    """Loads where torch's groups send only what is on a device, which is not here, and how many of them are still there
-    when they are destroyed.
+    """Load in a job with process groups that send only device tensors, on a host without a device.
+
+    Return the results of the loads, and how many groups stay in memory after their destruction.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # or one that is still connecting would wait for ever
+    dist.barrier()  # a rank that is still connecting would wait for ever
     dist.destroy_process_group()
     dist.init_process_group("cuda:gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-    # Here there is no barrier, and one that destroys its group too soon breaks the others' connecting.
+    # These groups have no barrier, and a rank that destroys its group too soon breaks the connecting of others.
     Path(f"{meeting}-{rank}").touch()
     wait_for(lambda: all(Path(f"{meeting}-{each}").exists() for each in range(size)))
     found = _loads_on_a_device(root, part)
@@ -170,7 +171,7 @@ def test_where_the_host_is_sent_already_no_group_is_made(tmp_path: Path) -> None
 
 
 def _load_into_meta(root: str, stock: str) -> list[list[float]]:
-    """From our own checkpoint, by its path too, and from stock DCP's."""
+    """Load our own checkpoint, by step and by path, and stock DCP's, into tensors on the meta device."""
     mesh = init_device_mesh("cpu", (2,))
     found: list[list[float]] = []
 
@@ -191,13 +192,16 @@ def _load_into_meta(root: str, stock: str) -> list[list[float]]:
 
 
 def test_dtensors_on_the_meta_device_are_made(tmp_path: Path) -> None:
-    """As DCP makes them, where ranks load together."""
+    """A load by all ranks creates the DTensors, as DCP's load does."""
     found = run(2, _load_into_meta, str(tmp_path / "root"), str(tmp_path / "stock"), folder=tmp_path)
     assert found == [[[0.0, 1.0, 2.0, 3.0]] * 3, [[4.0, 5.0, 6.0, 7.0]] * 3]
 
 
 def _load_late_name(root: str, late: int) -> bool:
-    """Load step 1, whose name the host of the rank ``late`` sees a second later. Returns whether all is there."""
+    """Load step 1, and return whether all values are right.
+
+    The host of rank ``late`` sees the folder a second later.
+    """
     path = Path(root, "step-00000001")
     if dist.get_rank() == late:
         at_host = Path(root, "late")

@@ -1,4 +1,4 @@
-"""Copies on other hosts, and loads from them, by NIXL."""
+"""Copies on other hosts, and loads from them, through NIXL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _enter(folder: str, host: int) -> None:
 
 
 def _save(folder: str) -> None:
-    """Each of two hosts has a copy of the other's images; then all die."""
+    """Copy the images of each of two hosts to the other host, then kill all ranks."""
     _enter(folder, dist.get_rank())
     checkpointer = Checkpointer(f"{folder}/root", Config(replicas=1, timeout=30, transport="nixl"))
     for step in (1, 2, 3):

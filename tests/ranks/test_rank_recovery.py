@@ -1,4 +1,4 @@
-"""Jobs of many ranks that die, and are started again."""
+"""Jobs of many ranks that die, and are restarted."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _state(step: int) -> dict[str, Any]:
-    """Replicas, which are spread over the ranks, and something of each rank's own."""
+    """Return replicas, which are spread over the ranks, and a value of this rank alone."""
     rank = dist.get_rank()
     return {**replicas(step), f"rng of {rank}": torch.full((1000,), float(100 * rank + step)), "step": step}
 
 
 def _die(root: str, steps: int, unstaged: int | None) -> None:
-    """Save some steps, and die; ``unstaged`` is a rank that dies in the copy of the last."""
+    """Save some steps, and die. The rank ``unstaged`` dies in the copy of the last step."""
     from asyncckpt.staging import slot_copy as staging
 
     checkpointer = Checkpointer(root, Config(slots=2))
@@ -55,7 +55,7 @@ def _load(root: str, memory: bool = True) -> tuple[int, str, bool]:
 def test_all_ranks_load_from_memory(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     Job(3, _die, root, 2, None, folder=tmp_path).wait()
-    for _ in range(2):  # nobody has taken it over
+    for _ in range(2):  # the first job loads, and does not take the images over
         assert run(3, _load, root, folder=tmp_path) == [(2, "memory", True)] * 3
     assert run(3, _load, root, False, folder=tmp_path) == [(2, "storage", True)] * 3
 

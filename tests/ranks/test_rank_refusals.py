@@ -1,4 +1,4 @@
-"""What one rank alone refuses, or cannot give, is told to all at once, also at the first call of a job."""
+"""A refusal or a failure on one rank raises on all ranks at once, even in the first call of a job."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _said(call: Any) -> str:
     try:
         call()
     except Exception as error:
-        # Less than QUICK's timeout: nobody has run into that.
+        # Less than QUICK's timeout, so that no rank has run into it.
         return str(error) if time.monotonic() - begun < QUICK.timeout / 2 else f"late: {error}"
     return "well"
 
@@ -75,7 +75,7 @@ def test_or_the_load(tmp_path: Path) -> None:
 
 def _save_another_part(root: str) -> str:
     whole, rank = torch.arange(8.0), dist.get_rank()
-    part = whole[:5] if rank == 0 else whole[5:]  # of 8 each of two ranks has 4
+    part = whole[:5] if rank == 0 else whole[5:]  # each of two ranks should have 4 of 8
     placed = init_device_mesh("cpu", (2,)), [Shard(0)]
     made = DTensor.from_local(part.clone(), *placed, run_check=False, shape=torch.Size([8]), stride=(1,))
     with Checkpointer(root, config=QUICK) as checkpointer:
@@ -86,7 +86,7 @@ def _save_another_part(root: str) -> str:
 
 
 def test_a_part_that_is_not_the_one_its_placements_say_is_refused(tmp_path: Path) -> None:
-    """Its metadata would not fit, and nobody could load it."""
+    """The part would not fit its metadata, and no job could load it."""
     for said in run(2, _save_another_part, str(tmp_path / "root"), folder=tmp_path):
         assert "by its placements a part of (4,)" in said
 
@@ -101,7 +101,7 @@ def _part(placement: Placement) -> DTensor:
 
 
 def _save_in_objects(root: str) -> dict[str, str]:
-    """What is said of each; at the first save of a name, and where an object comes to hold a part later."""
+    """Return the error for each kind, in the first save of a name and for an object that holds a part later."""
     said: dict[str, str] = {}
     with Checkpointer(root, config=QUICK) as checkpointer:
         for kind in (tuple, collections.deque, frozenset):
@@ -119,7 +119,7 @@ def _save_in_objects(root: str) -> dict[str, str]:
 
 
 def test_a_part_of_a_tensor_in_an_object_is_refused(tmp_path: Path) -> None:
-    """All ranks would load the part of one."""
+    """All ranks would load the part of one rank."""
     for said in run(2, _save_in_objects, str(tmp_path / "root"), folder=tmp_path):
         assert len(said) == 6
         for each in said.values():
@@ -127,7 +127,7 @@ def test_a_part_of_a_tensor_in_an_object_is_refused(tmp_path: Path) -> None:
 
 
 def _save_whole_in_objects(root: str) -> list[float]:
-    """A DTensor that is whole on each rank, and parts that each rank has for itself."""
+    """Save a DTensor that is whole on each rank, and ``PerRank`` parts."""
     with Checkpointer(root, config=QUICK) as checkpointer:
         checkpointer.save(1, {"a": (_part(Replicate()),), "b": PerRank((_part(Shard(0)),))}).result()
         into: dict[str, Any] = {"a": None, "b": PerRank(None)}

@@ -1,4 +1,4 @@
-"""Many ranks: what they save together, and what stock DCP makes of it."""
+"""States that many ranks save together, and stock DCP's loads of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _fsdp(seed: int) -> dict[str, Any]:
 
 
 def _whole(state: Any) -> Any:
-    """``state`` with whole tensors, gathered."""
+    """Return ``state`` with gathered, whole tensors."""
     if isinstance(state, dict):
         return {key: _whole(value) for key, value in state.items()}
     if isinstance(state, list):
@@ -105,7 +105,7 @@ def test_fsdp2_and_adamw_reshard(tmp_path: Path, saved_at: int, loaded_at: tuple
 
 
 def _save_placements(root: str) -> None:
-    """All loads are of the indexes alone: DCP's planner is asked only where something does not fit."""
+    """Load by the indexes alone. DCP's planner is used only for shapes that do not fit."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(1)
     whole = torch.randn(10, 6)
@@ -180,7 +180,7 @@ def _save_apart(root: str) -> None:
 
 def _alone_and_then_together(root: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # who leaves sooner breaks the other's connecting, of which it need not know
+    dist.barrier()  # an early exit would break the other rank's connecting
     dist.destroy_process_group()
     with Engine() as engine:
         engine.save(f"{root}/alone{rank}", replicas(1)).result(60)
@@ -201,11 +201,11 @@ def test_groups_save_apart(tmp_path: Path) -> None:
         assert into["rank"] == rank
 
 
-# For those who go on calling DCP.
+# Callers that keep calling DCP.
 
 
 def _plugged_in(root: str) -> list[int]:
-    """The sizes in bytes of all that DCP's collectives carry in a later save."""
+    """Return the bytes of each object that DCP's collectives carry in a later save."""
     sent: list[int] = []
     to_tensor: Any = dist.distributed_c10d._object_to_tensor
 

@@ -1,4 +1,4 @@
-"""Many ranks: a job that goes on from a checkpoint with the same structure plans nothing."""
+"""A job that resumes from a checkpoint with the same structure makes no plan."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _state(seed: int, odd: bool = False) -> dict[str, Any]:
-    """Sharded tensors, some of which are on one rank alone, replicas, and what each rank has of its own.
+    """Return sharded tensors, replicas, and a value of this rank alone.
 
-    ``odd``: another structure than without.
+    ``odd``: return another structure.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(7.0 * 3).view(7, 3) + seed
@@ -46,7 +46,10 @@ def _whole(state: dict[str, Any], seed: int) -> bool:
 
 
 def _go_on(root: str, memory: bool = True, odd_rank: int | None = None, dies: bool = False) -> tuple[bool, int]:
-    """Load what is there, if anything is, and save the next step. Returns whether it was planned for that."""
+    """Load the newest step if there is one, and save the next.
+
+    Return whether the save made a plan, and the loaded step.
+    """
     checkpointer = Checkpointer(root, QUICK)
     odd = dist.get_rank() == odd_rank
     step = checkpointer.load(_state(99), memory=memory) if checkpointer.latest() is not None else 0
@@ -62,7 +65,7 @@ def _go_on(root: str, memory: bool = True, odd_rank: int | None = None, dies: bo
 
 
 def _check(root: Path, step: int, like: int) -> None:
-    """That the checkpoint of ``step`` is good, and says of its tensors what that of ``like`` does, to the byte."""
+    """Check that ``step`` is undamaged, and that its metadata of tensors equals that of ``like``."""
     assert verify(str(root / f"step-{step:08d}")).damages == []
     metadata = [StorageSource(str(root / f"step-{each:08d}")).metadata() for each in (step, like)]
     assert without_storage_meta(metadata[0]) == without_storage_meta(metadata[1]) != metadata[0]
@@ -78,7 +81,7 @@ def test_a_restarted_job_plans_nothing(tmp_path: Path) -> None:
     root = tmp_path / "root"
     assert run(3, _go_on, str(root), False, folder=tmp_path) == [(True, 0)] * 3
     assert run(3, _go_on, str(root), False, folder=tmp_path) == [(False, 1)] * 3
-    # Nor does one that goes on from what was not planned itself.
+    # A job that resumes from a step that was saved without planning makes no plan either.
     assert run(3, _go_on, str(root), False, folder=tmp_path) == [(False, 2)] * 3
     for step in (2, 3):
         _check(root, step, 1)
@@ -109,7 +112,7 @@ def _save_replicas(root: str, step: int) -> bool:
 
 @pytest.mark.parametrize("then", [2, 4])
 def test_another_number_of_ranks_plans_although_each_has_the_same(tmp_path: Path, then: int) -> None:
-    """Each has what it had, and what the others were to write is to be written all the same."""
+    """Each rank has the same state, but the ranks divide the writes in another way."""
     root = str(tmp_path / "root")
     run(3, _save_replicas, root, 1, folder=tmp_path)
     assert all(run(then, _save_replicas, root, 2, folder=tmp_path))

@@ -1,4 +1,4 @@
-"""Many ranks: structures that change, and those that do not."""
+"""Saves by many ranks, with structures that change and structures that stay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _changing(root: str, config: Config, rank_that_changes: int) -> list[int]:
-    """The numbers of the plans that each save went by."""
+    """Return the number of the plan of each save."""
     numbers = []
     with Checkpointer(root, config) as checkpointer:
         for step in range(4):
@@ -42,7 +42,7 @@ def _changing(root: str, config: Config, rank_that_changes: int) -> list[int]:
 def test_a_miss_on_any_rank_is_a_new_plan_for_all(tmp_path: Path, rank: int) -> None:
     root = tmp_path / "root"
     for numbers in run(2, _changing, str(root), QUICK, rank, folder=tmp_path):
-        # A dtype that changes is seen (stock DCP's plan cache compares no dtypes), by all, and only then.
+        # All ranks make a new plan if a dtype changes, and only then. Stock DCP's plan cache compares no dtypes.
         assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
     for step in range(4):
         metadata = FileSystemReader(root / f"step-{step:08d}").read_metadata()
@@ -58,7 +58,7 @@ def test_a_miss_on_any_rank_is_a_new_plan_for_all(tmp_path: Path, rank: int) -> 
 
 
 class _Summed:
-    """A value whose state is a sum over all ranks, as those of sharded models may be."""
+    """A value with a state that is a sum over all ranks, as in some sharded models."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         found = torch.ones(3)
@@ -81,14 +81,14 @@ def _save_twice_there(root: str) -> int:
 
 
 def test_states_that_ranks_make_together_are_made_where_a_save_is_refused(tmp_path: Path) -> None:
-    """By the first rank too, before it refuses: or the others would wait for it in theirs."""
+    """The first rank makes its state before it refuses a save, because the others wait in its collective."""
     assert run(2, _save_twice_there, str(tmp_path / "root"), folder=tmp_path) == [2, 2]
 
 
 def _growing(root: str) -> None:
     with Checkpointer(root, QUICK) as checkpointer:
         for step in range(6):
-            # An object that outgrows its space, on one rank alone: XTuner's cache then lost the tensors of the others.
+            # An object outgrows its space on one rank alone. XTuner's cache then lost the tensors of the other ranks.
             state = replicas(step) | {f"own{dist.get_rank()}": "x" * (10 ** (step // 2) if dist.get_rank() == 1 else 1)}
             checkpointer.save(step, state).result(60)
 
@@ -105,7 +105,7 @@ def _constant_broken(root: str, rank_that_changes: int) -> tuple[str, int | None
         checkpointer.save(1, replicas(1)).result(60)
         state = replicas(2)
         if dist.get_rank() == rank_that_changes:
-            # All of them, as this rank writes only some.
+            # Change all tensors, because this rank writes only some.
             state["model"] = {name: value.double() for name, value in state["model"].items()}
         at_once = False
         try:
@@ -146,7 +146,7 @@ def _constant_prepared_anew(root: str) -> None:
 
 
 def test_a_new_constant_structure_is_prepared(tmp_path: Path) -> None:
-    """As the error says that refuses it."""
+    """The error that refuses a new structure says how to prepare it."""
     run(2, _constant_prepared_anew, str(tmp_path / "root"), folder=tmp_path)
 
 
@@ -154,7 +154,7 @@ def _mixed(root: str) -> tuple[str, int | None]:
     with Checkpointer(root, CONSTANT) as checkpointer:
         for step, name in enumerate(["model", "ema"]):
             checkpointer.save(step, {name: replicas(step)["model"]}).result(60)
-        # Of the same shapes, so that nothing but their names tells them apart.
+        # All shapes are equal, so that only the names differ.
         mine = "model" if dist.get_rank() == 0 else "ema"
         with pytest.raises(StructureChangedError, match="another structure") as caught:
             checkpointer.save(2, {mine: replicas(2)["model"]}).result(60)
@@ -200,7 +200,7 @@ def _losing_workers(root: str, config: Config, order: list[int]) -> int:
 
 @pytest.mark.parametrize("config", [QUICK, CONSTANT], ids=["asked", "constant"])
 def test_a_rank_that_lost_its_worker_still_has_its_plan(tmp_path: Path, config: Config) -> None:
-    # The first rank's loss is the one that torch's plan cache answers with metadata that lacks the other ranks.
+    # After a loss on the first rank, torch's plan cache answers with metadata that lacks the other ranks.
     assert run(2, _losing_workers, str(tmp_path / "root"), config, [0, 1, 0], folder=tmp_path) == [1, 1]
     for step in range(4):
         metadata = FileSystemReader(tmp_path / f"root/step-{step:08d}").read_metadata()
@@ -211,7 +211,7 @@ def test_a_rank_that_lost_its_worker_still_has_its_plan(tmp_path: Path, config: 
 
 
 def _shrinking(root: str) -> None:
-    """The same state by two ranks, then by each alone: a plan is of its group."""
+    """Save the same state by two ranks, then by each rank alone, because each group has its own plan."""
     state = {f"of{dist.get_rank()}": torch.full((10,), float(dist.get_rank())), "both": torch.ones(3)}
     dcp.async_save(state, checkpoint_id=f"{root}/two").result(60)
     dcp.async_save(state, checkpoint_id=f"{root}/one{dist.get_rank()}", no_dist=True).result(60)
@@ -225,7 +225,7 @@ def test_a_smaller_world_has_only_its_own_tensors(tmp_path: Path) -> None:
 
 
 def test_metadata_is_of_one_save_alone(tmp_path: Path) -> None:
-    # DCP hands out the metadata that its cache keeps, and writes the next save's facts into it.
+    # DCP returns the metadata of its cache, and the next save writes into the same object.
     first = asyncckpt.save(replicas(1), checkpoint_id=tmp_path / "a")
     before = pickle.dumps(first)
     second = asyncckpt.save(replicas(2), checkpoint_id=tmp_path / "b")

@@ -1,4 +1,4 @@
-"""Many ranks: each has its own files for what is likely to stay the same, and each checkpoint is whole."""
+"""Each rank has its own files for tensors that are likely to stay the same, and each checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from asyncckpt.config import Config
 pytestmark = pytest.mark.usefixtures("forkserver")
 
 _SAVES = 8
-_ELEMENTS = 1 << 18  # a mebibyte
-_LATE = 6  # the step in which the second rank changes its part of what had not changed
+_ELEMENTS = 1 << 18  # one MiB
+_LATE = 6  # the step in which the second rank changes its part of the base
 
 
 _NAMED = replace(QUICK, assume_unchanged=("base", "expert.0"))
 
 
 def _state(step: int) -> dict[str, Any]:
-    """Return a base of which each rank has a part, replicas of an adapter, and experts. The second rank trains its own
-    expert.
+    """Return a base with a part on each rank, replicas of an adapter, and experts.
+
+    The second rank trains its own expert.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
@@ -52,7 +53,10 @@ def _local(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(root: str, config: Config, begin: int, end: int) -> tuple[list[float], list[bool]]:
-    """Save some steps. Returns, for each, the mebibytes of this rank that no other has, and whether it was planned."""
+    """Save some steps.
+
+    Return for each step the MiB that this rank shares with no other step, and whether the save made a plan.
+    """
     planned = []
     with Checkpointer(root, config) as checkpointer:
         if begin > 1:
@@ -61,7 +65,7 @@ def _train(root: str, config: Config, begin: int, end: int) -> tuple[list[float]
             with counting_plans() as counted:
                 checkpointer.save(step, _state(step)).result(60)
             planned.append(counted.called)
-            dist.barrier()  # else one rank may not have heard yet
+            dist.barrier()  # otherwise one rank may not have the result yet
     return [_written(step_folder(root, step)) for step in range(begin, end)], planned
 
 
@@ -80,7 +84,7 @@ def test_each_rank_has_its_own(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     (first, planned), (second, also_planned) = run(2, _train, root, _NAMED, 1, _SAVES + 1, folder=tmp_path)
     assert planned == also_planned == [True] + [False] * (_SAVES - 1)
-    # The first rank has a base and an expert that do not change, the second a base alone, until that changes.
+    # The first rank's base and expert never change. On the second rank only the base stays the same, until step 6.
     assert first == [0] * _SAVES
     assert second == [*[1] * (_LATE - 1), 2, 1, 1]
     _check_each(root, tmp_path)
@@ -99,7 +103,7 @@ def _frozen(root: str, constant: bool) -> list[tuple[float, bool]]:
     found = []
     with Checkpointer(root, CONSTANT if constant else QUICK) as checkpointer:
         for step in range(1, 6):
-            # In step 4 one rank has other parameters frozen than the other: a hint that is wrong harms nothing.
+            # In step 4 the ranks have different parameters frozen. A wrong hint does no harm.
             model.base.requires_grad_(step == 5 or (step == 4 and dist.get_rank() == 1))
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -121,7 +125,7 @@ def test_frozen_shards_need_no_configuration(tmp_path: Path, constant: bool) -> 
     first, second = run(2, _frozen, root, constant, folder=tmp_path)
     assert [planned for _, planned in first] == [True, False, False, not constant, not constant]
     assert [planned for _, planned in first] == [planned for _, planned in second]
-    # A rank has a mebibyte of the base.
+    # Each rank has one MiB of the base.
     assert [size for size, _ in first[1:3]] == [size for size, _ in second[1:3]] == [0, 0]
     assert second[3][0] == second[4][0] == 1
 
@@ -139,13 +143,13 @@ def test_a_restarted_job_goes_on_with_its_plan(tmp_path: Path) -> None:
     run(2, _train, root, _NAMED, 1, 4, folder=tmp_path)
     (first, planned), (second, _) = run(2, _train, root, _NAMED, 4, 7, folder=tmp_path)
     assert planned == [False, False, False]
-    # The base was written once more, and linked, until it changed.
+    # The base is written once more, then linked until it changes.
     assert first == [0, 0, 0] and second == [1, 1, 2]
     run(2, _check, root, 6, folder=tmp_path)
 
 
 def _uneven(step: int) -> dict[str, Any]:
-    """Of which the first rank has much that does not change, and the second nothing."""
+    """Return a state with much unchanged data on the first rank, and none on the second."""
     rank = dist.get_rank()
     return {
         f"expert.{rank}": torch.full((_ELEMENTS,), float(step * rank)),

@@ -1,4 +1,4 @@
-"""Whose images each rank keeps copies of."""
+"""The assignment of image copies to ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_each_rank_has_copies_on_as_many_other_hosts(hosts: list[int], replicas:
         domains = {places[holder].domain for holder in holders}
         assert len(domains) == len(holders) == replicas and place.domain not in domains
     assert all(each.nbytes == places[each.rank].nbytes for its in kept for each in its)
-    # No rank of a host keeps many more than another.
+    # No rank keeps many more copies than another.
     most = max(len(its) for its in kept)
     assert most <= replicas * -(-max(hosts) // min(hosts))
 

@@ -48,7 +48,7 @@ def test_all_report_and_all_learn_the_outcome(ranks: list[Rounds]) -> None:
     with ThreadPoolExecutor(WORLD) as pool:
         outcomes = [pool.submit(ranks[rank].outcome, "round-1", 10) for rank in (1, 2)]
         for rank, value in ((2, b"of 2"), (0, b"of 0"), (1, b"")):
-            reporting = Rounds(ranks[rank].rendezvous, 10)  # the others' own connections wait
+            reporting = Rounds(ranks[rank].rendezvous, 10)  # the connections in ``ranks`` are waiting
             reporting.report("round-1", value)
             reporting.close()
         assert ranks[0].collect("round-1", 10) == [b"of 0", b"", b"of 2"]
@@ -64,7 +64,7 @@ def test_each_learns_its_own_outcome(ranks: list[Rounds], outcomes: dict[int, by
 
 
 def test_an_answer_that_is_lost_with_its_store_names_the_first_rank(ranks: list[Rounds]) -> None:
-    """Another worker hosts the store by the time the rank asks for its own answer."""
+    """The rank asks for its answer after another worker has replaced the store."""
     ranks[0].conclude_each("round-1", {1: b"one", 2: b"two"})
     lost = key_of(ranks[0].rendezvous, "round-1", "for", "1")
     ranks[0].connection.call(lambda store: store.remove(lost), 10, Patience(0))
@@ -111,7 +111,7 @@ def test_who_has_left_is_not_waited_for(ranks: list[Rounds]) -> None:
     ranks[1].report("round-1", b"")
     ranks[1].gone_soon(RankFailedError("its trainer has died", rank=1), 30).result(
         30
-    )  # after it had reported: no matter
+    )  # no matter, because rank 1 has reported
     ranks[2].gone_soon(RankFailedError("its trainer has died", rank=2), 30).result(30)
     begun = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
@@ -143,7 +143,7 @@ def test_a_store_that_does_not_answer() -> None:
 
 
 def test_what_is_changed_on_the_way_is_refused(ranks: list[Rounds]) -> None:
-    """An attacker in the network reads and changes messages, and does not know the secret."""
+    """An attacker in the network can read and change messages, but does not know the secret."""
     keys = "asyncckpt/token/round"
     for garbage in (b"", b"forged", b"0" * 40):
         for rank in ranks:
@@ -154,7 +154,7 @@ def test_what_is_changed_on_the_way_is_refused(ranks: list[Rounds]) -> None:
     ask(ranks[1], lambda store: store.put(f"{keys}-2/outcome", 0, b"forged"))
     with pytest.raises(RankFailedError, match="comes from none of them"):
         ranks[2].outcome("round-2", 10)
-    # Nor does what was said elsewhere count here.
+    # A message of another round does not count either.
     ranks[0].conclude("round-3", b"for three")
     said = ask(ranks[1], lambda store: store.get(f"{keys}-3/outcome"))[0]
     ask(ranks[1], lambda store: store.put(f"{keys}-4/outcome", 0, said))
@@ -215,7 +215,7 @@ def test_two_may_share_a_connection_and_differ_in_patience(
         patient.is_flag_set("anything")
     assert time.monotonic() - begun > 0.8
     tried.clear()
-    with pytest.raises(WorkerDiedError):  # the same store, missed for as long already
+    with pytest.raises(WorkerDiedError):  # no second full wait for the same missing store
         patient.is_flag_set("anything")
     assert len(tried) <= 2
     patient.close()
@@ -245,7 +245,10 @@ def test_what_is_said_soon_reaches_the_store_that_comes_back(store: Store, ranks
 
 
 def test_a_store_that_is_stopped_is_noticed_and_goes_on() -> None:
-    """The store listens, and says nothing. A caller with a limit gives up; the others get their answer in the end."""
+    """A stopped store accepts connections, and never answers.
+
+    A caller with a limit gives up, and the others get their answer later.
+    """
     code = (
         "import os, signal, sys; from asyncckpt.ranks.store import Store; store = Store(b'secret')\n"
         "print(store.port, flush=True); sys.stdin.read()"
@@ -273,7 +276,7 @@ def test_a_store_that_is_stopped_is_noticed_and_goes_on() -> None:
 
 
 def test_what_is_said_soon_is_said_in_order(ranks: list[Rounds]) -> None:
-    """A closing rank is not gone before its report."""
+    """A closing rank is gone only after its report."""
     reported = ranks[1].report_soon("round-1", b"", 30)
     ranks[1].gone_soon(RankFailedError("it has closed", rank=1), 30).result(30)
     assert reported.done() and reported.exception() is None
@@ -287,7 +290,7 @@ def test_an_outcome_that_comes_soon_is_not_the_last_word(ranks: list[Rounds]) ->
 
 
 def test_one_that_is_closed_waits_for_nothing(store: Store) -> None:
-    """The connection was given up between two calls of a thread."""
+    """The connection is closed between two calls of a thread."""
     rounds = Rounds(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 10)
     rounds.report("round-1", b"")
     rounds.close()

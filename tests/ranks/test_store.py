@@ -1,4 +1,4 @@
-"""The store: who is let in, and what strangers can do to it."""
+"""The store: authentication of clients, and attacks by strangers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _stranger(store: Store) -> socket.socket:
 
 
 def _is_dropped(connection: socket.socket) -> bool:
-    """Whether nothing comes but the nonce."""
+    """Return whether the store sends nothing but the nonce."""
     said = b""
     try:
         while piece := connection.recv(1 << 16):
@@ -65,7 +65,7 @@ def test_nor_is_a_rank_where_a_stranger_listens(rounds: Rounds) -> None:
 
 
 class Stranger(Store):
-    """It listens with a secret of its own, and lets everybody in."""
+    """A store with another secret, which accepts every client."""
 
     def __init__(self) -> None:
         super().__init__(b"another")
@@ -80,7 +80,7 @@ class Stranger(Store):
 def test_strangers_by_the_hundreds_hold_nobody_up(
     store: Store, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those who send what they like are dropped at once, and of those who wait there may be some, not all."""
+    """The store drops strangers that send garbage at once, and limits the number of silent strangers."""
     monkeypatch.setattr("asyncckpt.ranks.store._STRANGER_S", 60.0)
     strangers = [_stranger(store) for _ in range(300)]
     for number, stranger in enumerate(strangers):
@@ -92,7 +92,7 @@ def test_strangers_by_the_hundreds_hold_nobody_up(
         assert rounds.collect(f"round-{number}", 10) == [b"mine"]
     assert time.monotonic() - begun < 30
     for number, stranger in enumerate(strangers):
-        if number % 2 or number < 20:  # too many were waiting
+        if number % 2 or number < 20:  # too many strangers were waiting
             assert _is_dropped(stranger)
         stranger.close()
 
@@ -109,7 +109,7 @@ def test_it_listens_where_it_is_told_to() -> None:
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", alone.port), timeout=5)
     alone.close()
-    # An address that others know this host by need not be one of its own.
+    # An address that others use for this host need not be one of its own.
     everywhere = Store(b"secret", address="192.0.2.1")
     assert everywhere.address == ""
     with socket.create_connection(("127.0.0.2", everywhere.port), timeout=5) as connection:
@@ -120,7 +120,7 @@ def test_it_listens_where_it_is_told_to() -> None:
 def test_where_no_descriptor_is_left_those_who_are_connected_go_on(
     store: Store, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with more ranks than this process may have descriptors: the store waits for one, and answers meanwhile."""
+    """If the process has fewer descriptors than ranks, the store waits for a descriptor, and answers meanwhile."""
     rounds.report("round-0", b"")
     refused = []
 

@@ -1,4 +1,4 @@
-"""``asyncckpt ls`` and ``advise``: what the manifests of a root tell, against numbers by hand."""
+"""Test ``asyncckpt ls`` and ``advise`` against numbers that were computed by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _manifest(
     slot_s: float | None = 0.0,
     later_s: float = 1.0,
 ) -> Manifest:
-    """Of two ranks, the second of which was called a second later by its clock, and kept for less."""
+    """Return a manifest of two ranks. The second rank is called ``later_s`` later by its clock, and stalls for less."""
     timings: dict[str, list[float | None]] = {
         "called_at": [called_at, called_at + later_s],
         "slot_s": [slot_s, slot_s],
@@ -73,7 +73,7 @@ def test_ls_shows_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_advice_by_hand(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two runs; the first saves of both, which plan, and the pause between them, count for nothing."""
+    """There are two runs. The first save of each, which plans, and the pause between the runs do not count."""
     _write(
         root,
         _manifest(100, 1, 1000.0, stall_s=9.0, lag_s=99.0),
@@ -108,7 +108,7 @@ def test_what_a_save_waits_for_a_slot_is_no_cost_of_it(root: Path, capsys: pytes
     _write(root, *(_manifest(step, step, 100.0 * step, stall_s=1.5, lag_s=21.0, slot_s=1.0) for step in (5, 6, 7)))
     facts = _advice(capsys, root)
     assert (facts["stall_s"], facts["durable_s"], facts["young_s"]) == (0.5, 20.0, 120.0)
-    assert (facts["saves"], facts["saves_left_out"]) == (3, 0)  # the first of the run is there no more
+    assert (facts["saves"], facts["saves_left_out"]) == (3, 0)  # the first save of the run is gone
 
 
 def test_the_clocks_of_other_hosts_do_not_count(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,7 @@ def test_the_clocks_of_other_hosts_do_not_count(root: Path, capsys: pytest.Captu
 
 
 def test_now_is_of_the_newest_saves(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each tenth save is kept, and the last three."""
+    """Every tenth save is kept, and the last three."""
     numbers = (10, 20, 30, 31, 32)
     _write(root, *(_manifest(10 * number, number, 100.0 * number) for number in numbers))
     facts = _advice(capsys, root)
@@ -173,7 +173,7 @@ def test_a_root_of_which_nothing_is_known(root: Path, capsys: pytest.CaptureFixt
 
 
 def test_numbers_that_no_save_has(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever wrote a manifest may not have meant well."""
+    """A manifest may hold impossible numbers by mistake or on purpose."""
     _write(root, _manifest(1, 1, 1000.0, stall_s=0.0, lag_s=0.0), replace(_manifest(2, 2, 9.0), created=1e300))
     for command in (["ls"], ["inspect"], ["timeline"], ["advise", "--mtbf", "4h"]):
         assert cli.main([command[0], str(root), *command[1:]]) == 0

@@ -1,4 +1,4 @@
-"""How answers are shown: names as they are, nothing that controls a terminal, and no error that stops the others."""
+"""Test how answers are shown: exact names, escaped control characters, and no error that stops other answers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_json_has_no_numbers_that_are_none(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_names_that_have_no_bytes(tmp_path: Path) -> None:
-    """A surrogate of a name is escaped; a byte of a path that is no text is written as it is."""
+    """A surrogate in a name is escaped. A byte of a path that is not text is written unchanged."""
     path = os.fsencode(tmp_path) + b"/\xff"
     dcp_save({"w\ud800": torch.ones(3)}, checkpoint_id=tmp_path / "it", no_dist=True)
     (tmp_path / "it").rename(os.fsdecode(path))

@@ -1,4 +1,4 @@
-"""``asyncckpt diff``: what was added, removed or changed, of checkpoints and of sets of files."""
+"""Test ``asyncckpt diff``: values that were added, removed or changed, in checkpoints and in sets of files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _before() -> dict[str, Any]:
 
 
 def _after() -> dict[str, Any]:
-    """Another shape in front moves what stands behind it in the file."""
+    """Return a changed state. The added tensor in front moves all later tensors in the file."""
     state = {"added": torch.zeros(12345), **_before()}
     del state["removed"]
     state["changed"][3, 4] = 1e-3
@@ -102,7 +102,7 @@ def test_what_was_added_removed_or_changed(tmp_path: Path, diff: Diff) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_others_stored_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no checksums; an export of it has."""
+    """Stock checkpoints have no checksums, but their exports do."""
     state = {"w": torch.ones(3)}
     ours = _save(tmp_path / "a", state)
     dcp_save(state, checkpoint_id=str(tmp_path / "b"))
@@ -113,7 +113,7 @@ def test_what_others_stored_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_all_kinds_of_values(tmp_path: Path, diff: Diff) -> None:
-    """Also tied ones."""
+    """Tied tensors are compared too."""
     state = kinds_of_values()
     one = _save(tmp_path / "a", state)
     assert diff(one, one)["is_same"]
@@ -139,7 +139,7 @@ def test_without_values_no_bytes_are_read(root: Path, diff: Diff, monkeypatch: p
 
 
 def test_values_decide_what_indexes_do_not(tmp_path: Path, diff: Diff, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tensor of a page or more stands behind another padding if a tensor in front of it is added."""
+    """An added tensor changes the padding in front of each later tensor of a page or more."""
     tensors = {f"t{number}": torch.randn(number * 40_001 + 1) for number in range(12)}
     a = _save(tmp_path / "a", tensors)
     b = _save(tmp_path / "b", {"first": torch.zeros(777), **tensors})
@@ -162,7 +162,7 @@ def test_each_span_counts(tmp_path: Path, diff: Diff, at: int) -> None:
 
 
 def test_a_header_is_no_value(tmp_path: Path, diff: Diff) -> None:
-    """Other bytes before and behind a tensor, with checksums that say so: the elements say that it is the same."""
+    """The bytes around the tensors differ, with matching checksums. The elements show that the tensors are equal."""
     state = {"w": torch.randn(3 * SPAN_BYTES // 4), "small": torch.randn(10), "lr": 0.5}
     a, b = _save(tmp_path / "a", state), _save(tmp_path / "b", state)
     its = {item.name: item for item in Index.parse((b / INDEX).read_bytes(), INDEX).items}
@@ -177,7 +177,7 @@ def test_a_header_is_no_value(tmp_path: Path, diff: Diff) -> None:
 
 
 def _sign(folder: Path) -> None:
-    """Have the checksums be those of the bytes that are there."""
+    """Write checksums that match the bytes in the data file."""
     index = Index.parse((folder / INDEX).read_bytes(), INDEX)
     data = (folder / DATA).read_bytes()
     sums = array("Q", [checksum(data[begin:end]) for begin, end in pairwise(index.bounds)])
@@ -191,7 +191,7 @@ def _sign(folder: Path) -> None:
 def test_objects_are_compared_without_the_space_to_grow(tmp_path: Path, diff: Diff) -> None:
     large, small = ({"held": (torch.arange(count), 1), "text": "a" * count} for count in (10_000, 100))
     with Engine() as engine:
-        for name, state in (("large", large), ("in large", small)):  # where more is reserved
+        for name, state in (("large", large), ("in large", small)):  # with more reserved space
             engine.save(tmp_path / name, state).result(60)
     _save(tmp_path / "small", small)
     assert {*_changes(diff(tmp_path / "in large", tmp_path / "small")).values()} == {"stored otherwise"}
@@ -201,7 +201,7 @@ def test_objects_are_compared_without_the_space_to_grow(tmp_path: Path, diff: Di
 
 
 def test_sets_of_files(tmp_path: Path, diff: Diff) -> None:
-    """Their tensors, the records of their archives, and their small files."""
+    """A set is compared by its tensors, the records of its archives, and its small files."""
     with Engine() as engine:
         for name, seed in (("a", 3), ("b", 3), ("c", 4)):
             engine.save(tmp_path / name, make(seed)).result(60)
@@ -225,7 +225,7 @@ def test_a_root_stands_for_its_newest(
     assert cli.main(["diff", str(root), str(root)]) == 0
     out = capsys.readouterr().out
     assert f"{root}: 2 checkpoints; {root / 'step-00000002'} is the newest" in out and "no difference in 1 value" in out
-    # Which is the newest is not known where one cannot be read.
+    # The newest checkpoint is unknown if one of them cannot be read.
     (root / "step-00000001/asyncckpt.json").write_text("{")
     assert cli.main(["diff", str(root), str(root)]) == 2
 
@@ -290,7 +290,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("way", ["data", "index", "manifest", "missing", "value"])
 def test_trouble_is_no_difference(tmp_path: Path, diff: Diff, capsys: pytest.CaptureFixture[str], way: str) -> None:
-    """Who asks a script whether two differ has to know that from what could not be compared."""
+    """A script must be able to tell a difference from a comparison that failed."""
     a, b = _save(tmp_path / "a", {"w": torch.zeros(1000)}), _save(tmp_path / "b", {"w": torch.ones(1000)})
     if way == "missing":
         b = tmp_path / "none"

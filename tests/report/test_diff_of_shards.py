@@ -1,4 +1,4 @@
-"""``asyncckpt diff`` of tensors that are stored in other parts in the one checkpoint than in the other."""
+"""Test ``asyncckpt diff`` of tensors that two checkpoints store in different parts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _save_shards(state: dict[str, Any], path: Path, cuts: Mapping[str, Cuts]) ->
 
 @st.composite
 def _shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Cuts, Cuts]:
-    """The shape of a tensor, and where it is cut in the one, and in the other."""
+    """Draw the shape of a tensor, and its cuts in each of two checkpoints."""
     shape = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
     if draw(st.booleans()):
         shape[draw(st.integers(0, len(shape) - 1))] = draw(st.integers(10, 60))
@@ -98,7 +98,7 @@ def test_another_default_device(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def _save(root: str) -> None:
-    """In rows, in columns, and in columns with another value."""
+    """Save a tensor in rows, in columns, and in columns with another value."""
     mesh = init_device_mesh("cpu", (2,))
     for name, dim, value in (("rows", 0, 1.0), ("columns", 1, 1.0), ("others", 1, 3.0)):
         whole = torch.arange(600_000.0).view(600, 1000)

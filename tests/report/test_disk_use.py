@@ -1,4 +1,4 @@
-"""``asyncckpt ls`` shows what each checkpoint adds to what those before it take of the disk."""
+"""Test that ``asyncckpt ls`` shows the disk space that each checkpoint adds to the earlier ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATA = "__0_0.distcp"
 
 @pytest.fixture
 def shared(root: Path) -> Path:
-    """Three steps, the last two with the same data file."""
+    """Return a root with three steps. The last two have the same data file."""
     with Checkpointer(root) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, {"w": torch.full((100_000,), float(min(step, 2)))}).result(60)
@@ -45,7 +45,7 @@ def test_a_shared_file_counts_where_it_is_listed_first(shared: Path, capsys: pyt
     assert all(row["bytes"] > data > 400_000 for row in rows)
     assert all(row["bytes"] <= row["bytes_on_disk"] < row["bytes"] + 4096 for row in rows[:2])
     assert rows[2]["bytes_on_disk"] == rows[2]["bytes"] - data
-    # As they are given; and alone it has all.
+    # The order of the arguments counts. A checkpoint that is listed alone has all its bytes.
     rows = _rows(capsys, shared / "step-00000003", shared / "step-00000002", shared / "step-00000003")
     assert [row["bytes_on_disk"] >= data for row in rows] == [True, False, False]
     assert _rows(capsys, shared / "step-00000003")[0]["bytes_on_disk"] >= data
@@ -86,7 +86,7 @@ def test_a_storage_without_links_has_all_that_the_manifest_says(monkeypatch: pyt
 
 
 def test_small_files_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,000 steps with 100 small files each that would be seconds, on a network file system minutes."""
+    """For 1,000 steps with 100 small files each, this would take seconds, or minutes on a network file system."""
     looked: list[str] = []
 
     def identity(_: LocalStorage, path: str) -> FileIdentity:

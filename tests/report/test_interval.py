@@ -1,4 +1,4 @@
-"""How often to save: the arithmetic, against numbers from elsewhere."""
+"""Test the arithmetic of save intervals against published numbers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from asyncckpt.save_handle import SaveState
 MINUTE = 60.0
 
 
-# The figures 3, 4 and 5 of Daly's paper: a dump takes 5 minutes, and the mean time to interrupt is 24 h, 6 h, 15 min.
+# Figures 3, 4 and 5 of Daly's paper: a dump takes 5 minutes, and the mean time to interrupt is 24 h, 6 h, 15 min.
 @pytest.mark.parametrize(("mtbf_min", "optimum_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
 def test_it_is_dalys(mtbf_min: float, optimum_min: float) -> None:
     advice = Advice(5 * MINUTE, 0.0, mtbf_min * MINUTE, 1)
-    training_min = (advice.daly_s - advice.stall_s) / MINUTE  # between two saves, as the paper has it
+    training_min = (advice.daly_s - advice.stall_s) / MINUTE  # between two saves, as in the paper
     assert training_min == pytest.approx(optimum_min, abs=0.5 if optimum_min > 10 else 0.05)
 
 
@@ -84,7 +84,7 @@ def _ended(stall_s: float, durable_s: float, failure: CheckpointError | None = N
 def test_the_first_save_and_failures_count_for_nothing() -> None:
     recent = RecentSaves()
     recent.add(_ended(9.0, 90.0))
-    assert recent.advice(100.0, None).stall_s == 9.0  # until there are others
+    assert recent.advice(100.0, None).stall_s == 9.0  # until there are other saves
     recent.add(_ended(5.0, 50.0, CheckpointError("it failed")))
     for stall_s in (1.0, 2.0, 3.0):
         recent.add(_ended(stall_s, 10 * stall_s))

@@ -1,4 +1,4 @@
-"""What the command line shows of checkpoints on an object store."""
+"""Test the command line on checkpoints in an object store."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _facts(argv: list[str], capsys: pytest.CaptureFixture[str], status: int = 0)
 def test_what_is_removed_while_it_is_checked_is_not_damaged(
     s3_root: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by retention: on an object store nobody can hold a checkpoint."""
+    """Retention may remove the checkpoint, because no reader can hold it on an object store."""
     with Checkpointer(s3_root) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"w": torch.ones(1000)}).result(60)

@@ -1,4 +1,4 @@
-"""``ls``, ``inspect`` and ``verify`` of checkpoints of stock DCP, and of sets of files and what is in them."""
+"""Test ``ls``, ``inspect`` and ``verify`` on stock DCP's checkpoints, and on sets of files and their contents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asyncckpt.loading.contents import contents
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-VALUE = 7.0  # a byte of it is found in the files
+VALUE = 7.0  # the tests find its bytes in the files
 BYTES = torch.full((100,), VALUE).numpy().tobytes()
 
 
@@ -82,7 +82,7 @@ def test_a_damaged_set(file_set: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_damaged_checkpoint_of_dcp(stock: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What there is to see without checksums: files that are cut off or missing, and a damaged ``.metadata``."""
+    """Without checksums, ``verify`` finds truncated and missing files, and a damaged ``.metadata``."""
     data, metadata = stock / "__0_0.distcp", stock / ".metadata"
     whole, known = data.read_bytes(), metadata.read_bytes()
     data.write_bytes(whole + b"more")
@@ -133,12 +133,12 @@ def test_what_has_no_manifest_is_no_checkpoint(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json", "dcp/model_0"])
 def test_what_is_in_a_set_of_ours(file_set: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """The manifest of the set has checksums of each file."""
+    """The manifest of the set has a checksum for each file."""
     status, facts = _facts(capsys, "verify", file_set / name)
     assert status == 0 and str(file_set) in facts["checked"][0] and not facts["unchecked"]
     assert 0 < facts["bytes"] < 4_000_000
     file = file_set / name / "__0_0.distcp" if name.startswith("dcp") else file_set / name
-    for other in {"model.safetensors", "optimizer.pt"} - {name}:  # of which nothing is asked
+    for other in {"model.safetensors", "optimizer.pt"} - {name}:  # damage in other files does not matter
         (file_set / other).write_bytes(b"other")
     data = bytearray(file.read_bytes())
     data[-min(100, len(data))] ^= 1

@@ -1,4 +1,4 @@
-"""``asyncckpt timeline``: a trace of all ranks, whose lanes hold nothing that overlaps."""
+"""Test ``asyncckpt timeline``: a trace of all ranks without overlaps in any lane."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _save_on_all(root: str, overlap: bool) -> None:
 
 
 def _check(found: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
-    """It has the form of trace events. Returns those that took some time."""
+    """Check that ``found`` has the form of trace events. Return the spans."""
     events = found["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     names = [event for event in events if event["ph"] == "M"]
@@ -55,7 +55,7 @@ def _check(found: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
 
 
 def _check_lane(spans: list[tuple[int, int]]) -> None:
-    """Each is within another one, or beside it."""
+    """Check that each span is within another span or beside it."""
     around: list[tuple[int, int]] = []
     for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
         while around and around[-1][1] <= begin:
@@ -143,7 +143,7 @@ def test_a_copy_that_outlasts_the_call_has_a_lane() -> None:
 
 
 def test_no_two_of_a_lane_overlap() -> None:
-    """Two jobs may have saved at a time, and clocks may differ by a little."""
+    """Two jobs may have saved at the same time, and clocks may differ by a little."""
     saves = [_manifest(WHOLE | {"called_at": [at], "sync_s": [0.50003]}) for at in (10.0, 10.6, 10.7, 30.0)]
     found = trace(spans_of("there", manifest) for manifest in saves)
     spans = _check(found, ranks=1)
@@ -161,7 +161,7 @@ def test_what_says_nothing_of_when(tmp_path: Path, root: Path, capsys: pytest.Ca
     assert "how long they took" in capsys.readouterr().err
     assert cli.main(["timeline", str(tmp_path / "none"), str(root)]) == 2
     said = capsys.readouterr()
-    _check(json.loads(said.out), ranks=1)  # of what there is
+    _check(json.loads(said.out), ranks=1)  # the readable checkpoints are shown
     manifest = root / "step-00000001" / "asyncckpt.json"
     parsed = Manifest.parse(manifest.read_bytes(), "")
     manifest.write_bytes(replace(parsed, timings={"write_s": [1.0]}).encode())
@@ -185,7 +185,7 @@ def test_what_cannot_be_written_is_not_said_to_be_there(root: Path, capsys: pyte
 
 
 def test_the_bytes_are_those_of_own_large_files() -> None:
-    """Not of a small one: whose that is is not said."""
+    """Small files do not count, because the manifest does not say which rank wrote them."""
     manifest = _manifest(WHOLE)
     files = {**manifest.files, "small": {"bytes": 5, "xxh3": "0"}}
     (span, *_) = spans_of("there", replace(manifest, files=files))[0]

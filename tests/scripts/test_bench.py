@@ -1,4 +1,4 @@
-"""The bench suite runs, tiny, with all contestants that are there: so it cannot rot. Times are not looked at."""
+"""Run a tiny bench suite with all installed contestants, so that the suite cannot rot. Times are not checked."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench"
 PNG = b"\x89PNG\r\n\x1a\n"
 MODULES = {"torch-checkpointing": "torch_checkpointing", "torchsnapshot": "torchsnapshot"}
 MISSING = {name for name, module in MODULES.items() if importlib.util.find_spec(module) is None}
-# Older versions of torch have not what makes DCP's async_save fast.
+# Older versions of torch lack the parts that make DCP's async_save fast.
 MISSING |= set() if hasattr(torch.distributed.checkpoint.staging, "DefaultStager") else {"dcp-thread", "dcp-process"}
 MISSING |= set() if (FOLDER / "nvrx-0.7.0").is_dir() else {"nvrx"}
 
 
-# Several commands in one process, as to import torch is most of what such tiny ones take.
+# Run several commands in one process, because such tiny commands spend most of their time importing torch.
 SEVERAL = "import json, sys; from bench.cli import main; [main(each) for each in json.loads(sys.argv[1])]"
 
 
 def run(folder: Path, *commands: str) -> dict[str, results.Result]:
-    """What the commands measure, by kind, from elsewhere; they must leave nothing but that."""
+    """Run commands from another folder, and return the results by kind. The commands must leave no other files."""
     where, out = folder / "work", folder / "out"
     lines = [[*command.split(), "--folder", str(where), "--out", str(out)] for command in commands]
     arguments = [str(SCRIPT), *lines[0]] if len(lines) == 1 else ["-c", SEVERAL, json.dumps(lines)]
@@ -78,7 +78,7 @@ def run(folder: Path, *commands: str) -> dict[str, results.Result]:
 
 
 def takes_part(found: dict[str, Any]) -> None:
-    """All that are installed; about each other there is a note."""
+    """Check that all installed contestants take part, and that each missing one has a note."""
     assert set(found["results"]) == set(contestants.names_in("all")) - MISSING
     assert found["left_out"].keys() == MISSING
 
@@ -137,7 +137,7 @@ def test_loads_of_several_ranks(tmp_path: Path) -> None:
 
 
 def is_of_unchanged(found: dict[str, Any], all_bytes: float) -> None:
-    """Of one save that counts, and all before it."""
+    """Check the results: one save that counts, and all saves before it."""
     assert not found["left_out"]
     assert all(seconds and min(seconds) >= 0 for seconds in found["limits"].values())
     for name, result in found["results"].items():
@@ -167,7 +167,7 @@ def test_unchanged_of_ranks(tmp_path: Path) -> None:
 def test_other_hosts(tmp_path: Path) -> None:
     found = run(tmp_path, "hosts --gib 0.01 --tensors 5 --hosts 2 --mbit 1000 --rounds 1")["hosts"]
     assert len(found["results"]) == 4
-    # Other hosts have got it from each other, and something goes with the bytes.
+    # Hosts pass the bytes on to each other, with some overhead.
     assert all(0.9 < nbytes / 0.01 / (1 << 30) < 2.2 for nbytes in found["sent"].values())
 
 
@@ -220,7 +220,7 @@ def test_a_store(tmp_path: Path) -> None:
 
 
 def known() -> dict[str, Any]:
-    """What a run of saves may have found: copies of 0.1 s, writes of 0.4 s."""
+    """Return made-up results of saves: copies of 0.1 s, writes of 0.4 s."""
 
     def saves(blocked: float, durable: float) -> dict[str, Any]:
         spread = (0.5, 1, 9)
@@ -313,7 +313,7 @@ def test_patience_and_budget() -> None:
 
 
 class Torn(TorchSave):
-    """Saves what is not of one moment."""
+    """A contestant that saves values of two moments."""
 
     def save(self, number: int, state: State) -> Pending:
         name = next(iter(state["model"]))

@@ -1,4 +1,4 @@
-"""The states that a crash may leave: as the model says, and a taste of ``scripts/torture --crash-states``."""
+"""Test the model of the states that a crash may leave, and a short run of ``scripts/torture --crash-states``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def _disk(*events: Event) -> Disk:
 
 
 def _trees(disk: Disk) -> list[set[str]]:
-    """Return the names of each state of a crash at the end that keeps nothing, or one loose call with what it needs."""
+    """Return the names in each state that a crash at the end may leave.
+
+    The first state keeps no loose call. Each other state keeps one loose call and the calls that it needs.
+    """
     point = disk.point(len(disk.recording.events))
     kept = [set[int](), *(disk.with_needs([at]) & {*point.loose} for at in point.loose)]
     return [{*disk.tree(point, frozenset(each), lambda _: "new")} for each in kept]
@@ -33,8 +36,8 @@ def test_a_name_is_durable_after_an_fsync_of_its_folder() -> None:
     create = _create(ROOT, "a", _FILE)
     assert _trees(_disk(create)) == [set(), {"a"}]
     assert _trees(_disk(create, Sync(_FILE), Synced(1))) == [set(), {"a"}]
-    assert _trees(_disk(create, Sync(ROOT))) == [set(), {"a"}]  # it has not ended
-    assert _trees(_disk(Sync(ROOT), create, Synced(0))) == [set(), {"a"}]  # it had begun before
+    assert _trees(_disk(create, Sync(ROOT))) == [set(), {"a"}]  # the fsync has not ended
+    assert _trees(_disk(Sync(ROOT), create, Synced(0))) == [set(), {"a"}]  # the fsync began before the create
     assert _trees(_disk(create, Sync(ROOT), Synced(1))) == [{"a"}]
     assert _trees(_disk(create, Sync(None), Synced(1))) == [{"a"}]
 
@@ -83,6 +86,6 @@ def test_no_crash_breaks_a_promise(tmp_path: Path) -> None:
     facts = json.loads(report.read_text())
     assert facts["losses"] == []
     assert facts["crash states: files"] == facts["crash states: both fsyncs"] == 30
-    # It can fail: each of these has been found broken.
+    # The check can fail: it has found each of these broken variants.
     assert facts["crash states: files: fsyncs whose loss is found"] == facts["crash states: files: fsyncs"] == 10
     assert sum(name.endswith("broken, as it must be") for name in facts) == 4

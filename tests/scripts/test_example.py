@@ -1,4 +1,4 @@
-"""The examples, as their texts say to run them."""
+"""Test the examples with the commands in their texts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_rollouts_write_with_the_newest_weights(tmp_path: Path, saves: bool) -> 
         timeout=200,
     ).stdout
     versions = [int(version) for version in re.findall(r"version +(\d+) wrote", said)]
-    # Of two processes, who are not equally quick: while the other reads, what is also saved may find no free slot.
+    # The two processes differ in speed. A save may find no free slot for its publication while the reader is busy.
     assert len(versions) == 13 and (saves or max(versions) > 0)
     assert "published 13 versions" in said
     if saves:

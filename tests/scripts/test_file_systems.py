@@ -1,4 +1,4 @@
-"""A taste of ``scripts/file_systems``."""
+"""Test a short run of ``scripts/file_systems``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_some_tests_run_on_a_file_system(tmp_path: Path) -> None:
         "def test_failed(tmp_path):\n    assert 'mount' not in tmp_path.parts\n"
     )
     (outcome,) = _try(tmp_path, "tmpfs", f"{_OF_LOCAL}test_a_pointer_advances", str(tmp_path / "test_failing.py"))
-    if not outcome["note"]:  # where mounting is forbidden, root or not, that is said
+    if not outcome["note"]:  # mounting may be forbidden even for root
         assert (outcome["passed"], outcome["skipped"]) == (1, 0)
         assert ["as wanted" in error for error in outcome["refused"].values()] == [True]
         assert len(outcome["failed"]) == 1

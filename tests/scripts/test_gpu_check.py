@@ -1,4 +1,4 @@
-"""The check for real devices runs whole, tiny, on the simulated one, so that it cannot rot."""
+"""Run a tiny check for real devices on the simulated device, so that the check cannot rot."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_all_parts_and_a_second_run(tmp_path: Path) -> None:
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "of_a_test-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("of_a_test.py", "")
-    # The suite runs the tests anyway, and tests of the bench have the other peers.
+    # The suite runs the tests anyway, and the tests of the bench cover the other peers.
     parts = [name for name in PARTS if name != "tests" and name not in PEERS] + ["dcp-process"]
     command = [sys.executable, str(SCRIPT), *parts, "--device", "simulated", "--scale", "0.002", "--out", str(tmp_path)]
     first = subprocess.run([*command, "--wheels", str(wheels)], capture_output=True, text=True, timeout=300)
@@ -72,13 +72,13 @@ def test_all_parts_and_a_second_run(tmp_path: Path) -> None:
     assert results.value("crash", "losses after it that differ from an uninterrupted training's") == 0
     assert (tmp_path / "gpu.png").stat().st_size > 1000
     second = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert "env: cores" in first.stdout and "env: cores" not in second.stdout  # nothing was measured again
+    assert "env: cores" in first.stdout and "env: cores" not in second.stdout  # the second run measured nothing again
 
 
 @pytest.mark.device
 @pytest.mark.skipif(simulated_device.why_not() is not None, reason="no g++")
 def test_outcomes_of_tests(tmp_path: Path) -> None:
-    # In a file outside of the suite: one test passes, one fails, one is skipped.
+    # This file is outside of the suite: one test passes, one fails, one is skipped.
     path = tmp_path / "test_three.py"
     path.write_text(
         "import pytest\n"

@@ -1,4 +1,4 @@
-"""The matrix of versions: what it takes, and what it says of a version that is not here."""
+"""Test the matrix of versions: its arguments, and its output for a missing Python."""
 
 from __future__ import annotations
 

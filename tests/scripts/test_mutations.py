@@ -1,4 +1,4 @@
-"""``scripts/mutations`` fits the tree that it changes."""
+"""Test that ``scripts/mutations`` fits the current sources."""
 
 from __future__ import annotations
 

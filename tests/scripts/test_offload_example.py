@@ -1,4 +1,4 @@
-"""Parameters come off the device and back to their own places."""
+"""Test that parameters leave the device and return to their own places."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from asyncckpt.shm import budget
 pytestmark = pytest.mark.usefixtures("forkserver")
 
 
-DEVICES = ["cpu"]  # on others: test_device_weights.py of tests/weights
+DEVICES = ["cpu"]  # for other devices, see tests/weights/test_device_weights.py
 
 
 class Model(nn.Module):
-    """A transformer with tied embeddings, a buffer, an empty one, and two parameters in one piece of memory."""
+    """A transformer with tied embeddings, an empty buffer and others, and two parameters in one storage."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 def train(model: nn.Module, steps: int, between: Callable[[], object], device: str = "cpu") -> dict[str, Any]:
-    """What ``model`` and its optimizer are after these steps, with ``between`` called before each."""
+    """Train, and call ``between`` before each step. Return the state of ``model`` and its optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -129,18 +129,18 @@ def test_what_has_not_changed_is_not_copied_again() -> None:
     parameters.load()
     assert parameters.offload(unchanged=True) == 0
     parameters.load()
-    assert parameters.offload() == nbytes  # nobody said so
+    assert parameters.offload() == nbytes  # ``unchanged`` is not set
     parameters.load()
     with torch.no_grad():
         model.norm.weight.add_(1)
-    assert parameters.offload(unchanged=True) == its_nbytes  # torch knows better
+    assert parameters.offload(unchanged=True) == its_nbytes  # torch counts the change
     parameters.load()
     assert (model.norm.weight == 2).all()
-    model.register_buffer("more", torch.ones(3))  # the places are others
+    model.register_buffer("more", torch.ones(3))  # the layout is different
     assert parameters.offload(unchanged=True) == nbytes + 12
     parameters.load()
     assert (model.norm.weight == 2).all() and (model.get_buffer("more") == 1).all()
-    model.register_buffer("more", torch.zeros(3))  # another of that size, which has changed as often
+    model.register_buffer("more", torch.zeros(3))  # another buffer of the same size and version
     assert parameters.offload(unchanged=True) == 12
     parameters.load()
     assert (model.get_buffer("more") == 0).all()
@@ -220,7 +220,7 @@ def test_a_copy_that_fails_half_way(direction: str, monkeypatch: pytest.MonkeyPa
             parameters.load()
     assert parameters.loaded == (direction == "_to_host")
     if parameters.loaded:
-        assert parameters.offload(unchanged=True) > 0  # what is at the host is nothing to rely on
+        assert parameters.offload(unchanged=True) > 0  # the copy on the host is incomplete
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in model.parameters())
     parameters.load()
     assert same(_on_host(dict(model.state_dict())), values)
@@ -319,7 +319,7 @@ class _Last(nn.Module):
 
 @fsdp2_on_cpu
 def test_shards_of_fsdp2(tmp_path: Path) -> None:
-    """FSDP2 keeps views of its shards, which it gathers from."""
+    """FSDP2 keeps views of its shards, and gathers from these views."""
     offloaded = run(2, _sharded, True, 13, folder=tmp_path)
     assert all(emptied for _, emptied in offloaded)
     assert same(offloaded, run(2, _sharded, False, 13, folder=tmp_path))

@@ -1,4 +1,4 @@
-"""A sync is load, sync and offload, whatever fails; and its metrics."""
+"""Test that a sync loads, syncs and offloads even if a part fails. Test its metrics."""
 
 from __future__ import annotations
 

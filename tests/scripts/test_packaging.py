@@ -1,4 +1,4 @@
-"""What is built and handed out: complete sources, and a wheel that works where there is no checkout."""
+"""Test the built packages: complete sources, and a wheel that works without a checkout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _version() -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sources as an archive, and a wheel made of that archive, not of the checkout."""
+    """Return a folder with a source archive, and a wheel that was built from this archive."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(HERE)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder, timeout=120)
@@ -39,14 +39,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``bin`` of an environment with the wheel, which sees what it depends on, and not the checkout."""
+    """Return the ``bin`` folder of an environment with the wheel and its dependencies, but without the checkout."""
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder)
     (wheel,) = built.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "--disable-pip-version-check"]
-    options = ["--quiet", "--no-deps", "--no-index", "--ignore-installed"]  # a checkout in $PYTHONPATH is none
+    options = ["--quiet", "--no-deps", "--no-index", "--ignore-installed"]  # also if a checkout is in $PYTHONPATH
     subprocess.run([*pip, "install", *options, str(wheel)], check=True, timeout=120)
-    # The folder alone: what an editable install has put in it for the start of Python is not looked at.
+    # Add the folder alone. Python then ignores the start-up files that an editable install has put there.
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     return folder / "bin"
@@ -90,7 +90,7 @@ def test_the_sources_are_complete(built: Path) -> None:
     folders = ("worker", "shm", "tests", "scripts", "examples", "docs")
     wanted = {str(path.relative_to(HERE)) for each in folders for path in (HERE / each).rglob("*") if path.is_file()}
     wanted |= {path.name for path in HERE.glob("*") if path.is_file() and not path.name.startswith(".")}
-    assert {"scripts/docs", "LICENSE"} <= wanted  # names without a dot, too
+    assert {"scripts/docs", "LICENSE"} <= wanted  # also names without a dot
     made = ("__pycache__", ".egg-info", ".so")
     assert {name for name in wanted - names if not any(each in name for each in made)} == set()
 

@@ -1,4 +1,4 @@
-"""A taste of ``scripts/torture``, ``scripts/torture_weights.py`` and ``scripts/torture_mirrors.py``."""
+"""Test short runs of ``scripts/torture``, ``scripts/torture_weights.py`` and ``scripts/torture_mirrors.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(310)  # as long as the script may take
+@pytest.mark.timeout(310)  # the script may take this long
 def test_nothing_is_lost(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     counts = [
@@ -119,7 +119,7 @@ def test_no_read_is_torn(tmp_path: Path) -> None:
     facts = _try("torture_weights.py", [*counts, "--seed=5", f"--json={report}"], report)
     assert facts["reads"] > 0 and facts["readers killed"] >= 8 and facts["ended by error"] == 1
     assert (facts["torn"], facts["slots lost"], facts["growth"]) == (0, 0, [])
-    assert facts["images at rest"] == [2] * 6  # of a trainer, of the last one of several, of four ranks
+    assert facts["images at rest"] == [2] * 6  # one trainer, the last of several trainers, four ranks
 
 
 @pytest.mark.slow

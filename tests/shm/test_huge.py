@@ -1,4 +1,4 @@
-"""Memory on huge pages: taken so where the host can, and small pages where it cannot."""
+"""Test memory on huge pages. A host without huge pages gives small pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLLAPSE = 25
 
 
 def _mapped_huge(segment: Segment) -> int:
-    """Bytes of the segment that this process has mapped by huge pages, as the kernel says."""
+    """Return the bytes of the segment that this process maps by huge pages, according to the kernel."""
     text = Path("/proc/self/smaps").read_text()
     entry = text[text.index(f"{segment.address:x}-") :]
     return int(re.search(r"ShmemPmdMapped: +(\d+) kB", entry)[1]) << 10  # type: ignore[index]
@@ -30,7 +30,7 @@ def _mapped_huge(segment: Segment) -> int:
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
-    """Four huge pages and a bit, at which this host has been asked whether it has any."""
+    """Return a segment of four huge pages and one small page. Skip the test if the host has no huge pages."""
     with Segment.create("asyncckpt-test", 4 * HUGE_PAGE + PAGE) as made:
         with Segment.create("asyncckpt-test", HUGE_PAGE) as tried:
             take_huge(tried, 0, HUGE_PAGE)
@@ -52,7 +52,7 @@ def test_what_is_small_is_moved_with_what_is_in_it(segment: Segment) -> None:
     other = Segment.attach(Descriptor.of(os.dup, segment.fileno()))
     assert not _mapped_huge(segment) and other.view[7] == data[7]
     assert is_huge(segment)
-    assert _mapped_huge(segment) == segment.taken_bytes == len(data)  # nothing more is taken
+    assert _mapped_huge(segment) == segment.taken_bytes == len(data)  # no more memory is taken
     other.view[HUGE_PAGE] = 77
     assert segment.view[: len(data)] == data[:HUGE_PAGE] + bytes([77]) + data[HUGE_PAGE + 1 :]
     other.close()
@@ -82,7 +82,7 @@ def test_a_host_that_has_none_left_gives_small_ones(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(huge, "_AT_ONCE_BYTES", HUGE_PAGE)
     with Segment.create("asyncckpt-test", 4 * HUGE_PAGE) as segment:
         take_huge(segment, 0, segment.nbytes)
-        assert len(collapsed) == (2 if refuses == "late" else 1)  # and no more are asked for
+        assert len(collapsed) == (2 if refuses == "late" else 1)  # no further pages are requested
         segment.touch()
         assert segment.is_taken and not is_huge(segment)
         ctypes.memset(segment.address, 7, segment.nbytes)
@@ -98,7 +98,7 @@ def test_a_host_that_searches_long_is_asked_no_more(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_the_buffer_of_a_thread_that_forks(tmp_path: Path) -> None:
-    """The child has another: nobody is to read there what its parent has just read, nor to find nothing."""
+    """The child has a zeroed buffer of its own. The parent's buffer keeps its bytes."""
     (tmp_path / "file").write_bytes(data := os.urandom(3 * PAGE))
     with closing(storage_for(str(tmp_path)).open(str(tmp_path / "file"))) as file:
         assert read_plain(file, 5, len(data)) == data[5:]

@@ -1,4 +1,4 @@
-"""Copies by address: what is compiled and what takes its place copy the same bytes, and no others."""
+"""Test copies by address: the compiled code and its fallback copy the same bytes, and no others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def copying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_byte_comes_and_no_other_is_touched() -> None:
-    """Of sources and places at any distance from a line of the cache."""
+    """Sources and targets lie at any distance from a cache line."""
     chance = random.Random(7)
     sizes = [chance.choice(SIZES) + chance.randrange(3) for _ in range(300)]
     gaps = [chance.randrange(1, 130) for _ in sizes]
@@ -41,7 +41,7 @@ def test_every_byte_comes_and_no_other_is_touched() -> None:
     base, origin = address_of(memoryview(target)), address_of(memoryview(source))
     copy_many(array("Q", map(base.__add__, at)), array("Q", map(origin.__add__, froms)), array("Q", sizes))
     assert target == wanted
-    copy_many(array("Q"), array("Q"), array("Q"))  # nothing is nothing
+    copy_many(array("Q"), array("Q"), array("Q"))  # zero copies are no error
 
 
 @pytest.mark.parametrize("layout", ["apart", "overlapping"])

@@ -1,4 +1,4 @@
-"""Which slots are published, and who may write to them."""
+"""Test which slots are published, and who may write to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncckpt.shm.slots import HEADER_BYTES, OwnedSlots, PublishedVersion, Read
 
 
 def test_what_is_half_told_is_not_told() -> None:
-    """Where a process dies in between, be it the first time that something is published in a slot or not."""
+    """A process may die during a publication, whether or not the slot was published before."""
 
     class Killed(Exception):
         pass
@@ -47,7 +47,7 @@ def test_what_is_half_told_is_not_told() -> None:
 
 
 def test_without_a_descriptor_there_is_an_error_of_ours() -> None:
-    """The process has as many open files as it may have."""
+    """The process has reached its limit of open files."""
     with Segment.create("asyncckpt-test", PAGE) as segment:
         os.close(free := os.dup(segment.fileno()))
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -73,7 +73,7 @@ def test_a_claim_and_leases_exclude_each_other() -> None:
         assert not claims.claim(3)
         two.close()
         assert claims.claim(3)
-        # A child has no part in the claims, and so cannot keep them.
+        # A child inherits no claims, and so cannot keep them.
         if (child := os.fork()) == 0:
             time.sleep(60)
             os._exit(0)
@@ -87,7 +87,7 @@ def test_a_claim_and_leases_exclude_each_other() -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         other.close()
-        # Who reads has no way to write.
+        # A reader cannot get write access.
         fd = slot_locks.reopen(segment.fileno(), os.O_RDONLY)
         with pytest.raises(PermissionError):
             Segment.attach(Descriptor(fd))
@@ -104,7 +104,7 @@ def test_a_slot_is_claimed_and_published_and_read() -> None:
         assert oldest is not None and newest is not None and readers.lease(1, versions[0]) is None
         assert not slots.claim(0) and slots.claim(1)
         assert readers.publications().keys() == {versions[0], versions[2]}
-        assert slots.publish_unless_last(1, versions[3]) is False  # readers have all others
+        assert slots.publish_unless_last(1, versions[3]) is False  # readers hold all other slots
         oldest.close()
         assert slots.publish_unless_last(1, versions[3]) and readers.publications().keys() == set(versions[2:])
         newest.close()
@@ -115,7 +115,7 @@ def test_a_slot_is_claimed_and_published_and_read() -> None:
 
 
 def test_what_is_published_can_be_leased_where_it_was_to_be_another_version() -> None:
-    """Which was refused, as readers have all other slots."""
+    """The other version was refused, because readers hold all other slots."""
     old, new, newest = (PublishedVersion(1, version, rolled_back=False, ranks=1) for version in (1, 2, 3))
     with (
         Segment.create("asyncckpt-test", HEADER_BYTES) as segment,
@@ -133,7 +133,7 @@ def test_what_is_published_can_be_leased_where_it_was_to_be_another_version() ->
 
 
 class Versions:
-    """Publishes one version after the other in slots that get their memory when they are needed."""
+    """Publishes one version after another, in slots that take memory when needed."""
 
     def __init__(self, segment: Segment, *, tries_again: bool = False) -> None:
         self.slots, self.readers = OwnedSlots(segment, 0, tries_again=tries_again), ReadableSlots(segment, 4)
@@ -143,7 +143,7 @@ class Versions:
         self._newest = 0
 
     def publish(self, most: int = 3) -> int | None:
-        """Publish the next version. Return its slot; None if readers have all slots."""
+        """Publish the next version. Return its slot, or None if readers hold all slots."""
         slot = self.slots.claim_next(self.taken, self._take, most)
         if slot is not None:
             self._newest += 1

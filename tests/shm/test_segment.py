@@ -1,4 +1,4 @@
-"""Segments, slots and the budget."""
+"""Test segments, slots and the memory budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncckpt.shm import budget
 from asyncckpt.shm.segment import Descriptor, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, MAX_SLOTS, SlotTable, State
 
-_F_ADD_SEALS, _F_SEAL_FUTURE_WRITE = 1033, 0x10  # of the kernel
+_F_ADD_SEALS, _F_SEAL_FUTURE_WRITE = 1033, 0x10  # constants of the kernel
 
 
 def test_a_segment_is_shared_and_cannot_shrink() -> None:
@@ -40,12 +40,12 @@ def test_close_is_safe_twice_and_with_a_view_left() -> None:
     view = segment.view[:10]
     segment.close()
     segment.close()
-    view[0] = 1  # the mapping stays while somebody looks at it
+    view[0] = 1  # the mapping stays while a view exists
     view.release()
 
 
 def test_a_fork_lets_go_of_it() -> None:
-    """But not of what it reads: a reader's fork goes on reading."""
+    """The fork keeps read-only segments, so that a reader's fork can still read."""
     with Segment.create("asyncckpt-test", PAGE) as segment:
         mine = Segment.attach(Descriptor.of(os.dup, segment.fileno()))
         read = Segment.attach(Descriptor.of(os.dup, segment.fileno()), writable=False)
@@ -62,7 +62,7 @@ def test_a_fork_lets_go_of_it() -> None:
         read.close()
 
 
-# Python closes the descriptor, and says so; so it does of an exception in ``__del__``.
+# Python closes the descriptor and warns about it. It also warns about an exception in ``__del__``.
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_at_any_instruction_leaves_nothing() -> None:
     with Segment.create("asyncckpt-test", PAGE) as segment:
@@ -135,7 +135,7 @@ print("done")
 
 
 def test_a_small_dev_shm_makes_no_difference(tmp_path: Path) -> None:
-    """As in a container: 64 MB there, for a state of 200."""
+    """A container may have only 64 MB there. The state has 200 MB."""
     command = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" -c "$1" "$2"'
     trial = subprocess.run(["unshare", "--mount", "sh", "-c", "mount -t tmpfs tmpfs /dev/shm"], capture_output=True)
     if trial.returncode:

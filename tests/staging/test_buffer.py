@@ -1,4 +1,4 @@
-"""Which slot of a staging buffer is claimed."""
+"""Test which slot of a staging buffer is claimed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncckpt.staging.buffer import StagingBuffer
 
 
 def test_the_last_step_that_other_hosts_have_stays_while_storage_fails() -> None:
-    """Claimed is what can be spared: a host that is lost would else take a part of it along."""
+    """The last replicated step stays, because a lost host would take its part of a newer step along."""
     buffer: Any = object.__new__(StagingBuffer)
     buffer._owned = SimpleNamespace(claim_first=lambda slots: next(iter(slots), None))
     buffer._memory = SimpleNamespace(taken=2, is_too_much=False, is_coming=False)
@@ -28,11 +28,11 @@ def test_the_last_step_that_other_hosts_have_stays_while_storage_fails() -> None
         buffer.saves, buffer._by_age = [older, newer], [0, 1]
         assert buffer.claim_slot() == expected
     buffer.saves, buffer._by_age = [save(1, durable=False, replicated=True)], [0]
-    assert buffer.claim_slot() == 0  # there is no other
+    assert buffer.claim_slot() == 0  # there is no other slot
 
 
 def test_what_is_published_stays_while_the_memory_of_another_is_coming() -> None:
-    """Readers shall find a version while the next is staged."""
+    """Readers find a version while the next one is staged."""
     buffer: Any = object.__new__(StagingBuffer)
     buffer._owned = SimpleNamespace(
         claim_first=lambda slots: next(iter(slots), None), publications=lambda: {"a version": 0}
@@ -40,7 +40,7 @@ def test_what_is_published_stays_while_the_memory_of_another_is_coming() -> None
     buffer._memory = SimpleNamespace(taken=1, is_too_much=False, is_coming=True)
     buffer.saves, buffer._by_age = [None, None], [0, 1]
     assert buffer.claim_slot() is None
-    buffer._memory.is_coming = False  # it was refused
+    buffer._memory.is_coming = False  # the memory was refused
     assert buffer.claim_slot() == 0
     buffer._memory.taken = 2
     buffer._by_age = [1, 0]

@@ -1,4 +1,4 @@
-"""Threads that copy: no tensor is read once the caller has it back, however the copy ends."""
+"""Test copy threads: no thread reads a tensor after the copy has returned, however the copy ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def threads() -> Iterator[CopyThreads]:
 
 
 class _Unit:
-    """Takes a moment; with ``failed`` it raises on a thread that is not the caller's, which waits for that."""
+    """A slow unit. With ``failed``, it raises on any thread except the caller's, which waits for this."""
 
     begin = 0
 
@@ -106,7 +106,7 @@ def test_threads_end_with_what_they_belong_to() -> None:
 
 
 def test_what_is_given_to_threads_that_have_ended_is_done_at_once() -> None:
-    """As a save does that is made while the process ends, or in a fork, which has no such threads."""
+    """A save at the end of the process, or in a fork, has no such threads."""
     made: list[int] = []
     ended = CopyThreads(1, "test-copy")
     ended.close()
@@ -124,7 +124,7 @@ def test_what_is_given_to_threads_that_have_ended_is_done_at_once() -> None:
 
 
 def _overlap_and_end(root: str) -> None:
-    """As a trainer that is a process of multiprocessing, and closes nothing."""
+    """Save as a trainer in a process of ``multiprocessing`` that closes nothing."""
     checkpointer = Checkpointer(root, Config(overlap=True))
     checkpointer.prepare(state := {f"w{number}": torch.full((1 << 20,), 1.0) for number in range(40)})
     checkpointer.save(1, state)

@@ -1,4 +1,4 @@
-"""Copies from devices, on a made-up kind: what is staged is the same to the bit, in any order the streams allow."""
+"""Test copies from fake devices: the staged bytes are exact in any order that the streams allow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICE = torch.device(TYPE, 0)
 
 @pytest.fixture
 def kind(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[MadeUpDevices]:
-    """Installed; parametrized by its seed. With an odd one, the driver takes many copies by one call."""
+    """Install fake devices with the parameter as seed. If it is odd, the driver takes many copies in one call."""
     seed = getattr(request, "param", 0)
     made_up = MadeUpDevices(seed, copies_by_address=seed % 2 == 1)
     made_up.install(monkeypatch)
@@ -37,7 +37,7 @@ def kind(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
 def test_any_order_the_streams_allow_is_right(
     kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch, most_commands: int
 ) -> None:
-    """Tensors of two made-up devices and of the host, saved over and over with new values, that come late."""
+    """Save tensors of two fake devices and the host repeatedly, each time with new values that come late."""
     monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 250_000)
     monkeypatch.setattr(device_copy, "_MOST_COMMANDS", most_commands)
     tensors = tensors_of_all_kinds()
@@ -128,7 +128,7 @@ def _copy_all(copy: DeviceCopy, tensors: list[torch.Tensor], ready: dict[Any, An
     while queued.left:
         copy.queue_more(queued, told.append)
     copy.wait(queued, told.append)
-    assert told == copy.units and len(told) > 2  # each when it has arrived, so that the worker writes early
+    assert told == copy.units and len(told) > 2  # each unit when it has arrived, so that the worker writes early
 
 
 def test_large_tensors_alone_wait_for_the_compute_stream(kind: MadeUpDevices, monkeypatch: pytest.MonkeyPatch) -> None:

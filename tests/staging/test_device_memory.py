@@ -1,4 +1,4 @@
-"""Staging memory that a driver knows, and what stands how in it, for tensors of a device."""
+"""Test pinned staging memory, and its layout for tensors of a device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _device_units(checkpointer: Checkpointer) -> list[CopyUnit]:
 
 
 def _comes_back(checkpointer: Checkpointer, step: int, state: dict[str, Any]) -> bool:
-    """Saved and loaded again, on the device and on the host, it is the same."""
+    """Return whether a save and its loads, to the device and to the host, keep the values."""
     checkpointer.save(step, state).result(60)
     checkpointer.load(into := zeros_like(state), step)
     on_host = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in state.items()}
@@ -102,7 +102,7 @@ def test_new_memory_is_pinned_when_the_worker_dies(device_type: str, root: Path)
 
 
 def test_memory_that_goes_is_not_pinned_any_more(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where another structure takes its place, in particular: at the same addresses, as a rule."""
+    """Another structure usually takes memory at the same addresses."""
     before = registrations()
     with Checkpointer(root) as checkpointer:
         for step in range(1, 4):
@@ -113,7 +113,7 @@ def test_memory_that_goes_is_not_pinned_any_more(device_type: str, root: Path, m
 
 
 def test_memory_of_a_worker_that_died_gives_way(device_type: str, root: Path) -> None:
-    """It is pinned still, and is for another structure."""
+    """The memory is still pinned, but for another structure."""
     with Checkpointer(root, Config(failure="warn")) as checkpointer:
         assert _comes_back(checkpointer, 1, _large(device_type, 3))
         _kill_worker(checkpointer)
@@ -123,7 +123,7 @@ def test_memory_of_a_worker_that_died_gives_way(device_type: str, root: Path) ->
 def test_memory_of_a_slot_that_goes_is_not_pinned_any_more(
     device_type: str, root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where that of two was pinned at once, as a state moved to the device while saves overlapped."""
+    """The memory of two slots was pinned at once: a state moved to the device while saves overlapped."""
     monkeypatch.setattr("asyncckpt.staging.buffer._LONG", 3)
     with Checkpointer(root) as checkpointer:
         saves = [checkpointer.save(step, _large("cpu", 3)) for step in (1, 2)]
@@ -148,7 +148,7 @@ def test_memory_of_a_slot_that_goes_is_not_pinned_any_more(
 
 
 def test_values_of_the_host_stand_behind_those_of_the_device(device_type: str, root: Path) -> None:
-    """AdamW has its steps on the host, between its moments on the device, which one call of the driver copies."""
+    """AdamW has steps on the host between moments on the device. One call of the driver copies the moments."""
     state: dict[str, torch.Tensor] = {}
     for number in range(50):
         state[f"{number}.exp_avg"] = torch.randn(200, device=device_type)

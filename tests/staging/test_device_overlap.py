@@ -1,4 +1,4 @@
-"""Saves that overlap with the training on a device: whatever it does meanwhile, the values are those of the call."""
+"""Test saves that overlap with a training on a device: they store the values at the time of the call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.device
 
 OVERLAP = Config(overlap=True, timeout=60)
 LARGE = 600_000
-"""Elements of a tensor that is copied by itself."""
+"""The number of elements of a tensor that is copied alone."""
 
 
 def _full(device: str, value: float, sizes: list[int]) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def _full(device: str, value: float, sizes: list[int]) -> dict[str, torch.Tensor
 
 
 def _holds(checkpointer: Checkpointer, step: int, like: dict[str, torch.Tensor], value: float) -> bool:
-    """Whether the checkpoint of ``step`` has ``value`` everywhere."""
+    """Return whether the checkpoint of ``step`` has ``value`` everywhere."""
     checkpointer.load(into := zeros_like(like), step)
     return all(bool((tensor == value).all()) for tensor in into.values())
 
@@ -49,7 +49,7 @@ def checkpointer(device_type: str, root: Path) -> Iterator[Checkpointer]:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("sizes", [[LARGE] * 3, [500] * 40], ids=["large", "small"])
 def test_copies_wait_for_what_was_computed(device_type: str, root: Path, overlap: bool, sizes: list[int]) -> None:
-    """Of one kind alone: no other copy waits in its place."""
+    """The state needs only one kind of copy, so no other copy causes the wait."""
     state = _full(device_type, 0, sizes)
     with Checkpointer(root, Config(overlap=overlap)) as checkpointer:
         checkpointer.prepare(state)
@@ -112,7 +112,7 @@ def test_a_side_stream_that_is_behind(
 
 
 def _guarded(checkpointer: Checkpointer, sizes: list[int], device: str) -> tuple[dict[str, Any], torch.optim.Optimizer]:
-    """Parameters of value 5, and a guarded optimizer that takes 1 from them."""
+    """Return parameters of value 5, and a guarded optimizer that subtracts 1 from them."""
     parameters = {f"{n}": torch.nn.Parameter(torch.full((size,), 5.0, device=device)) for n, size in enumerate(sizes)}
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
@@ -125,12 +125,12 @@ def _guarded(checkpointer: Checkpointer, sizes: list[int], device: str) -> tuple
 def test_a_guarded_step_comes_after_the_copies(
     device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
-    """After the last of them, above all: the step has nothing else to wait for."""
+    """The step must wait for the last copy, because it waits for nothing else."""
     monkeypatch.setattr(device_copy, "_CALL_COPIES", 1 + len(sizes) // 10)
     copy = BytesCopy.copy
 
     def late(self: BytesCopy, tensors: Sequence[torch.Tensor]) -> None:
-        busy(0.05)  # the stream that copies
+        busy(0.05)  # on the stream that copies
         copy(self, tensors)
 
     monkeypatch.setattr(BytesCopy, "copy", late)
@@ -145,7 +145,7 @@ def test_a_guarded_step_comes_after_the_copies(
 
 @pytest.mark.parametrize("newest", ["skipped", "refused"])
 def test_a_guarded_step_waits_for_older_saves_too(device_type: str, root: Path, newest: str) -> None:
-    """The newest save counts as staged when it was skipped, or could not be saved."""
+    """A skipped or refused newest save counts as staged."""
     config = Config(overlap=True, slots=1, when_busy="skip", failure="warn")
     with Checkpointer(root, config) as checkpointer:
         state, optimizer = _guarded(checkpointer, [LARGE] * 2, device_type)
@@ -179,7 +179,7 @@ def test_each_guarded_optimizer_waits(device_type: str, checkpointer: Checkpoint
 def test_a_parameter_gets_other_memory(
     device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ``Module.to`` does it, before the thread that copies has looked at it."""
+    """``Module.to`` replaces the memory before the copy thread has looked at the parameter."""
     model = torch.nn.ParameterDict({"a": torch.full((LARGE,), 1.0, device=device_type)})
     state = {"a": model["a"], "b": torch.full((LARGE,), 1.0, device=device_type)}
     checkpointer.prepare(state)
@@ -200,7 +200,7 @@ def test_a_parameter_gets_other_memory(
 def test_offloading_waits_for_copies(
     device_type: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also for those that the thread that copies has yet to queue."""
+    """Offloading also waits for copies that the copy thread has not queued yet."""
     model = torch.nn.Linear(700, 700).to(device_type).requires_grad_(False)
     for parameter in model.parameters():
         parameter.fill_(1.0)
@@ -216,7 +216,7 @@ def test_offloading_waits_for_copies(
     monkeypatch.setattr(DeviceCopy, "queue", late)
     save = checkpointer.save(1, state)
     assert offloaded.offload() > 0
-    other = [torch.full((700, 700), -1.0, device=device_type) for _ in range(3)]  # takes the memory
+    other = [torch.full((700, 700), -1.0, device=device_type) for _ in range(3)]  # takes the freed memory
     save.result(60)
     assert offloaded.load() > 0
     assert _holds(checkpointer, 1, state, 1.0)
@@ -240,7 +240,7 @@ def test_two_checkpointers_share_the_side_streams(device_type: str, tmp_path: Pa
 
 
 def test_a_copy_that_cannot_be_queued(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was queued before is awaited: the tensors may go when the error is there."""
+    """The earlier copies finish first, because the caller may free the tensors once the save has failed."""
     monkeypatch.setattr(device_copy, "_CALL_COPIES", 20)
     state = _full(device_type, 1, [500] * 200)
     copy, calls = BytesCopy.copy, iter(range(100))
@@ -309,14 +309,14 @@ def test_a_guarded_step_that_is_captured(
 def test_copies_leave_room_for_others_to_launch(
     device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch, by_one_call: bool
 ) -> None:
-    """A thread that gives a stream more than it takes waits in the driver. No other thread launches then."""
+    """A thread that fills a stream waits in the driver. No other thread can launch a kernel then."""
     if not by_one_call:
         monkeypatch.setattr(TorchDevices, "copies_many", lambda *_: False)
     monkeypatch.setattr(device_copy, "_UNIT_COPIES", 1)  # the simulated device makes one command of many copies
     monkeypatch.setattr(device_copy, "_CALL_COPIES", 1)
     state = _full(device_type, 1, [500] * 3000)
     others = torch.zeros(100, device=device_type)
-    others.add_(1)  # the kernel is loaded
+    others.add_(1)  # loads the kernel
     with Checkpointer(root, OVERLAP) as checkpointer:
         checkpointer.prepare(state)
         copying = copy_stream_of(state["0"].device)
@@ -325,7 +325,7 @@ def test_copies_leave_room_for_others_to_launch(
             busy(1.5)
             is_free.record(copying)
         save = checkpointer.save(1, state)
-        time.sleep(0.3)  # the copying thread gives the stream what it takes
+        time.sleep(0.3)  # the copying thread fills the stream as far as it may
         others.add_(1)
         assert not is_free.query()
         save.result(60)

@@ -1,4 +1,4 @@
-"""The units of copying from a device, as far as they run without one: every bit is brought over."""
+"""Test the units of device copies on the host: every bit is copied."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_units_bring_every_bit(monkeypatch: pytest.MonkeyPatch, driver: CopyMany
 
 
 def test_torch_resolves_lazy_signs_before_it_copies_many() -> None:
-    """What ``BatchCopy`` and ``ChunkCopy`` rely on: no kernel sees a conjugate that is only a flag."""
+    """``BatchCopy`` and ``ChunkCopy`` rely on this: no kernel sees a conjugate that is only a flag."""
     seen: list[bool] = []
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""States on a device: saved as of the call, to the bit, through pinned memory."""
+"""Test states on a device: a save stores the exact values of its call, through pinned memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_saved_as_of_the_call(device_type: str, root: Path, overlap: bool) -> No
     with Checkpointer(root, Config(overlap=overlap)) as checkpointer:
         checkpointer.prepare(state)
         for step in range(1, 6):
-            busy(0.03)  # what comes now is queued behind this
+            busy(0.03)  # the next operations are queued behind this
             for tensor in state.values():
                 tensor.fill_(step)
             save = checkpointer.save(step, state)
@@ -56,7 +56,7 @@ def test_saved_as_of_the_call(device_type: str, root: Path, overlap: bool) -> No
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tensors_that_move_between_saves(device_type: str, root: Path, overlap: bool) -> None:
-    """From the host to a device, to another, and back, under the same names; behind what a stream was given."""
+    """The tensors move from the host to devices and back, under the same names, behind work on a stream."""
     here, host = torch.device(device_type, 0), torch.device("cpu")
     there = torch.device(device_type, module().device_count() - 1)
     value = {f"small {number}": torch.randn(33, 7) for number in range(40)} | {"large": torch.randn(1 << 20)}
@@ -110,7 +110,7 @@ def test_a_set_of_files_is_saved_as_of_the_call(device_type: str, root: Path, ov
 
 
 def test_memory_for_the_host_s_tensors_alone_is_not_pinned(device_type: str, root: Path) -> None:
-    """In a process that uses a device, which has nothing to copy there."""
+    """The process uses a device, but its state has no tensors there."""
     torch.zeros(1, device=device_type)
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, {"w": torch.zeros(1 << 16), "on": torch.zeros(3)}).result(60)
@@ -132,7 +132,7 @@ def test_the_staging_memory_is_pinned(device_type: str, root: Path) -> None:
 
 
 def test_pinned_ranges_end_within_large_tensors(device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a range is registered nobody launches, so none is as long as the largest tensor. No copy crosses an end."""
+    """Registration blocks launches, so each range is shorter than the largest tensor. No copy crosses an end."""
     monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(pinners.CudaPinner, "limit", 1 << 20)
     square = torch.randn(1500, 1500)
@@ -152,7 +152,7 @@ def _data_files(folder: Path) -> dict[str, bytes]:
 
 
 def _of_all_kinds() -> dict[str, torch.Tensor]:
-    """On the host: every dtype in any pattern of bits, small and large, and every layout."""
+    """Return host tensors of every dtype with random bits, small and large, in every layout."""
     dtypes = [
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.float8_e4m3fn),
@@ -174,7 +174,7 @@ def _of_all_kinds() -> dict[str, torch.Tensor]:
 
 
 def _on_device(state: dict[str, torch.Tensor], device_type: str) -> dict[str, torch.Tensor]:
-    """With the same layouts and lazy signs, and with what shares memory sharing it."""
+    """Copy the state to the device with the same layouts, lazy signs and shared memory."""
     moved: dict[int, torch.Tensor] = {}
     result = {}
     for name, tensor in state.items():
@@ -213,7 +213,7 @@ def test_the_same_bytes_as_from_the_host(
 
 
 def test_the_host_goes_on_while_the_step_waits(device_type: str, root: Path) -> None:
-    """The copies wait behind a busy compute stream; the optimizer's step is queued meanwhile, and comes after them."""
+    """The copies wait for a busy compute stream. The optimizer's step is queued meanwhile, and runs after them."""
     model = torch.nn.ParameterList([torch.full((1 << 20,), 1.0, device=device_type) for _ in range(8)])
     model.extend(torch.nn.Parameter(torch.full((50,), 1.0, device=device_type)) for _ in range(500))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -222,7 +222,7 @@ def test_the_host_goes_on_while_the_step_waits(device_type: str, root: Path) -> 
         checkpointer.guard(optimizer)
         for parameter in model:
             parameter.grad = torch.ones_like(parameter)
-        optimizer.step()  # kernels are loaded
+        optimizer.step()  # loads the kernels
         module().current_stream().synchronize()
         for step in range(1, 4):
             before = [parameter.detach().clone() for parameter in model]
@@ -237,7 +237,7 @@ def test_the_host_goes_on_while_the_step_waits(device_type: str, root: Path) -> 
 
 
 def test_what_only_the_save_holds_stays_until_it_is_copied(device_type: str, root: Path) -> None:
-    """Temporaries of the caller are freed and their memory taken again while the side streams are yet to read it."""
+    """The caller frees temporaries and takes memory again before the side streams have read them."""
     with Checkpointer(root, Config(overlap=True)) as checkpointer:
         for step in range(1, 4):
             busy(0.3)
@@ -253,7 +253,7 @@ def test_what_only_the_save_holds_stays_until_it_is_copied(device_type: str, roo
 def test_a_refused_registration_leaves_no_error_and_is_no_harm(
     device_type: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pinners, "_PORTABLE", 0xFFFF)  # no such flags
+    monkeypatch.setattr(pinners, "_PORTABLE", 0xFFFF)  # invalid flags
     state = _state(device_type)
     with Checkpointer(root) as checkpointer:
         checkpointer.prepare(state)
@@ -267,7 +267,7 @@ def test_a_refused_registration_leaves_no_error_and_is_no_harm(
 def test_what_is_pinned_follows_the_slots(
     device_type: str, root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver knows the memory of the second slot before a copy goes there, and no more when that is given back."""
+    """The second slot is pinned before a copy goes there, and unpinned when its memory is given back."""
     monkeypatch.setattr("asyncckpt.staging.buffer._LONG", 2)
     state = _state(device_type)
     with Checkpointer(root) as checkpointer:
@@ -298,12 +298,12 @@ def test_a_stale_registration_is_replaced(device_type: str) -> None:
         assert memory.addresses == [segment.address]
         assert torch.ones(3, device=device_type).sum() == 3
         memory.close()
-        assert pinner.unregister(segment.address) == 713  # cudaErrorHostMemoryNotRegistered: it is taken back
+        assert pinner.unregister(segment.address) == 713  # cudaErrorHostMemoryNotRegistered: already taken back
         assert torch.ones(3, device=device_type).sum() == 3
 
 
 def test_threads_use_the_device_of_the_tensors(device_type: str, root: Path) -> None:
-    """The thread that stages has no current device of its own; it opens no context on another."""
+    """The staging thread has no current device of its own. It opens no context on another device."""
     if module().device_count() < 2:
         pytest.skip("one device")
     state = {

@@ -1,4 +1,4 @@
-"""Copies of the host's tensors into a slot: the same to the bit, and told of when the worker may begin to write."""
+"""Test copies of host tensors into a slot: they are exact, and the worker hears when it may begin to write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncckpt.staging.slot_copy import SlotStager
 @pytest.mark.parametrize("threads_used", [1, 2])
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_what_is_told_is_there(monkeypatch: pytest.MonkeyPatch, is_compiled: bool, threads_used: int) -> None:
-    """Again and again, and at last all is."""
+    """Every reported byte is in the slot. The last report covers all bytes."""
     monkeypatch.setattr(host_copy, "_THREADS", threads_used)
     if not is_compiled:
         monkeypatch.setattr(forms, "_exchange", lambda: None)

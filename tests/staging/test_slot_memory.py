@@ -1,4 +1,4 @@
-"""How much memory an engine takes: that of one image, and of another while saves overlap."""
+"""Test the memory of an engine: one image, and a second one while saves overlap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BYTES = 8 << 20
 
 
 class Training:
-    """Its state has an object too, and padding between its tensors."""
+    """A training with an object in its state, and padding between its tensors."""
 
     def __init__(self, root: Path, config: Config) -> None:
         self.checkpointer = Checkpointer(root, config)
@@ -41,7 +41,7 @@ class Training:
         return self.checkpointer.save(self.step, self.state(self.step))
 
     def check(self, *steps: int) -> None:
-        """These have what was saved."""
+        """Check that the checkpoints of ``steps`` have the saved values."""
         for step in steps:
             into = self.state(0)
             assert self.checkpointer.load(into, step, memory=False) == step and same(into, self.state(step))
@@ -54,7 +54,7 @@ class Training:
 
     @property
     def images(self) -> float:
-        """How many there is memory for."""
+        """Return the number of images that the memory has room for."""
         return os.fstat(self.buffer.segment.fileno()).st_blocks * 512 / BYTES
 
 
@@ -83,7 +83,7 @@ def test_saves_that_do_not_overlap_need_one_image(training: Training) -> None:
 def test_another_is_taken_while_saves_overlap(training: Training, gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncckpt.staging.buffer._LONG", 3)
     first = training.save()
-    second = training.save()  # while nothing is written
+    second = training.save()  # the worker writes nothing yet
     assert not first.done() and 2.0 <= training.images < 2.1 and second.timings["slot_s"] > 0
     gate.touch()
     for save in (first, second):
@@ -95,7 +95,7 @@ def test_another_is_taken_while_saves_overlap(training: Training, gate: Path, mo
         training.save().result(60)
     _wait_for(lambda: training.images < 1.1)
     training.check(*range(1, 9))
-    # And again.
+    # The memory grows again with the next overlap.
     gate.unlink()
     first, second = training.save(), training.save()
     assert not first.done() and training.images >= 2.0
@@ -112,7 +112,7 @@ def test_where_there_is_no_memory_for_another_saves_wait(
 
     def refuse(request: Take, taken: Callable[[CheckpointError | None], object]) -> None:
         taken(OutOfMemoryError("there is none"))
-        gate.touch()  # the first save goes on
+        gate.touch()  # let the first save continue
 
     monkeypatch.setattr(training.buffer.client, "take", refuse)
     second = training.save()
@@ -124,7 +124,7 @@ def test_where_there_is_no_memory_for_another_saves_wait(
 
 
 def test_the_worker_says_that_there_is_none(training: Training, gate: Path) -> None:
-    """By the limit of the container, say; what it has begun to take goes back."""
+    """The limit of a container may be the reason. The worker gives back the memory that it has begun to take."""
     first = training.save()
     buffer, refused = training.buffer, list[CheckpointError | None]()
     buffer.client.take(Take(buffer.number, buffer._memory.end, 1 << 50), refused.append)
@@ -135,7 +135,7 @@ def test_the_worker_says_that_there_is_none(training: Training, gate: Path) -> N
 
 
 def test_skip(root: Path, gate: Path) -> None:
-    """The first one that comes too early is skipped, and from then on there is room for another."""
+    """The first early save is skipped. From then on, there is memory for another image."""
     training = Training(root, Config(linger=0, when_busy="skip"))
     first = training.save()
     with pytest.raises(SaveDroppedError, match="skipped"):

@@ -1,4 +1,4 @@
-"""Storage that does not answer is not taken for an answer, and what errs after it has done something has done it."""
+"""A storage error is not an answer, and a call that takes effect before it fails counts as done."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, name: str, code: int, where: str) -> N
 def test_a_manifest_that_cannot_be_read_is_not_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """The save is committed, and whoever has not heard of it looks there."""
+    """A process that has not heard of the commit reads the manifest."""
     with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
         attempt = checkpoint_attempt(tmp_path, segment)
         attempt.write(pool)
@@ -90,7 +90,7 @@ def test_an_attempt_that_may_not_be_looked_at_may_be_under_way(
 def test_what_stands_in_a_folder_that_cannot_be_read_may_be_of_somebody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """The folder is in that of a checkpoint, which is to be replaced."""
+    """The unreadable folder is inside a checkpoint that is to be replaced."""
     storage, final = LocalStorage(), str(tmp_path / "final")
     for attempt in ("0123456789ab-1", "0123456789ab-2"):
         opened = storage.begin_checkpoint(final, attempt, 0)
@@ -126,7 +126,7 @@ def test_a_file_system_on_which_nothing_keeps_its_inode_number_is_refused(
 def test_a_folder_that_lists_the_names_of_its_opening_is_listed_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As btrfs does since Linux 6.6."""
+    """btrfs does so since Linux 6.6."""
     at_opening: dict[int, set[str]] = {}
     real_open, real_scandir = os.open, os.scandir
 
@@ -151,7 +151,7 @@ def test_a_folder_that_lists_the_names_of_its_opening_is_listed_anew(
 
 
 def test_a_folder_is_removed_at_once_though_its_listing_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is listed and gone is no reason to list it again, which may say the same for half a minute."""
+    """A name that is listed but gone causes no new listing. Listings may stay stale for half a minute."""
     need_lasting_inodes(tmp_path)
     (folder := tmp_path / "folder").mkdir()
     (folder / "deep").mkdir()
@@ -165,7 +165,7 @@ def test_a_folder_is_removed_at_once_though_its_listing_is_old(tmp_path: Path, m
 def test_renames_that_are_done_and_answered_with_an_error_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """All of them: of replacing without an exchange of names, revoking, removing and setting aside."""
+    """This holds for replacing without an exchange of names, revoking, removing and setting aside."""
     need_inodes(tmp_path)
     real = os.rename
 
@@ -191,7 +191,7 @@ def test_renames_that_are_done_and_answered_with_an_error_are_done(
 
 
 def test_a_manifest_that_is_removed_as_it_is_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By retention, between two looks at it."""
+    """Retention removes the checkpoint between two accesses to its manifest."""
     storage, final = LocalStorage(), str(tmp_path / "root" / "final")
     opened = storage.begin_checkpoint(final, "a-1", 100)
     put_checkpoint(opened, "a-1")
@@ -211,7 +211,7 @@ def test_a_manifest_that_is_removed_as_it_is_read_is_none(tmp_path: Path, monkey
 def test_what_is_removed_before_it_is_set_aside_is_not_in_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """By retention: after it was found in the way, and before it is looked at, or is given another name."""
+    """Retention removes the old checkpoint after it was found in the way, before it is examined or renamed."""
     storage, root = LocalStorage(), tmp_path / "root"
     final = str(root / "final")
     for attempt in ("a-1", "a-2"):

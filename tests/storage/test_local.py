@@ -1,4 +1,4 @@
-"""Local storage: the contract of every kind, and tests of folders and renames."""
+"""Local storage: the contract of every storage, and tests of folders and renames."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TestWithoutAnExchangeOfNames(FileSystemContract):
 
 
 class TestFaultyStorage(FileSystemContract):
-    """The wrapper of the tests, without a fault."""
+    """The faulty storage, without a fault."""
 
     @pytest.fixture
     def storage(self) -> Storage:
@@ -61,7 +61,7 @@ class TestFaultyStorage(FileSystemContract):
 
 
 def test_a_read_that_is_told_to_come_again_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of some network file systems. The kernel's own never say that of a file."""
+    """Some network file systems answer EAGAIN. The kernel's own file systems never do so for a file."""
     file, told = tmp_path / "file", [True]
     file.write_bytes(b"bytes")
     storage, read = LocalStorage(), os.read
@@ -79,7 +79,7 @@ def test_a_read_that_is_told_to_come_again_is_no_damage(tmp_path: Path, monkeypa
 
 
 class CachingClient:
-    """A listing of a folder stays the same for 30 seconds, as with clients of network file systems."""
+    """Caches the listing of a folder for 30 seconds, as clients of network file systems do."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.listed: dict[int, tuple[float, list[str]]] = {}
@@ -105,13 +105,13 @@ def test_a_file_of_another_host_is_looked_up_by_its_name(tmp_path: Path, monkeyp
     storage = LocalStorage()
     first = storage.begin_checkpoint(final, "aa-1", 0, 0.0)
     _put(first, "__0_0.distcp")
-    # Another save begins meanwhile, and sweeps: an attempt that is locked is not listed.
+    # Another save begins meanwhile, and sweeps. The sweep does not list a locked attempt.
     storage.begin_checkpoint(str(tmp_path / "step-00000002"), "aa-2", 0, 0.0).discard()
     assert not client.listed
     assert first.names() == {"__0_0.distcp"}
     other = LocalStorage().begin_checkpoint(final, "aa-1", 0)
     _put(other, "__1_0.distcp")
-    assert first.names() == {"__0_0.distcp"}  # still
+    assert first.names() == {"__0_0.distcp"}  # the cached listing
     assert first.missing({"__0_0.distcp", "__1_0.distcp"}) == set()
     first.finalize("refuse")
     first.release()
@@ -191,7 +191,7 @@ def test_finalizing_over_something(tmp_path: Path) -> None:
 
 
 def test_a_folder_on_another_file_system_is_not_touched(tmp_path: Path) -> None:
-    """As where the folder to join is one that something is mounted at: nothing can be moved there from beside it."""
+    """No file can be moved to another file system, such as a folder to join that is a mount point."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as final:
         if os.stat(final).st_dev == os.stat(tmp_path).st_dev:
             pytest.skip("there is but one file system")
@@ -241,7 +241,7 @@ def test_a_folder_that_stays_locked_is_an_error_not_a_hang(tmp_path: Path, monke
 def test_a_rename_that_is_done_and_answered_with_an_error_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: Existing, code: int
 ) -> None:
-    """As a network file system may answer a call that it had to repeat."""
+    """A network file system may answer so after it has repeated a call."""
     need_inodes(tmp_path)
     if existing == "replace" and not can_exchange(tmp_path):
         pytest.skip("this file system cannot exchange names")
@@ -291,7 +291,7 @@ def test_a_rename_that_fails_has_failed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_was_just_committed_is_not_removed(tmp_path: Path) -> None:
-    """The number does not matter: training may have gone back while an older removal was slow."""
+    """A recent step stays even if its number is low, because training may have gone back during a slow removal."""
     for step in (1, 2, 3):
         (folder := tmp_path / f"step-{step:08d}").mkdir()
         manifest = Manifest(f"attempt {step}", step, 0.0, 1, False, 0, {}, {})
@@ -310,7 +310,7 @@ def _checkpoint(root: Path, step: int) -> Path:
 def test_a_checkpoint_has_lost_its_name_for_good_before_its_files_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or it could be back after a power cut, without some of them."""
+    """Otherwise the checkpoint could reappear after a power cut, without some of its files."""
     folder, seen = _checkpoint(tmp_path, 1), []
 
     def sync(path: str) -> None:
@@ -329,12 +329,12 @@ def test_a_checkpoint_has_lost_its_name_for_good_before_its_files_go(
 
 
 def test_a_folder_may_have_another_inode_when_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on some network file systems."""
+    """Some network file systems change the inode."""
     folder, other = _checkpoint(tmp_path, 1), _checkpoint(tmp_path, 2)
     real, renamed = os.path.samestat, [True, True]
-    # Of each removal the first comparison is that of the renamed folder.
+    # The first comparison of each removal is for the renamed folder.
     monkeypatch.setattr(os.path, "samestat", lambda *both: not renamed.pop() if renamed else real(*both))
-    (other / "asyncckpt.json").unlink()  # what is not known is left alone
+    (other / "asyncckpt.json").unlink()  # without its manifest, the folder is left alone
     assert not LocalStorage().remove_checkpoint(str(other)) and other.exists()
     assert LocalStorage().remove_checkpoint(str(folder)) and not folder.exists()
 
@@ -422,7 +422,7 @@ def test_a_file_is_not_there_if_its_folder_cannot_be_flushed(
 
 
 def test_what_was_changed_at_once_is_not_linked(tmp_path: Path) -> None:
-    """It is distrusted in the tick of the kernel's clock in which it was written, so its time is the same."""
+    """A change within the same tick of the kernel's clock leaves the file's modification time unchanged."""
     opened = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "a-1", 0)
     put(opened, "__0_0.distcp", b"data")
     path = f"{opened.path}/__0_0.distcp"
@@ -438,7 +438,7 @@ def test_what_was_changed_at_once_is_not_linked(tmp_path: Path) -> None:
 
 
 def _commit(root: Path, step: int, created: float, *, keep: bool = False) -> None:
-    """Save a checkpoint of that step, and set aside an older one."""
+    """Save a checkpoint of a step, and set aside an older checkpoint of the step."""
     attempt = f"{os.urandom(6).hex()}-{step}"
     opened = LocalStorage().begin_checkpoint(step_folder(str(root), step), attempt, 0)
     put(opened, "asyncckpt.json", Manifest(attempt, step, created, 1, keep, 0, {}, {}).encode())
@@ -449,13 +449,13 @@ def _commit(root: Path, step: int, created: float, *, keep: bool = False) -> Non
 def test_retention_leaves_what_was_saved_again_while_it_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A run has gone back to step 1, and left 2, 3 and 4 behind.
+    # A run has gone back to step 1, and steps 2, 3 and 4 remain from before.
     for step, created in ((2, 2.0), (3, 3.0), (4, 4.0), (1, 5.0)):
         _commit(tmp_path, step, created)
     recent = [1]
 
     def remove(path: str) -> None:
-        if path == step_folder(str(tmp_path), 2):  # that takes long: meanwhile the run saves 3, to be kept, 4 and 5
+        if path == step_folder(str(tmp_path), 2):  # during this slow removal the run saves 3 (with keep), 4, 5
             for step in (3, 4, 5):
                 _commit(tmp_path, step, 6.0 + step, keep=step == 3)
                 recent[:] = [step]
@@ -476,7 +476,7 @@ def test_what_is_distrusted_after_a_save_has_linked_it_is_not_linked_by_the_next
     one.release()
     two = storage.begin_checkpoint(f"{tmp_path}/2", "a-2", 0)
     assert two.link(DATA, source)
-    storage.distrust(f"{tmp_path}/1/{DATA}")  # it is verified while that save writes its other files
+    storage.distrust(f"{tmp_path}/1/{DATA}")  # as by a failed verification while the second save writes
     source = two.link_source(DATA)
     put_checkpoint_but_data(two, "a-2", len(data))
     two.finalize("refuse")
@@ -495,7 +495,7 @@ def test_a_folder_is_removed_from_which_other_ranks_remove_their_files(
         (folder / name).touch()
 
     def unlink(path: str, *, dir_fd: int | None = None) -> None:
-        real(path, dir_fd=dir_fd)  # by another rank, just before
+        real(path, dir_fd=dir_fd)  # another rank removes the file just before
         real(path, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "unlink", unlink)

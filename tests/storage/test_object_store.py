@@ -1,4 +1,4 @@
-"""Object storage: the contract that every kind keeps, and what is particular to objects and conditions."""
+"""Object storage: the contract of every storage, and tests of objects and conditional writes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_killed_workers_leave_goes_once_it_is_old(monkeypatch: pytest.Monke
 
 
 def test_a_worker_that_dies_when_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever comes next gives stock readers what they need."""
+    """The next sweep or resolve writes the files that stock readers need."""
     for finish in ("sweep", "resolve"):
         monkeypatch.setattr(object_sweep, "_swept", {})
         storage, opened = memory(), None
@@ -125,7 +125,7 @@ def test_a_worker_that_dies_when_it_is_decided(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_worker_that_is_only_slow_to_publish(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another has taken the place of its checkpoint: stock readers get the metadata of that."""
+    """Another checkpoint replaces the slow worker's checkpoint. Stock readers get the newer metadata."""
     storage = memory()
 
     def slow(*given: Any) -> None:
@@ -143,7 +143,7 @@ def test_a_worker_that_is_only_slow_to_publish(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_of_two_that_decide_at_once_one_wins(s3_root: str) -> None:
-    """Finalizing and revoking, from many threads."""
+    """Many threads finalize and revoke the same attempt."""
     storage = storage_for(s3_root)
     for number in range(10):
         final, attempt = f"{s3_root}/{number}", f"a-{number}"
@@ -199,7 +199,7 @@ def test_large_objects_are_sent_in_parts_from_where_they_are(s3_root: str) -> No
     broken = opened.create("__1_0.distcp", large=True)
     for at, piece in pieces[:2]:
         broken.write(piece, at)
-    broken.close()  # before it was whole
+    broken.close()  # before the file is complete
     gap = opened.create("__2_0.distcp", large=True)
     gap.write(pieces[0][1], 0)
     gap.write(pieces[2][1], pieces[2][0])
@@ -221,7 +221,7 @@ def sweep_again(storage: ObjectStorage) -> None:
 
 
 def test_a_request_that_comes_late_finalizes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that decides is stuck, the store is gone for a while, and what was written is thrown away."""
+    """The deciding request is stuck while the store is gone. The attempt is discarded before the request arrives."""
     storage = memory()
     opened = begun(storage, 1, "a-1")
     late: list[tuple[str, bytes, dict[str, str] | None]] = []
@@ -242,7 +242,7 @@ def test_a_request_that_comes_late_finalizes_nothing(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("existing", ["replace", "set aside"])
 def test_stock_readers_never_keep_the_metadata_of_another(existing: Existing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker dies when its checkpoint has taken the place of another, before it says so to stock readers."""
+    """A worker replaces a checkpoint, and dies before it updates the metadata for stock readers."""
     storage = memory()
     for attempt, metadata in (("a-1", b"older"), ("a-2", b"newer")):
         opened = storage.begin_checkpoint("memory://bucket/run/step-00000001", attempt, 0)
@@ -301,7 +301,7 @@ def test_other_roots_below_are_left_alone() -> None:
 
 
 def test_retention_beside_a_save_of_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has just been committed where an older one is being removed stays."""
+    """A checkpoint that is committed during the removal of an older checkpoint of its step stays."""
     storage = memory()
     final = "memory://bucket/run/step-00000001"
     begun(storage, 1, "a-1").finalize("refuse")
@@ -337,14 +337,14 @@ def test_a_record_is_not_forgotten_by_which_something_is_finalized_just_then(mon
     monkeypatch.setattr(object_sweep, "_swept", {})
     monkeypatch.setattr(object_sweep, "_REVOKED", timedelta(0))
     storage, path = memory(), "memory://bucket/run/step-00000001"
-    storage.revoke(path, "a-0")  # a save of that step has failed, long ago
+    storage.revoke(path, "a-0")  # an old failed save of this step
     look, head = list_below, Objects.head
     opened: list[OpenAttempt] = []
 
     def look_and_wait(objects: Objects, key: str) -> Listing:
         monkeypatch.setattr(object_sweep, "list_below", look)
         found = look(objects, key)
-        # Another worker begins that step again, while this one has much else to remove.
+        # Another worker begins the step again, while this worker is still removing other files.
         opened.append(storage.begin_checkpoint(path, "a-1", 0, 60.0))
         put_checkpoint(opened[0], "a-1")
         return found

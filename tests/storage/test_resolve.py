@@ -1,4 +1,4 @@
-"""How a save has ended: whoever resolves it on storage knows, at whatever instant."""
+"""Resolve on storage how a save has ended, at any instant of the save."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncckpt.storage.partial import PARTIAL_SUFFIX, TRASH_SUFFIX
 def test_where_storage_fails_nobody_can_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, says: bool | None
 ) -> None:
-    """The rename of whoever finalizes may work a moment later; not where nothing may be changed."""
+    """The rename of a finalizing process may succeed a moment later, but never on a read-only file system."""
 
     def rename(*_: str) -> None:
         raise OSError(code, os.strerror(code))
@@ -46,7 +46,7 @@ def test_where_storage_fails_nobody_can_say(
 def test_whoever_resolves_it_at_any_instant_knows_how_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: Existing, exchanges: bool
 ) -> None:
-    """It comes between any two steps of finalizing, and what it says is so for good."""
+    """``resolve`` runs between any two steps of finalizing, and its answer is final."""
     if not exchanges:
         monkeypatch.setattr(partial, "exchange", lambda *_: False)
     real, calls, said = os.rename, 0, [False]
@@ -83,7 +83,7 @@ def test_whoever_resolves_it_at_any_instant_knows_how_it_ends(
         assert existing == "refuse" or final.exists()
         assert existing != "join" or (final / "mine.txt").exists()
         assert os.listdir(root / "root") == (["final"] if final.exists() else [])
-        if calls < resolves_at:  # it comes after all
+        if calls < resolves_at:  # ``resolve`` would run after the last step
             assert committed and resolve(request, 60.0) and is_there
             break
         assert said[0] == committed

@@ -1,4 +1,4 @@
-"""What stock readers find of a checkpoint on an object store, and what becomes of it when workers die or are slow."""
+"""The files for stock readers of a checkpoint on an object store, also when workers die or are slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asyncckpt.storage.storage import OpenAttempt
 __all__ = ["s3_root", "s3_server"]
 
 FINAL = "memory://bucket/run/step-00000001"
-# DCP's own begins so; here only the names matter.
+# The first bytes of DCP's metadata. Only the names matter in these tests.
 DCP = b"X\x0c\0\0\0__0_0.distcp"
 FILES = {
     "a.json": b"a",
@@ -44,7 +44,7 @@ def storage() -> ObjectStorage:
 
 
 def begun(storage: ObjectStorage, attempt: str, more: str = "more.json", without: str = "") -> OpenAttempt:
-    """A set of files, each of which says in which attempt it was written."""
+    """Begin an attempt, and write files to it. The content of each file ends with the name of the attempt."""
     opened = storage.begin_checkpoint(FINAL, attempt, 0)
     files = {**FILES, more: b""}
     files.pop(without, None)
@@ -52,12 +52,12 @@ def begun(storage: ObjectStorage, attempt: str, more: str = "more.json", without
         put(opened, name, data, attempt.encode())
     facts = {name: {"bytes": len(data), "xxh3": ""} for name, data in files.items()}
     put(opened, MANIFEST_NAME, Manifest(attempt, 1, 0.0, 1, False, 0, facts, {}).encode())
-    opened.names()  # as the committer does
+    opened.names()  # the committer calls this, too
     return opened
 
 
 def seen(storage: ObjectStorage) -> dict[str, bytes]:
-    """What stands at names of its own."""
+    """Return the files that stock readers find under their own names."""
     store, found = storage._objects, {}
     for each in store.list("run/step-00000001"):
         name = each.key.removeprefix("run/step-00000001/")
@@ -106,7 +106,7 @@ def test_each_comes_to_its_name_and_what_says_that_all_is_there_last(
 
 
 def test_a_worker_that_dies_while_it_copies(storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missing comes with the next sweep, and is not waited for by who only asks how it ended."""
+    """The next sweep copies the missing files. ``resolve`` does not wait for them."""
 
     def die(self: Objects, key: str, to: str, nbytes: int) -> None:
         raise StorageError("as the test wants", path=to)
@@ -156,9 +156,9 @@ def test_what_is_being_copied_no_sweep_copies(storage: ObjectStorage, monkeypatc
 def test_a_worker_that_is_only_slow_to_copy(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch, existing: Existing, hides: bool
 ) -> None:
-    """Another takes the place of its checkpoint meanwhile: in the end stock readers find that one, whole.
+    """Another checkpoint replaces the slow worker's checkpoint. In the end stock readers find all of the other's files.
 
-    Who is slow also takes away what it had copied too much, if the other has not.
+    The slow worker also removes files that it has copied in excess, if the other worker has not.
     """
     real = Objects.copy
     other = begun(storage, "a-2", more="other.json", without="a.json")
@@ -184,7 +184,7 @@ def test_a_worker_that_is_only_slow_to_copy(
 def test_a_worker_that_is_slow_to_copy_what_was_removed(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """By another worker: this one leaves alone what it is just copying."""
+    """Another worker removes the checkpoint. The copying worker itself refuses to remove it during the copy."""
     real = Objects.copy
 
     def slow(self: Objects, key: str, to: str, nbytes: int) -> None:
@@ -206,7 +206,7 @@ def test_a_worker_that_is_slow_to_copy_what_was_removed(
 def test_a_worker_that_dies_as_it_takes_the_place_of_another(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stock readers find some files less, and never those of two, nor what says that all is there."""
+    """Stock readers find only some files, never files of two checkpoints, and no top-level metadata."""
     begun(storage, "a-1").finalize("refuse")
     real = Objects.copy
 
@@ -229,7 +229,7 @@ def test_a_worker_that_dies_as_it_takes_the_place_of_another(
 def test_the_names_of_what_it_took_the_place_of_go(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Also where the answer to the decision is lost, or the worker dies just after it."""
+    """They also go if the answer to the deciding write is lost, or if the worker dies just after it."""
     begun(storage, "a-1", more="old.json").finalize("refuse")
     opened, real = begun(storage, "a-2"), Objects.put_if
     lost: list[str] = []
@@ -268,7 +268,7 @@ def test_files_of_others_with_such_names_stay(storage: ObjectStorage) -> None:
 
 def test_what_killed_workers_leave_in_folders_goes(storage: ObjectStorage) -> None:
     opened = storage.begin_checkpoint(FINAL, "a-1", 0)
-    put(opened, "sharded/x/__0_0.distcp", b"x")  # and nothing else, yet
+    put(opened, "sharded/x/__0_0.distcp", b"x")  # no other file yet
     other = storage.begin_checkpoint("memory://bucket/run/other/step-00000001", "a-2", 0)
     put(other, "sharded/x/__0_0.distcp", b"x")
     object_sweep._swept.clear()
@@ -315,7 +315,7 @@ def test_names(storage: ObjectStorage) -> None:
     listed = list_below(its, "run/step-00000001")
     ((_, files),) = listed.parts.items()
     assert files.keys() == {*FILES, "more.json"}
-    # From inside of it, only what is not below a place further up.
+    # A listing from inside the checkpoint omits parts that belong to a place further up.
     assert not list_below(its, "run/step-00000001/sharded/x").parts
     assert list_below(its, "run").parts.keys() == {
         f"step-00000001/{next(iter(listed.parts))}",

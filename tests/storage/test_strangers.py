@@ -1,4 +1,4 @@
-"""A root where others can write: nothing of theirs is taken for ours, and nothing of ours is written where they say."""
+"""A root where other users can write: their files are never adopted, and saves never follow their links."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_a_stranger_made_is_not_adopted(tmp_path: Path, final: str, what: s
 def test_where_a_server_gives_our_files_to_another_user_they_are_ours(
     final: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NFS does with those of root."""
+    """NFS does so with the files of root."""
     monkeypatch.setattr(os, "geteuid", lambda: STRANGER - 1)
     opened = LocalStorage().begin_checkpoint(final, "0123456789ab-1", 0)
     put_checkpoint(opened, "0123456789ab-1")

@@ -1,4 +1,4 @@
-"""The uploader by itself: what it copies, checks, holds and passes over; the root may be slow, or refuse."""
+"""The uploader alone: it copies, checks, keeps and skips checkpoints, also if the root is slow or fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from asyncckpt.storage.uploads import wait_for_uploads
 
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
-    """A folder with the checkpoints 1 to 4, whose files have several spans."""
+    """A folder with the checkpoints 1 to 4. Their files have several spans."""
     folder = tmp_path / "local"
     with Checkpointer(folder) as checkpointer:
         for step in range(1, 5):
@@ -52,7 +52,7 @@ def wanted(
     keep_last: int | None = None,
     sets_aside: bool = False,
 ) -> str:
-    """Have the manifest of a local checkpoint say that it is to be uploaded. Return its folder."""
+    """Mark a local checkpoint for upload in its manifest. Return its folder."""
     folder = local / f"step-{step:08d}"
     upload = Upload(str(root / folder.name), sets_aside, must, keep_last, keep, 600.0)
     manifest = replace(read_manifest(str(folder)), upload=upload)
@@ -61,7 +61,7 @@ def wanted(
 
 
 class SlowStorage(LocalStorage):
-    """Storage where no attempt begins until that is allowed."""
+    """Storage that blocks the begin of each attempt until ``allowed`` is set."""
 
     def __init__(self, allowed: threading.Event) -> None:
         super().__init__()
@@ -77,13 +77,13 @@ class SlowStorage(LocalStorage):
 
 
 def test_a_copy_is_the_checkpoint(local: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploader_module, "_READ_BYTES", 1 << 20)  # spans of 8 MiB end in the middle of what is read
+    monkeypatch.setattr(uploader_module, "_READ_BYTES", 1 << 20)  # spans of 8 MiB end in the middle of a read
     copy_checkpoint(wanted(local, root, 2, keep=True), storage_for)
     one, other = (read_manifest(str(folder / "step-00000002")) for folder in (local, root))
     assert (one.files, one.created, one.step) == (other.files, other.created, other.step) and other.keep
     assert one.attempt != other.attempt
     assert not verify(str(root / "step-00000002")).damages
-    copy_checkpoint(wanted(local, root, 2), storage_for)  # it is there already: that is no error
+    copy_checkpoint(wanted(local, root, 2), storage_for)  # an existing copy is no error
     assert [each.name for each in root.iterdir()] == ["step-00000002"]
 
 
@@ -108,7 +108,7 @@ def test_damage_is_not_copied(local: Path, root: Path, name: str, where: float) 
 
 @pytest.fixture
 def uploader_of(local: Path) -> Iterator[Callable[..., Uploader]]:
-    """Makes an uploader, which is closed in the end."""
+    """A function that makes an uploader. The uploader is closed at the end."""
     with contextlib.ExitStack() as held:
 
         def make(storage: Callable[[str], Storage] = storage_for) -> Uploader:
@@ -118,13 +118,13 @@ def uploader_of(local: Path) -> Iterator[Callable[..., Uploader]]:
 
 
 def upload(uploader: Uploader, *folders: str) -> None:
-    """Commit the checkpoints in ``folders``, as far as the uploader is concerned."""
+    """Begin the uploads of the checkpoints in ``folders``, as after a commit."""
     assert folders
     uploader.begin()
 
 
 def outcome(uploader: Uploader) -> CheckpointError | None:
-    """Of all that was noted; None: it is there."""
+    """Wait for all uploads. Return the error, or None if all have succeeded."""
     try:
         wait_for_uploads(uploader.under_way, 60)
     except CheckpointError as error:
@@ -174,7 +174,7 @@ def test_what_waits_makes_way_and_stays_until_then(
 def test_a_step_that_is_saved_again_meanwhile(
     local: Path, root: Path, uploader_of: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The new checkpoint is uploaded, too, whatever becomes of the upload before."""
+    """The new checkpoint is uploaded, too, whether or not the upload of the old one succeeds."""
     allowed = threading.Event()
     slow = SlowStorage(allowed)
     uploader = uploader_of(lambda path: slow if path.startswith(str(root)) else LocalStorage())
@@ -192,7 +192,7 @@ def test_a_step_that_is_saved_again_meanwhile(
 
 
 def test_one_worker_at_a_time_uploads(local: Path, root: Path, uploader_of: Callable[..., Uploader]) -> None:
-    """Another goes on where it has ended, and removes nothing of what others have saved since."""
+    """Another worker continues after the first worker, and removes no checkpoint that others have saved since."""
     allowed = threading.Event()
     slow = SlowStorage(allowed)
     one = uploader_of(lambda path: slow if path.startswith(str(root)) else LocalStorage())
@@ -209,7 +209,7 @@ def test_one_worker_at_a_time_uploads(local: Path, root: Path, uploader_of: Call
 def test_the_next_worker_uploads_what_is_left(local: Path, root: Path, uploader_of: Callable[..., Uploader]) -> None:
     for step in (3, 4):
         wanted(local, root, step, must=True)
-    (local / "step-00000004" / UPLOADED_NAME).write_text("another attempt")  # which stood there before
+    (local / "step-00000004" / UPLOADED_NAME).write_text("another attempt")  # the marker of an older checkpoint
     uploader = uploader_of()
     assert outcome(uploader) is None and complete_steps(str(root)) == [3, 4]
 
@@ -217,7 +217,7 @@ def test_the_next_worker_uploads_what_is_left(local: Path, root: Path, uploader_
 def test_of_two_workers_that_end_one_uploads_the_last(
     local: Path, root: Path, uploader_of: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One has looked for more, and not let go of the lock: the other, which finds it taken, leaves its own to that."""
+    """The older worker has found no more work, but still holds the lock. It must upload the newer worker's step."""
     has_looked, may_go_on, find_next = threading.Event(), threading.Event(), Uploader._next
 
     def next_of(uploader: Uploader) -> object:
@@ -254,7 +254,7 @@ def test_a_damaged_checkpoint_of_a_worker_that_died_keeps_no_other(
 def test_a_marker_that_cannot_be_written(
     local: Path, root: Path, uploader_of: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The local disk is full: this worker knows that the upload is done, and the next one finds out."""
+    """The local disk is full. This worker remembers that the upload is done, and the next worker finds out."""
     uploader = uploader_of()
     (marker := Path(wanted(local, root, 3, must=True)) / UPLOADED_NAME).mkdir()
     upload(uploader, wanted(local, root, 4, must=True))

@@ -1,1 +1,1 @@
-"""What the tests share: states, ranks, workers that fail, other packages."""
+"""Helpers that tests share: states, ranks, faulty workers, other packages."""

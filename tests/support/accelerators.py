@@ -1,4 +1,4 @@
-"""The device that the device tests run on: a GPU where there is one, else the simulated device."""
+"""The device that the device tests run on: a GPU if there is one, else the simulated device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from asyncckpt.staging.device_copy import copy_stream
 from support import simulated_device
 
 CHOICE = os.environ.get("ASYNCCKPT_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else simulated_device.TYPE)
-"""Its type."""
+"""The type of the device."""
 
 if CHOICE == simulated_device.TYPE:
-    simulated_device.claim_name()  # before any test has asked for the old one
+    simulated_device.claim_name()  # before any test uses the old name
 
 
 def load() -> str:
-    """Make the device ready, for the rest of this process, in a kind that staging knows; its type. Skips a test."""
+    """Load the device for the rest of this process, and register its kind for staging. Return its type.
+
+    Skip the test if the device cannot be loaded.
+    """
     if CHOICE == simulated_device.TYPE and CHOICE not in kinds.KINDS:
         if (why_not := simulated_device.why_not()) is not None:
             pytest.skip(why_not)
@@ -35,12 +38,12 @@ def load() -> str:
 
 
 def module() -> Any:
-    """The module of torch for it."""
+    """Return torch's module for the device."""
     return torch.get_device_module(CHOICE)
 
 
 def busy(seconds: float) -> None:
-    """Have the current stream of the device do nothing for about so long."""
+    """Occupy the device's current stream for about ``seconds``."""
     if CHOICE == "cuda":
         torch.cuda._sleep(int(seconds * 1.5e9))  # type: ignore[no-untyped-call]  # in cycles
     else:
@@ -48,13 +51,13 @@ def busy(seconds: float) -> None:
 
 
 def copy_stream_of(device: torch.device) -> Any:
-    """The stream on which saves copy from a device."""
+    """Return the stream on which saves copy from a device."""
     kind = kinds.kind_of(device)
     assert kind is not None
     return copy_stream(device, kind)
 
 
 def registrations() -> int:
-    """How many ranges of the host's memory the simulated device knows."""
+    """Return the number of ranges of host memory that are registered with the simulated device."""
     simulated: Any = getattr(torch, simulated_device.TYPE, None)
     return int(simulated.registrations()) if hasattr(simulated, "registrations") else 0

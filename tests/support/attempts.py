@@ -18,7 +18,7 @@ from support.checkpoints import PAGE
 
 
 def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "refuse") -> Attempt:
-    """An attempt at a hand-made image."""
+    """Begin an attempt to write a hand-made image."""
     hosted = HostedSegment(segment)
     hosted.layout = checkpoint_image(segment)
     staged_image = StagedImage(request_for(tmp_path, existing), hosted, lambda: True)
@@ -27,7 +27,7 @@ def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "r
 
 
 def request_for(tmp_path: Path, existing: Existing = "refuse") -> WriteRequest:
-    """The request to save step 5 as save 1, alone."""
+    """Return a request to save step 5 as save 1, in a job of one rank."""
     return WriteRequest(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, existing, None, False, 60.0)
 
 

@@ -1,6 +1,6 @@
-"""Counts of the calls of Python functions of ours, in this process or in a worker: ``call_counts.py FILE``.
+"""Counts of the calls of asyncckpt's Python functions, in this process or in a worker: ``call_counts.py FILE``.
 
-Run as a script, this module is a worker. ``ask`` has it write the counts since the last question to ``FILE``.
+Run as a script, this module is a worker. ``ask`` makes the worker write the counts since the last question to ``FILE``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-# It is run as a script.
+# This file is run as a script.
 sys.path.append(str(Path(__file__).parent.parent))
 
 from support.workers import wait_for
@@ -26,14 +26,14 @@ FOLDERS = tuple(f"{HERE / name}/" for name in ("asyncckpt", "worker", "shm"))
 
 
 class CallCounts:
-    """Calls by the file of the function, of all threads that start while this is installed."""
+    """Counts calls by the function's file, in all threads that start while this is installed."""
 
     def __init__(self) -> None:
         self.is_counting = False
         self.calls: Counter[str] = Counter()
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        """Count a call. ``sys.setprofile`` wants this."""
+        """Count a call. ``sys.setprofile`` calls this."""
         # Comprehensions have no frame of their own from Python 3.12 on.
         if self.is_counting and event == "call" and frame.f_code.co_name[0] != "<":
             file = os.path.realpath(frame.f_code.co_filename)
@@ -53,7 +53,7 @@ class CallCounts:
 
 
 def ask(path: Path) -> Counter[str]:
-    """Return the calls in the worker since the last question. ``path``: its ``FILE``."""
+    """Return the calls in the worker since the last question. ``path``: the worker's ``FILE``."""
     Path(f"{path}.ask").touch()
     wait_for(path.exists)
     found = Counter(json.loads(path.read_text()))
@@ -78,7 +78,7 @@ def _main(path: str) -> None:
     from asyncckpt.worker import __main__ as worker
     from asyncckpt.worker import staged_image
 
-    staged_image._POLL_S = 60.0  # how often it looks for a slow copy depends on the load of the machine
+    staged_image._POLL_S = 60.0  # the number of polls for a slow copy depends on the load of the machine
 
     with counts.installed():
         sys.exit(worker.main(sys.argv[2:]))

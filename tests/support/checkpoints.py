@@ -1,6 +1,6 @@
-"""Stored checkpoints as tests see them: the steps of a root, manifests, and whether all bytes are as they were written.
+"""Stored checkpoints as tests see them: the steps of a root, manifests, and the check of all bytes.
 
-Tests import these names from here, so that a change of the rooms behind them is a change of this file.
+Tests import these names from here. If a name moves to another module, only this file changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small training with DeepSpeed, for a process that finds it."""
+"""A small training with DeepSpeed, for a process that has DeepSpeed on its path."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import deepspeed.runtime.zero.muon.muon_optimizer  # here, or each rank imports it, and torch's compiler, by itself
+import deepspeed.runtime.zero.muon.muon_optimizer  # otherwise each rank imports it with torch's compiler
 import torch
 import torch.distributed as dist
 
 from asyncckpt.integrations.deepspeed import attach
 
-# It would compile that for two minutes. (As an attribute of its package this module is torch itself.)
+# DeepSpeed would compile this operator for two minutes. (``deepspeed.comm.torch`` as an attribute is torch itself.)
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
@@ -29,7 +29,7 @@ class Model(torch.nn.Module):
 
 
 class Training:
-    """An engine of DeepSpeed's, by itself or with ours."""
+    """An engine of DeepSpeed, with or without asyncckpt attached."""
 
     def __init__(self, stage: int, *, ours: bool, width: int = 32, **options: Any) -> None:
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
@@ -51,7 +51,7 @@ class Training:
             attach(self.engine)
 
     def run(self, last: int, save_at: tuple[int, ...] = (), folder: Path | None = None) -> dict[int, float]:
-        """The losses of the steps up to ``last``."""
+        """Train up to step ``last``. Return the losses by step."""
         losses = {}
         while self.engine.global_steps < last:
             torch.manual_seed(100 * self.engine.global_steps + dist.get_rank())

@@ -20,12 +20,12 @@ from asyncckpt.staging.device_copy import ChunkCopy
 from asyncckpt.staging.host_copy import BatchCopy
 
 TYPE = torch.device("privateuseone").type
-"""What torch calls a device that it knows nothing of, or what ``simulated_device`` has it called."""
+"""Torch's type of a device from outside: the default one, or the name that ``simulated_device`` has given it."""
 CPU = torch.device("cpu")
 
 
 class Work:
-    """Queued work, perhaps behind other work in another stream."""
+    """Queued work. It may have to wait for work of another stream."""
 
     def __init__(self, run: Callable[[], None], after: Work | None = None) -> None:
         self._run, self._after, self.done = run, after, False
@@ -64,9 +64,9 @@ class MadeUpEvent:
 
 
 class MadeUpDevices:
-    """All devices of the kind. Queued work runs as late as possible: when somebody waits for an event.
+    """All devices of the kind. Queued work runs as late as possible: when a caller waits for an event.
 
-    ``copies_by_address``: the driver takes many copies by one call.
+    ``copies_by_address``: the driver takes many copies in one call.
     """
 
     def __init__(self, seed: int = 0, copies_by_address: bool = False) -> None:
@@ -78,7 +78,7 @@ class MadeUpDevices:
         self.lock = threading.RLock()
 
     def step(self) -> bool:
-        """Run one thing that can run; whether there was any."""
+        """Run one piece of work that can run. Return False if there was none."""
         able = [stream for stream in self.streams if stream.queue and stream.queue[0].can_run()]
         if able:
             self.chance.choice(able).queue.pop(0).run()
@@ -128,7 +128,7 @@ class MadeUpDevices:
         return True
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make this the kind of devices of type ``TYPE``. Their memory is the host's. Copies on a stream are queued."""
+        """Make this the kind of devices of type ``TYPE``. They use host memory. Copies on a stream are queued."""
         monkeypatch.setitem(kinds.KINDS, TYPE, self)
 
         def queued(method: Callable[..., None]) -> Callable[..., None]:

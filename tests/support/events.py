@@ -1,4 +1,4 @@
-"""One who listens to events."""
+"""A listener for events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from asyncckpt.events import Event
 
 
 class Heard:
-    """Remembers them."""
+    """Records the events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -15,7 +15,7 @@ class Heard:
         self.events.append(event)
 
     def phases(self, step: int | None) -> list[str]:
-        """What was told of a step."""
+        """Return the phases of a step, in the order of their events."""
         return [event.phase for event in self.events if event.step == step]
 
 

@@ -1,4 +1,4 @@
-"""A storage that fails: a wrapper around any kind, which says where it is before each step, and may fail there."""
+"""A faulty storage: a wrapper around any storage that calls back before each step, and fails if the callback fails."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from asyncckpt.storage.storage import (
 )
 
 POINTS = ("begin", "create", "write", "sync", "finalize", "finalized")
-"""Where it may fail: before a step, or, at ``finalized``, after it. At ``link``, too, where there is one."""
+"""Points of failure: before a step, but ``finalized`` is after it. Attempts that link files also have ``link``."""
 
 Reach = Callable[[str, str], None]
-"""Called with a point and a path; what it raises, the step raises."""
+"""Called with a point and a path. The step raises the callback's exception."""
 
 
 class FaultyStorage(Storage):
-    """Writes through ``inner``; looks there as it is."""
+    """Writes to ``inner`` with faults, and reads from ``inner`` without."""
 
     def __init__(self, inner: Storage, reach: Reach) -> None:
         self._inner, self._reach = inner, reach
@@ -150,7 +150,7 @@ class _FaultyFile(OutputFile):
         self.path, self.piece_bytes = inner.path, inner.piece_bytes
 
     @property
-    def direct(self) -> bool:  # type: ignore[override]  # it may change with a write
+    def direct(self) -> bool:  # type: ignore[override]  # a write may change the value
         return self._inner.direct
 
     def write(self, data: memoryview, offset: int) -> None:

@@ -1,16 +1,22 @@
 """A worker that fails at a named point: ``faulty_worker.py POINT:ACTION[:NTH] JSON``.
 
-Points: ``start``, those of ``faulty_storage.py`` (``begin``, ``create``, ``link``, ``write``, ``sync``, ``finalize``,
-and, after that, ``finalized``; where another rank finalizes, ``finalize`` is when this one has reported), ``report``
-(to the other ranks), ``prune`` (old checkpoints are about to be removed).
+Points:
 
-Actions, the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
+- ``start``
+- the points of ``faulty_storage.py``: ``begin``, ``create``, ``link``, ``write``, ``sync``, ``finalize``, and
+  ``finalized`` after that. If another rank finalizes, ``finalize`` comes after the report of this rank.
+- ``report``: before the report to the first rank
+- ``prune``: before old checkpoints are removed
+
+Actions at the NTH time only, by default the first: ``enospc`` and ``eio`` (an error), ``lose`` (the connection to the
 other ranks), ``kill`` (SIGKILL), ``orphan`` (a warning, and SIGKILL for the trainer), ``warn``, ``stop`` (SIGSTOP).
-From the NTH time on:
-``hold`` (wait until the file ``$ASYNCCKPT_TEST_GATE`` exists). Another, of that name with ``.reached``, says that it
-stops or waits.
-At ``start``: ``nobody`` (give up root), ``poor`` (too little memory, at the first look), ``unlinked`` (nothing can be
-linked).
+
+Action from the NTH time on: ``hold`` (wait until the file ``$ASYNCCKPT_TEST_GATE`` exists).
+
+``stop`` and ``hold`` first make the file ``$ASYNCCKPT_TEST_GATE.reached``.
+
+Actions at ``start``: ``nobody`` (give up root), ``poor`` (the first check for memory finds too little), ``unlinked``
+(no file can be linked).
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ from asyncckpt.worker import __main__ as worker
 from asyncckpt.worker import saves
 from asyncckpt.worker.attempt import FolderAttempt
 
-# It is run as a script, also by trainers that know nothing of the tests.
+# This file is run as a script, also by trainers that do not have the tests on their path.
 sys.path.append(str(Path(__file__).parent.parent))
 
 from support.faulty_storage import FaultyStorage
@@ -67,13 +73,13 @@ def reach(here: str, path: str) -> None:
     if action in ("stop", "hold") and (gate := os.environ.get("ASYNCCKPT_TEST_GATE")):
         open(gate + ".reached", "w").close()
     if action == "stop":
-        # To this thread, which so does not get any further; of a process's signals any thread may take care.
+        # Signal this thread, so that it stops here. Any thread may handle a signal to the process.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return
     if action == "hold":
         gate = os.environ["ASYNCCKPT_TEST_GATE"]
         deadline = time.monotonic() + 60
-        # The folder of a test that has passed is removed. A worker may still have something to write then.
+        # The folder of a passed test is removed, while a worker may still have files to write.
         while os.path.isdir(os.path.dirname(gate)) and not os.path.exists(gate) and time.monotonic() < deadline:
             time.sleep(0.005)
         return
@@ -89,20 +95,20 @@ class FaultyRounds(rounds.Rounds):
         try:
             reach("report", name)
         except errors.WorkerDiedError:
-            self._behind._drop()  # it has broken
+            self._behind._drop()  # the connection is broken
         reporting = super().report_soon(name, value, timeout)
         reporting.add_done_callback(lambda _: self.reported[name].set())
         return reporting
 
     def outcome(self, name: str, timeout: float, limit: float = 0.0) -> bytes | errors.CheckpointError:
         if point == "finalize":
-            self.reported[name].wait(60)  # the outcome is waited for from the moment the save begins
+            self.reported[name].wait(60)  # the wait for the outcome begins with the save
         reach("finalize", name)
         return super().outcome(name, timeout, limit)
 
 
 class FaultyAttempt:
-    """Attempts of the first rank, which reports to itself, without a connection."""
+    """Attempts of the first rank. It reports to itself, without a connection."""
 
     real_seal = FolderAttempt.seal
 

@@ -1,4 +1,4 @@
-"""A set of files of all kinds, to save."""
+"""A file set with files of all kinds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from asyncckpt import FileSet
 from asyncckpt.planning.safetensors_plan import DTYPES
 
-LARGE = 300_000  # elements: a file of torch's of fewer than a MiB is not staged
+LARGE = 300_000  # elements: a torch file below 1 MiB is not staged
 
 
 def weights(seed: float = 0.0) -> dict[str, torch.Tensor]:
-    """One of each type that safetensors knows, empty ones, and names that JSON has to escape."""
+    """Return tensors of each dtype of safetensors, empty tensors, and names that JSON has to escape."""
     torch.manual_seed(int(seed))
     tensors = {f"layer.{name}": torch.randint(0, 2, (3, 5)).to(dtype) for name, dtype in DTYPES.items()}
     odd = {'a "quoted"\n\\name': torch.randn(0, 4), "größe": torch.tensor(float(seed)), "layer.10": torch.randn(LARGE)}
@@ -29,7 +29,7 @@ def optimizer(seed: float = 0.0) -> dict[str, Any]:
 
 
 def make(seed: float = 0.0) -> FileSet:
-    """All kinds of files at once."""
+    """Return a file set with files of all kinds."""
     files = FileSet()
     files.add_bytes("trainer_state.json", json.dumps({"history": [seed] * int(seed)}).encode())
     files.add_torch_file("optimizer.pt", optimizer(seed))

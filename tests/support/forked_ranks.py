@@ -1,4 +1,4 @@
-"""Ranks for a training with a peer, forked from a process that has imported it."""
+"""Ranks for a training with a peer package, forked from a process that has imported the package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _main(rank: int, world: int, meeting: str, function: Callable[..., Any], arg
 
 
 def on_ranks(world: int, function: Callable[..., Any], *args: Any, folder: Path, codes: set[int] | None = None) -> None:
-    """Run it on the ranks of a job, each in a process of its own, which has to end with one of ``codes``, or with 0."""
+    """Run the function on the ranks of a job, one process each. Each exit code has to be in ``codes``; None: 0."""
     fork = get_context("fork")
     meeting = str(folder / f"meeting-{os.urandom(4).hex()}")
     ranks = [fork.Process(target=_main, args=(rank, world, meeting, function, args)) for rank in range(world)]

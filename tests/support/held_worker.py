@@ -1,8 +1,10 @@
-"""A worker that waits, for files, before it writes, takes more memory, or uploads: ``held_worker.py GATE COUNT JSON``.
+"""A worker that waits for files before it writes, takes more memory, or uploads: ``held_worker.py GATE COUNT JSON``.
 
-Of the requests for more memory the first COUNT get it, as soon as there is another; that one is held, and gets none.
-``GATE.write``, ``GATE.take`` and ``GATE.upload`` are waited for. ``GATE.take.reached``, and so on, says that it is
-held; ``GATE.taken`` says that the memory has come to nothing.
+The worker waits for ``GATE.write``, ``GATE.take`` and ``GATE.upload``. While it waits, ``GATE.write.reached`` (and so
+on) exists.
+
+The first COUNT requests for more memory succeed, but only once another request waits. Later requests wait for
+``GATE.take``, and fail. The worker then makes ``GATE.taken``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def _wait(name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         open(f"{_GATE}.{name}.reached", "w").close()
     deadline = time.monotonic() + 120
-    # The folder of a test that has passed is removed. A worker may still have something to upload then.
+    # The folder of a passed test is removed, while a worker may still have files to upload.
     while os.path.isdir(os.path.dirname(_GATE)) and not os.path.exists(f"{_GATE}.{name}"):
         if time.monotonic() > deadline:
             break
@@ -52,7 +54,7 @@ def _take_some(segment: Any, wait_released: Any = lambda: False, end: int | None
     if begin:
         _given -= 1
         if _given < 0:
-            _wait("take")  # as in the host's lock, while others take theirs
+            _wait("take")  # like a worker that waits for the host's lock while other workers take memory
             raise OutOfMemoryError("there is too little (as the test wants)")
         _wait("take.reached")
     _take_memory(segment, wait_released, end, begin)

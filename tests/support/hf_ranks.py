@@ -23,7 +23,7 @@ class Died(Exception):
 
 
 def dies_at(last: int) -> Callable[[int], None]:
-    """For ``hf_training.trainer``: end the training at that step."""
+    """Return an ``at_step`` for ``hf_training.trainer`` that ends the training at step ``last``."""
 
     def at_step(step: int) -> None:
         if step == last:
@@ -33,7 +33,7 @@ def dies_at(last: int) -> Callable[[int], None]:
 
 
 def set_up() -> None:
-    """Have accelerate find the ranks, and take FSDP for what CPUs can do, which they can."""
+    """Let accelerate find the ranks, and allow FSDP on CPUs."""
     from accelerate import state
 
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
@@ -43,7 +43,7 @@ def set_up() -> None:
     stock = state.AcceleratorState.__init__
 
     def init(self: Any, *args: Any, **options: Any) -> None:
-        if options.get("fsdp_plugin") is not None:  # of several CPUs it would be ignored, without a word
+        if options.get("fsdp_plugin") is not None:  # accelerate silently ignores FSDP on several CPUs
             state.PartialState._shared_state["distributed_type"] = state.DistributedType.MULTI_XPU
         stock(self, *args, **options)
 
@@ -51,7 +51,7 @@ def set_up() -> None:
 
 
 def train(folder: Path, kind: str, *, resume: bool = False, **more: Any) -> Any:
-    """Train, until the end or until a ``dies_at``. Returns the trainer."""
+    """Train until the end or until ``dies_at``. Return the trainer."""
     from accelerate.state import AcceleratorState
 
     from support import hf_training
@@ -72,15 +72,16 @@ def _weights(trainer: Any) -> list[torch.Tensor]:
 
 
 def rank(folder: str, kinds: list[str]) -> dict[str, Any]:
-    """On a rank, of each kind: a run without interruption, and one that dies after its second save and is resumed by
-    stock transformers: how they end.
+    """On a rank: train without interruption, and with death and resume, for each kind. Return the results by kind.
+
+    The interrupted run dies after its second save. Stock transformers resumes it.
     """
     set_up()
     ended: dict[str, Any] = {}
     whole: dict[str, Any] = {}
     for kind in kinds:
         run = Path(folder) / kind
-        # How its state is saved makes no difference to what FSDP computes.
+        # The kind of state dict makes no difference to the losses of FSDP.
         name = "ddp" if kind == "ddp" else "fsdp"
         whole[name] = whole.get(name) or train(run, kind, enable=False, save_strategy="no")
         died = train(run, kind, at_step=dies_at(STEPS))
@@ -98,7 +99,7 @@ def rank(folder: str, kinds: list[str]) -> dict[str, Any]:
 
 
 def save_by_accelerate(folder: str, what: str) -> list[str]:
-    """The files of a state of accelerate's that also has what all ranks write: "scaler" or "loader"."""
+    """Save a state of accelerate that has a file of each rank. Return the files. ``what``: "scaler" or "loader"."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DataLoaderConfiguration
@@ -106,7 +107,7 @@ def save_by_accelerate(folder: str, what: str) -> list[str]:
     from asyncckpt.integrations import huggingface
 
     set_up()
-    os.environ["MASTER_PORT"] = "1"  # the ranks have met
+    os.environ["MASTER_PORT"] = "1"  # unused: the ranks have joined already
     if what == "loader":
         sys.path.append(peer("torchdata-0.11.0"))
     AcceleratorState._reset_state(True)
@@ -117,12 +118,12 @@ def save_by_accelerate(folder: str, what: str) -> list[str]:
     data: Any = torch.utils.data.DataLoader(rows, batch_size=1)
     _, _, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
     if what == "scaler":
-        accelerator.scaler = torch.amp.GradScaler("cpu")  # as of fp16, on a device
+        accelerator.scaler = torch.amp.GradScaler("cpu")  # as for fp16 on a device
     else:
         next(iter(data))
     huggingface.enable_accelerator(accelerator)
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
-    accelerator.load_state(folder)  # which waits
+    accelerator.load_state(folder)  # waits for the save
     accelerator.wait_for_everyone()
     return sorted(os.listdir(folder))

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers, compared."""
+"""Compare checkpoints of transformers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _OURS = re.compile(r"asyncckpt\.json|__\d+_\d+\.index\.json")
 
 
 def checkpoints(folder: Path) -> list[int]:
-    """The steps of those in ``folder``."""
+    """Return the steps of the checkpoints in ``folder``."""
     return sorted(int(each.name.rpartition("-")[2]) for each in folder.glob("checkpoint-*"))
 
 
 def content(file: Path) -> Any:
-    """What is in a file, but for times, and for the folder that it is in."""
+    """Return the content of a file without times and without the path of its folder."""
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -40,7 +40,7 @@ def content(file: Path) -> Any:
 
 
 def same_files(one: Path, other: Path) -> None:
-    """Assert that ``one``, but for what describes it, has the files of ``other``, with the same in them."""
+    """Assert that two checkpoints have equal files. asyncckpt's own metadata files in ``one`` do not count."""
     names = {file.relative_to(one) for file in one.rglob("*") if file.is_file() and not _OURS.fullmatch(file.name)}
     assert names == {file.relative_to(other) for file in other.rglob("*") if file.is_file()}
     for name in names:

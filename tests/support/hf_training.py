@@ -16,12 +16,12 @@ STEPS = 6
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
-    """Keeps losses by step, calls ``at_step`` at the end of each, and notes what it is told of saves."""
+    """Records the losses and the saves by step, and calls ``at_step`` at the end of each step."""
 
     def __init__(self, folder: Path, at_step: Callable[[int], object]) -> None:
         self.losses: dict[int, float] = {}
         self.saved: list[tuple[int, bool]] = []
-        """Of each save by its step, whether it was there when this was told."""
+        """For each ``on_save``: the step, and whether its checkpoint existed at that time."""
         self._folder, self._at_step = folder, at_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
@@ -67,7 +67,7 @@ def trainer(
     what: Any = None,
     **options: Any,
 ) -> Any:
-    """A Trainer that saves every second step; ``trainer.recorder`` is what it has seen."""
+    """Return a Trainer that saves every second step. ``trainer.recorder`` is its ``Recorder``."""
     arguments = {
         "max_steps": STEPS,
         "save_steps": 2,

@@ -1,4 +1,4 @@
-"""Hosts of a job on this machine: each has a runtime folder, and an address of the loopback range."""
+"""Simulated hosts of a job on this machine: each has a runtime folder and a loopback address."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from asyncckpt.ranks.group import ADDRESS_VARIABLE, DOMAIN_VARIABLE
 from support.workers import send_away
 
 HOSTS = 4
-"""As many as any test has."""
+"""The maximum number of hosts in any test."""
 
 
 def host_folder(folder: str | Path, host: int) -> Path:
-    """The runtime folder of a host."""
+    """Return the runtime folder of a host."""
     return Path(folder) / f"host-{host}"
 
 
 def enter_host(folder: str | Path, host: int) -> None:
-    """From now on this process is on that host."""
+    """Move this process to a host."""
     os.environ[FOLDER_VARIABLE] = str(host_folder(folder, host))
     os.environ[ADDRESS_VARIABLE] = f"127.0.0.{host + 2}"
     os.environ[DOMAIN_VARIABLE] = str(host)
 
 
 def damage_images(folder: Path, host: int, step: int, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change a byte of each image of ``step`` on a host that is dead but for its workers.
+    """Change a byte of each image of ``step`` on a host where only the workers are alive.
 
-    ``which``: has "copies" and "own images" in it, or one of the two.
+    ``which`` contains "copies", "own images", or both.
     """
     monkeypatch.setenv(FOLDER_VARIABLE, str(host_folder(folder, host)))
     for lock in host_folder(folder, host).glob("*.lock"):
@@ -49,7 +49,7 @@ def damage_images(folder: Path, host: int, step: int, which: str, monkeypatch: p
 
 
 def hosts_of(folder: Path, monkeypatch: pytest.MonkeyPatch, runtime: Path) -> Iterator[Path]:
-    """The folder of the hosts' folders; in the end their workers are sent away."""
+    """Yield the folder of the hosts' runtime folders. At the end, stop their workers."""
     yield folder
     for host in range(HOSTS):
         monkeypatch.setenv(FOLDER_VARIABLE, str(host_folder(folder, host)))

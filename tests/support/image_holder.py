@@ -1,4 +1,4 @@
-"""A process that holds an image, and serves it to those who know the key: one that can be stopped, and killed."""
+"""A process that holds an image, and serves it to clients with the key. A test can stop and kill the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPAN_BYTES = 1 << 20
 
 
 def image_bytes(nbytes: int) -> bytes:
-    """What is in the image, the same in every process."""
+    """Return the bytes of the image. They are the same in every process."""
     page = bytes((7 * number + number // 256) % 256 for number in range(PAGE))
     numbers = array("Q", range(nbytes // PAGE))
     data = bytearray(page * len(numbers))
@@ -34,18 +34,18 @@ def image_bytes(nbytes: int) -> bytes:
 
 
 def copy_bytes(nbytes: int) -> int:
-    """How large a segment is that copies of such an image are kept in."""
+    """Return the size of a segment for copies of an image of ``nbytes``."""
     return _begin(nbytes) + COPY_SLOTS * nbytes
 
 
 def _begin(nbytes: int) -> int:
-    """Where the slots begin."""
+    """Return the offset of the first slot."""
     bounds = nbytes // min(SPAN_BYTES, nbytes) + 1
     return PAGE * (2 + -(-bounds * 8 // PAGE))
 
 
 def lay_out(store: SegmentStore, nbytes: int, slots: int) -> int:
-    """A segment for images of ``nbytes`` (whole pages), all with the same bytes. Returns its number."""
+    """Allocate a segment with equal images of ``nbytes`` (whole pages) in its slots. Return its number."""
     bounds = array("Q", range(0, nbytes + 1, min(SPAN_BYTES, nbytes)))
     constants = PAGE, PAGE + PAGE
     begins = tuple(_begin(nbytes) + slot * nbytes for slot in range(slots))
@@ -62,7 +62,7 @@ def lay_out(store: SegmentStore, nbytes: int, slots: int) -> int:
 
 
 def stage(store: SegmentStore, number: int, slot: int, save_id: int, key: ImageKey) -> WriteRequest:
-    """As if the trainer had staged a save in that slot."""
+    """Mark a slot as staged, as a trainer does. Return the request of the save."""
     table = store.hosted(number).slots
     table.take(slot, save_id)
     table.set(slot, State.STAGED)
@@ -74,7 +74,7 @@ def stage(store: SegmentStore, number: int, slot: int, save_id: int, key: ImageK
 
 
 def hold(store: SegmentStore, nbytes: int) -> int:
-    """Have ``store`` hold ``IMAGE``, of ``nbytes``, in slot 0 of a segment whose number is returned."""
+    """Put ``IMAGE``, of ``nbytes``, into slot 0 of a new segment of ``store``. Return the number of the segment."""
     number = lay_out(store, nbytes, 1)
     stage(store, number, 0, 1, IMAGE)
     return number
@@ -82,7 +82,7 @@ def hold(store: SegmentStore, nbytes: int) -> int:
 
 @dataclass
 class ImageHolder:
-    """Where it serves, and the process."""
+    """The process, and the address of its server."""
 
     address: TransferAddress
     process: subprocess.Popen[str]
@@ -90,7 +90,7 @@ class ImageHolder:
 
 @contextmanager
 def image_holder(nbytes: int) -> Iterator[ImageHolder]:
-    """A process that holds an image of so many bytes, until this ends."""
+    """Run a process that holds an image of ``nbytes``. Kill the process at the end."""
     command = [sys.executable, "-c", "import sys; from support.image_holder import serve; serve(int(sys.argv[1]))"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     pipe = subprocess.PIPE
@@ -104,7 +104,7 @@ def image_holder(nbytes: int) -> Iterator[ImageHolder]:
 
 
 def serve(nbytes: int) -> None:
-    """What that process does."""
+    """Hold an image and serve it until standard input ends. The process runs this."""
     store = SegmentStore()
     hold(store, nbytes)
     server = TransferServer(store, (KEY,), "127.0.0.1")
@@ -114,6 +114,6 @@ def serve(nbytes: int) -> None:
 
 
 def checksums_of(nbytes: int) -> list[int]:
-    """Those of the spans of the image."""
+    """Return the checksums of the spans of the image."""
     data = memoryview(image_bytes(nbytes))
     return [checksum(data[at : at + SPAN_BYTES]) for at in range(0, nbytes, SPAN_BYTES)]

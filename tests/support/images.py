@@ -1,4 +1,4 @@
-"""Tensors of all kinds, and an image of them in a slot, for tests of what copies."""
+"""Tensors of all kinds, and an image of them in a slot, for tests of copying."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = [
 
 
 def any_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Random bytes: numbers that are none, in every pattern, and denormal ones, among them."""
+    """Return a tensor of random bytes. NaNs of every bit pattern and denormal numbers are among its values."""
     elements = int(torch.Size(shape).numel())
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, dtype=torch.uint8).view(dtype)
@@ -29,7 +29,7 @@ def any_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def tensors_of_all_kinds() -> list[torch.Tensor]:
-    """Of all kinds, small and large, among each other."""
+    """Return small and large tensors of all kinds, mixed."""
     chance = random.Random(7)
     shapes: list[tuple[int, ...]] = [(), (1,), (3,), (0,), (5, 7), (64, 33), (1, 1, 17), (1000, 9), (2, 0, 3)]
     found: list[torch.Tensor] = []
@@ -46,14 +46,14 @@ def tensors_of_all_kinds() -> list[torch.Tensor]:
         torch.randn(9, dtype=torch.complex128).conj().imag,
     ]
     found += [torch.zeros(3).neg(), torch._neg_view(torch.randn(5, 3).bfloat16()), torch.randn(50)[::2]]
-    for at in (3, 40, 41, 140, 200, 250):  # among them the first of each of two devices
+    for at in (3, 40, 41, 140, 200, 250):  # includes the first tensor of each of two devices
         found.insert(at, any_bits(torch.float32, (300, 400)))
     found.insert(100, torch.randn(700, 900).t())
     return found
 
 
 def refill(tensors: Sequence[torch.Tensor]) -> None:
-    """Give them other values, but those that are views of others' bits."""
+    """Give the tensors other values, except conjugate and negative views of other tensors."""
     for tensor in tensors:
         if not tensor.is_conj() and not tensor.is_neg():
             tensor.copy_(any_bits(tensor.dtype, tuple(tensor.shape)))
@@ -65,7 +65,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 class Slot:
-    """An image of ``tensors`` at a page of a segment, with its headers; closed by the test."""
+    """An image of ``tensors`` with headers, at the second page of a segment. The test closes the segment."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Slot:
             self.segment.view[PAGE + at : PAGE + at + len(data)] = data
 
     def own(self) -> tuple[list[int], SlotViews]:
-        """As the stager has it: the tensors that have bytes of their own."""
+        """Return the numbers of the tensors with bytes of their own, and views of their places, as in the stager."""
         mine = [
             number
             for number, (spec, place) in enumerate(zip(self.layout.specs, self.layout.tensors, strict=True))

@@ -1,4 +1,4 @@
-"""Ranks that nvrx's ``inprocess.Wrapper`` starts again and again, each in the same process."""
+"""Ranks that nvrx's ``inprocess.Wrapper`` restarts many times, each in the same process."""
 
 from __future__ import annotations
 
@@ -35,34 +35,35 @@ from support.segments import mapped_segments
 from support.states import same
 
 FAULTS = ("between saves", "in save", "in load", "at random")
-"""Which one a rank has in its turn. Unless it is "in load", the other saves meanwhile, and is interrupted."""
+"""Each iteration has the next fault, on a random rank. Except for "in load", nvrx interrupts the other saves."""
 
 
 MOST_THREADS = max(2, min(4, os.cpu_count() or 1))
-"""Of a checkpointer that was given up, until it is closed by the next: those that copy, and with overlap the one in
-the place of the caller.
+"""Maximum number of threads of an abandoned checkpointer, which the next checkpointer closes.
+
+They are the copying threads and, with overlap, the thread that stages in place of the caller.
 """
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a job: where it saves, and what goes wrong in which iteration."""
+    """The folders of a job, and its faults."""
 
     root: str
     folder: str
     iterations: int
     port: int
-    """Of nvrx's own store."""
+    """The port of nvrx's own store."""
     seed: int = 0
     kill_at: int = -1
     """The iteration in which the last rank is killed."""
     spare: bool = False
-    """One rank more than are active."""
+    """Start one rank more than the active ranks."""
 
 
 @dataclass
 class Seen:
-    """What a rank has seen of an iteration."""
+    """The observations of a rank in an iteration."""
 
     world: int
     rank: int
@@ -72,11 +73,11 @@ class Seen:
     is_newest: bool = False
     holds: dict[str, int] = field(default_factory=dict)
     before: list[tuple[int, str]] = field(default_factory=list)
-    """The saves of the iteration before: their steps, and how their handles have ended."""
+    """The saves of the previous iteration: their steps, and the outcomes of their handles."""
 
 
 def run(plan: Plan, world: int) -> list[list[Seen] | str | None]:
-    """What each rank has seen; the text of what it raised; None: it was killed."""
+    """Run the job. Return for each rank its observations, or the traceback of its error, or None if it was killed."""
     context = get_context("forkserver")
     started = []
     path = [
@@ -113,7 +114,7 @@ def _main(pipe: Connection, rank: int, world: int, path: list[str], environment:
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world))
     sys.path[:0] = path
     torch.set_num_threads(1)
-    # Why something is not loaded from memory is no warning, and is to be seen where it should have been.
+    # The reason not to load from memory is logged below the level of warnings. A failed test has to show it.
     log = logging.getLogger("asyncckpt")
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler())
@@ -156,13 +157,13 @@ def _wrapped(plan: Plan) -> Callable[[], list[Seen] | None]:
     def train(call: Any = None) -> list[Seen]:
         return training.run(call.iteration)
 
-    train.__annotations__["call"] = inprocess.CallWrapper  # it looks for the class, and not for its name
+    train.__annotations__["call"] = inprocess.CallWrapper  # nvrx looks for the class, not for its name
     wrapped: Callable[[], list[Seen] | None] = wrapper(train)
     return wrapped
 
 
 class Training:
-    """What the wrapped function does, and what this process keeps from one iteration to the next."""
+    """The wrapped function, and the state that this process keeps between iterations."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -171,7 +172,7 @@ class Training:
         self._handles: list[Save] = []
 
     def run(self, iteration: int) -> list[Seen]:
-        """An iteration: load, save a few times, and have a fault, unless it is the last."""
+        """Run an iteration: load, save a few times, and, unless it is the last iteration, fail."""
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         seen = Seen(world, rank, before=[_outcome(save) for save in self._handles], holds=_holds())
         self._handles.clear()
@@ -230,10 +231,10 @@ class Training:
         if fault == "in save":
             with _failing_copies():
                 self._save(checkpointer, step, wait=True)
-        if fault == "at random":  # the other is saving
+        if fault == "at random":  # the other rank is saving
             for each in range(step, step + turn.randrange(3)):
                 self._save(checkpointer, each)
-            time.sleep(turn.random() / 10)  # not a wait for anything: where the other is then is left to chance
+            time.sleep(turn.random() / 10)  # a random delay, so that the fault hits the other rank at any point
         if fault:
             raise RuntimeError(f"as the test wants: {fault}")
 
@@ -286,7 +287,7 @@ def _threads() -> int:
 
 
 def _holds() -> dict[str, int]:
-    """What this process has, when garbage is collected, and what was being said to other ranks is given up."""
+    """Collect garbage, wait for threads of abandoned messages, and return the resources that this process holds."""
     gc.collect()
     process = psutil.Process()
     deadline = time.monotonic() + 10

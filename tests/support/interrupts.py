@@ -1,4 +1,4 @@
-"""Exceptions as signal handlers raise them: at any instant of a call."""
+"""Exceptions at any instruction of a call, as from signal handlers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from types import CodeType, FrameType
 
 
 class Interrupted(Exception):
-    """Out of a signal handler."""
+    """Raised as if by a signal handler."""
 
 
 class Restarted(BaseException):
-    """Out of another thread."""
+    """Raised by another thread."""
 
 
 def interrupted_once(call: Callable[[], object], seconds: float) -> None:
-    """Make ``call`` again and again, until another thread raises ``Restarted`` in this one, after ``seconds``."""
+    """Repeat ``call`` until, after ``seconds``, another thread raises ``Restarted`` in this thread."""
     set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
     raised = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(Restarted)
     timer = threading.Timer(seconds, set_exception, raised)
@@ -38,9 +38,15 @@ def interrupted_once(call: Callable[[], object], seconds: float) -> None:
 def interrupted_everywhere(
     call: Callable[[], object], part: str, *, every: int = 1, error: type[BaseException] = Interrupted
 ) -> Iterator[None]:
-    """Make ``call`` again and again, interrupted before the first instruction of a file whose path holds ``part``, then
-    before the one ``every`` so many later, and so on, until it comes to its end; and go on after each. ``error``
-    is what interrupts it.
+    """Repeat ``call``, and interrupt each one ``every`` instructions later than the last. Yield after each call.
+
+    Stop after the first call that ends without an interrupt.
+
+    Args:
+        call: The function to interrupt.
+        part: Count only instructions of files with this text in their path.
+        every: The number of instructions between two interrupts.
+        error: The exception that interrupts the call.
     """
     for instruction in itertools.count(1, every):
         seen = itertools.count(1)
@@ -48,14 +54,14 @@ def interrupted_everywhere(
         def trace(
             frame: FrameType, event: str, argument: object, instruction: int = instruction, seen: Iterator[int] = seen
         ) -> object:
-            # Lines stay traced, too: where they are not, Python 3.13 misses the instructions of the first call.
+            # Lines stay traced, too. Otherwise Python 3.13 misses the instructions of the first call.
             frame.f_trace_opcodes = part in frame.f_code.co_filename
             if event == "opcode" and not _leaves_a_block(frame) and next(seen) == instruction:
                 raise error
             return trace
 
         before = sys.gettrace()
-        # From Python 3.12 on instructions are traced only where some frame has asked for that before.
+        # From Python 3.12 on, instructions are traced only after a frame has asked for it.
         sys._getframe().f_trace_opcodes = True
         sys.settrace(trace)  # type: ignore[arg-type]
         try:
@@ -70,8 +76,10 @@ def interrupted_everywhere(
 
 
 def _leaves_a_block(frame: FrameType) -> bool:
-    """Whether the next instruction is one of those that leave a ``with`` block, between which no handler is called and
-    no exception of another thread comes: Python looks for these after calls, at jumps back, and where functions begin.
+    """Return whether the next instruction belongs to the exit of a ``with`` block.
+
+    No signal handler runs between these instructions, and no exception of another thread is raised. Python checks for
+    them after calls, at backward jumps, and at the start of functions.
     """
     return frame.f_lasti in _leaving(frame.f_code)
 

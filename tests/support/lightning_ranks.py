@@ -1,5 +1,6 @@
-"""A script: two ranks train with Lightning, and say in the folder they are given what each finds of the checkpoints: of
-files of the first rank, and of sharded ones. Then they are killed while a third save is being written.
+"""A script: two ranks train with Lightning, and save checkpoints of the first rank and sharded checkpoints.
+
+Each rank writes its findings to the folder in the first argument. Then both ranks are killed during a third save.
 """
 
 import json
@@ -34,13 +35,13 @@ gate = Path(os.environ["ASYNCCKPT_TEST_GATE"])
 
 
 def close_gate() -> None:
-    """Workers wait again."""
+    """Make workers wait again."""
     gate.unlink()
     gate.with_name("gate.reached").unlink(missing_ok=True)
 
 
 class Loading(Callback):
-    """Each rank loads what the first one is still saving: its worker waits for a while."""
+    """Loads a checkpoint on each rank while the first rank's worker still writes it."""
 
     def on_train_batch_end(self, trainer: Any, *_: object) -> None:
         if trainer.global_step == 4:
@@ -54,7 +55,7 @@ class Loading(Callback):
 
 
 class Watching(Callback):
-    """Looks what is there while the first save is under way."""
+    """Records the checkpoints in the folder during the first save."""
 
     def on_train_batch_end(self, trainer: Any, *_: object) -> None:
         if trainer.global_step == 4:
@@ -71,7 +72,7 @@ class ShardedModel(Model):
 
 
 class Death(Callback):
-    """Comes when the worker waits."""
+    """Kills the ranks while the worker waits."""
 
     def on_train_batch_end(self, trainer: Any, *_: object) -> None:
         if trainer.is_global_zero and trainer.global_step == 5:
@@ -88,7 +89,7 @@ class Death(Callback):
 
 
 def names(of: Path) -> list[str]:
-    """Of the checkpoints in a folder."""
+    """Return the names of the checkpoints in a folder."""
     return sorted(path.name for path in of.iterdir() if not path.name.startswith(".")) if of.exists() else []
 
 
@@ -107,7 +108,7 @@ def train_sharded(kind: type[ModelParallelStrategy], *callbacks: Callback, **opt
 
 
 def save_with_fabric() -> int:
-    """The step that stock Fabric finds in a sharded checkpoint, whose model it loads."""
+    """Save a sharded checkpoint, and load its model with stock Fabric. Return the step of the checkpoint."""
     path, state = folder / "fabric", fabric_state(AsyncckptFabricModelParallelStrategy)
     state.fabric.save(path, state.values | {"step": 5})
     assert isinstance(state.fabric.strategy, AsyncckptFabricModelParallelStrategy)

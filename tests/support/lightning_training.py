@@ -1,4 +1,4 @@
-"""A tiny model that Lightning trains, and says the losses of."""
+"""A tiny model for Lightning that records its losses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 12
-"""Of an epoch."""
+"""The steps of an epoch."""
 
 
 class Model(LightningModule):
-    """Two layers. ``losses`` are those of the steps of this process, by their numbers."""
+    """Two layers. ``losses`` has the losses of this process by step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Model(LightningModule):
         self.losses: dict[int, float] = {}
 
     def training_step(self, *_: object) -> torch.Tensor:
-        # Lightning begins an epoch anew when it goes on in the middle of one: the data are by the step.
+        # If Lightning resumes in the middle of an epoch, it restarts the epoch. So the data depend on the step only.
         data = torch.randn(2, 8, generator=torch.Generator().manual_seed(self.global_step))
         loss: torch.Tensor = (self.layers(data).sum(1) - data.sum(1)).pow(2).mean()
         self.losses[self.global_step + 1] = loss.item()
@@ -38,18 +38,18 @@ class Model(LightningModule):
 
 
 def batches() -> DataLoader[Any]:
-    """As many as there are steps; nobody looks at them."""
+    """Return a loader of one batch for each step. Their values are not used."""
     return DataLoader(TensorDataset(torch.zeros(STEPS)))
 
 
 def every(steps: int, folder: Path, **options: Any) -> ModelCheckpoint:
-    """Save to ``folder`` after so many steps."""
+    """Return a callback that saves to ``folder`` every ``steps`` steps."""
     chosen: dict[str, Any] = {"save_top_k": 1, "filename": "{step}"} | options
     return ModelCheckpoint(dirpath=folder, every_n_train_steps=steps, **chosen)
 
 
 def trainer(*callbacks: Callback, plugins: Sequence[Any] = (), steps: int = STEPS, **options: Any) -> Trainer:
-    """On the CPU, without logs and bars."""
+    """Return a trainer on the CPU, without logs and progress bars."""
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "barebones"), False)
     kind: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": steps, "max_epochs": -1} | quiet | options
     if not callbacks:

@@ -1,4 +1,4 @@
-"""What every kind of storage has to do with files that stand in several checkpoints, and were written once."""
+"""The contract of every storage for linked files: written once, and part of several checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DATA = "__0_0.distcp"
 
 
 def put(opened: OpenAttempt, name: str, *parts: bytes, large: bool = False) -> None:
-    """Write ``parts`` one after the other into a new file of an attempt, durably."""
+    """Write ``parts`` one after the other to a new file of an attempt, and sync the file."""
     file = opened.create(name, large=large)
     try:
         offset = 0
@@ -29,13 +29,13 @@ def put(opened: OpenAttempt, name: str, *parts: bytes, large: bool = False) -> N
 
 
 def put_checkpoint(opened: OpenAttempt, attempt: str, data: bytes = b"data") -> None:
-    """Write a whole checkpoint into ``opened``, which is to be finalized."""
+    """Write a whole checkpoint into ``opened``, but do not finalize it."""
     put(opened, DATA, data)
     put_checkpoint_but_data(opened, attempt, len(data))
 
 
 def put_checkpoint_but_data(opened: OpenAttempt, attempt: str, nbytes: int) -> None:
-    """The rest of a checkpoint, whose data file is there."""
+    """Write the metadata and the manifest of a checkpoint that has its data file."""
     put(opened, METADATA_NAME, b"metadata")
     files = {DATA: {"bytes": nbytes, "index": "__0_0.index.json"}}
     put(opened, MANIFEST_NAME, Manifest(attempt, 1, 0.0, 1, False, nbytes, files, {}).encode())
@@ -85,5 +85,5 @@ class LinkContract(ABC):
         assert not other.link(DATA, source._replace(facts=(*source.facts[:-1], -1)))
         opened.discard()
         assert not other.link(DATA, source)
-        put(other, DATA, b"written")  # nothing has the name
+        put(other, DATA, b"written")  # the name is free: the links before were refused
         other.discard()

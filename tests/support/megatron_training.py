@@ -1,4 +1,4 @@
-"""A small GPT, trained by megatron-core on CPUs with dropout on, saved as Megatron-LM's own training loop does it."""
+"""A small GPT with dropout, which megatron-core trains on CPUs. It is saved as in Megatron-LM's training loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _on_cpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def set_up(package: str, *, tensor_parallel: int) -> None:
-    """On a rank: have megatron-core of the folder ``package`` run on CPUs, with asyncckpt installed."""
+    """On a rank: set up megatron-core from the folder ``package`` on CPUs, with asyncckpt installed."""
     sys.path.insert(0, package)
     patch_cuda()
     import asyncckpt.integrations.megatron
@@ -45,7 +45,7 @@ def set_up(package: str, *, tensor_parallel: int) -> None:
 
 
 class Training:
-    """The model, its optimizer and the generators."""
+    """The model, its optimizer and the random number generators."""
 
     @_on_cpu
     def __init__(self, *, distributed_optimizer: bool) -> None:
@@ -77,10 +77,10 @@ class Training:
         self.optimizer = get_megatron_optimizer(options, [self.model])
 
     def _count_steps(self) -> None:
-        """Give each parameter the count of steps that was loaded.
+        """Give each parameter the step count that was loaded.
 
-        Without Apex the distributed optimizer has one tensor for all of them, which each then advances, and puts into
-        it what it was before the load; stock saves are resumed no better.
+        Without Apex, all parameters of the distributed optimizer share one step tensor after a load. Each parameter
+        advances the tensor, and the tensor has the count from before the load. Stock saves have the same fault.
         """
         (chained,) = self.optimizer.chained_optimizers
         for group in chained.optimizer.param_groups:
@@ -89,7 +89,7 @@ class Training:
 
     @_on_cpu
     def step(self, number: int) -> float:
-        """Train on the tokens of that step. Returns the loss."""
+        """Train on the tokens of a step. Return the loss."""
         data = torch.Generator().manual_seed(100 * number + _data_parallel_rank())
         tokens = torch.randint(_VOCABULARY, (2, _LENGTH), generator=data)
         positions = torch.arange(_LENGTH).expand(2, _LENGTH)
@@ -104,12 +104,12 @@ class Training:
 
     @_on_cpu
     def sharded_state_dict(self, number: int, *, is_loading: bool = False) -> dict[str, Any]:
-        """All of it, as it is after that step."""
+        """Return the whole state after a step."""
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.mapping import ShardedObject
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        metadata = {"distrib_optim_sharding_type": "dp_reshardable"}  # what Megatron-LM takes unless told otherwise
+        metadata = {"distrib_optim_sharding_type": "dp_reshardable"}  # the default of Megatron-LM
         model = self.model.module.sharded_state_dict(metadata=metadata)
         generators = {
             "random_rng_state": random.getstate(),
@@ -131,15 +131,15 @@ class Training:
 
     @_on_cpu
     def load(self, folder: Path) -> int:
-        """Go on from a checkpoint. Returns its step."""
+        """Resume from a checkpoint. Return its step."""
         from megatron.core import dist_checkpointing
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         if self._distributed:
-            self.step(0)  # without Apex it has nothing to load into before
+            self.step(0)  # without Apex the optimizer has no state to load into before its first step
         state = dist_checkpointing.load(self.sharded_state_dict(0, is_loading=True), str(folder))
         self.model.module.load_state_dict(state["model"])
-        with torch.no_grad():  # in single precision it copies into the model's own parameters
+        with torch.no_grad():  # in single precision the optimizer copies into the model's own parameters
             self.optimizer.load_state_dict(state["optimizer"])
         if self._distributed:
             self._count_steps()
@@ -152,7 +152,7 @@ class Training:
 
 
 def train(training: Training, folder: Path, begin: int, end: int, save_every: int = 0) -> Iterator[tuple[int, float]]:
-    """Take the steps from ``begin`` to ``end``; yield each with its loss.
+    """Train from step ``begin`` to ``end``. Yield each step with its loss.
 
     The file ``latest`` names the step of the last finalized save. The last save is left unfinalized.
     """

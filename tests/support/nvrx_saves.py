@@ -1,4 +1,4 @@
-"""What the tests of nvrx's names share: a request as Megatron-LM makes it, and what became of it."""
+"""Helpers for the tests of nvrx's names: requests as in Megatron-LM, and checks of their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ State = dict[str, Any]
 
 
 def plan(state: State, folder: Path | str, done: Callable[[], Any] = lambda: None) -> nvrx.AsyncRequest:
-    """As Megatron-LM does it."""
+    """Plan a save and return its request, as Megatron-LM does."""
 
     def finalize() -> None:
         nvrx.save_state_dict_async_finalize(*planned)
@@ -31,14 +31,14 @@ def plan(state: State, folder: Path | str, done: Callable[[], Any] = lambda: Non
 
 
 def is_there(state: State, folder: Path | str) -> bool:
-    """Whether stock DCP finds ``state`` in ``folder``."""
+    """Return whether stock DCP loads ``state`` from ``folder``."""
     into = zeros_like(state)
     stock_load(into, folder)
     return same(into, state)
 
 
 class OtherRequest(NamedTuple):
-    """Of a class of somebody else's. Upstream drops it without a word, and waits for ever."""
+    """A request of a foreign class. Upstream drops it silently, and then waits forever."""
 
     async_fn: Any
     async_fn_args: Any
@@ -48,7 +48,7 @@ class OtherRequest(NamedTuple):
 
 
 def processes(module: str) -> list[psutil.Process]:
-    """Those that run ``module`` in this test's runtime folder."""
+    """Return the processes that run ``module`` in this test's runtime folder."""
     return [process for process in psutil.process_iter() if _runs(process, module)]
 
 

@@ -1,4 +1,4 @@
-"""Object stores for tests: S3 as moto serves it, and the place of each test in it."""
+"""Object stores for tests: an S3 server of moto, with a prefix for each test."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BUCKET = "checkpoints"
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
-    """The address of a server, which has a bucket."""
+    """The address of a server with a bucket."""
     with pytest.MonkeyPatch.context() as kept:
-        # Else it has all that is larger than 5 MiB in files, and reads those anew for each range that is asked for.
+        # By default moto keeps objects above 5 MiB in files, and reads the whole file for each range request.
         kept.setenv("MOTO_S3_DEFAULT_KEY_BUFFER_SIZE", str(1 << 30))
         kept.setattr(S3Response, "put_object", _one_by_one(S3Response.put_object))
         server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
@@ -36,7 +36,7 @@ def s3_server() -> Iterator[str]:
 
 
 def _one_by_one(put: Callable[[S3Response], Any]) -> Callable[[S3Response], Any]:
-    """S3 looks at conditions and writes in one step; in moto two threads can both find them met."""
+    """Serialize puts. S3 checks a condition and writes in one step, but in moto two threads can both pass the check."""
     lock = threading.Lock()
 
     def locked(response: S3Response) -> Any:
@@ -48,17 +48,17 @@ def _one_by_one(put: Callable[[S3Response], Any]) -> Callable[[S3Response], Any]
 
 @pytest.fixture
 def s3_root(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An address that nothing uses; this process, and those that it starts, find the server."""
+    """An unused address. This process and its children have the server in their environment."""
     set_environment(monkeypatch, s3_server)
     address = f"s3://{BUCKET}/{uuid.uuid4().hex}"
     yield address
-    # As the server has it all in memory.
+    # The server keeps all objects in memory.
     set_environment(monkeypatch, s3_server)
     objects_at(address).delete(keys_below(address))
 
 
 def set_environment(patch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """As a user's who has a store at ``endpoint``."""
+    """Set the environment of a user with a store at ``endpoint``."""
     for name in [each for each in os.environ if each.startswith("AWS_")]:
         patch.delenv(name)
     patch.setenv("AWS_ENDPOINT_URL", endpoint)
@@ -69,5 +69,5 @@ def set_environment(patch: pytest.MonkeyPatch, endpoint: str) -> None:
 
 
 def keys_below(address: str) -> list[str]:
-    """The keys of all objects there."""
+    """Return the keys of all objects below an address."""
     return [each.key for each in objects_at(address).list(split_address(address)[1])]

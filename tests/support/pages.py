@@ -1,4 +1,4 @@
-"""The pages of the documentation: their blocks of code, and those that run as scripts."""
+"""The pages of the documentation: their code blocks, and the blocks that run as scripts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCS = HERE / "docs"
 NOT_RUN = re.compile(r"<!-- not run: .+ -->")
 _FENCE = re.compile(r"( *)```(\w*)")
 
-# What the examples of a training loop take for granted.
+# The names that the examples of a training loop use without a definition.
 TRAINING = """\
 import torch
 model = torch.nn.Linear(4, 4)
@@ -34,7 +34,7 @@ def train(model, optimizer):
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code of a page, as it stands there from ``line`` on, counted from 1."""
+    """A code block of a page. ``line``: the number of its first line, counted from 1."""
 
     page: Path
     line: int
@@ -44,12 +44,12 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """All pages, those at the top of the checkout with them."""
+    """Return all pages of the documentation and of the root of the checkout."""
     return sorted([*DOCS.rglob("*.md"), *HERE.glob("*.md")])
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a page."""
+    """Yield the fenced blocks of a page."""
     lines = page.read_text().splitlines()
     begin, language, indent, marked = 0, "", "", False
     for number, line in enumerate(lines, 1):
@@ -65,7 +65,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def script(page: Path) -> str:
-    """The blocks of Python of a page that run, each at the line at which it stands there."""
+    """Return the Python blocks of a page that run. Each block keeps its line numbers."""
     lines: list[str] = []
     for block in blocks(page):
         if block.language == "python" and block.runs:
@@ -74,13 +74,13 @@ def script(page: Path) -> str:
 
 
 def first_steps(page: Path) -> str:
-    """The training of a page, by a small model and of fewer steps; ``ckpt`` and ``first`` are its own names."""
+    """Return the training loop of a page with a small model and fewer steps. It sets ``ckpt`` and ``first``."""
     loop = next(block.text for block in blocks(page) if "first, steps = 0, 10_000" in block.text)
     return TRAINING + loop.replace("10_000", "201")
 
 
 def run_forked(code: str, name: str, folder: Path) -> str:
-    """As ``run``, in a fork that has torch imported, which is what takes the time. It wants the forkserver."""
+    """Run ``code`` as ``run`` does, but in a fork of the forkserver, which has imported torch already. It is faster."""
     printed = folder.with_name(f"{folder.name}.out")
     code_of_end, _ = alone(_print_to, printed, code, name, folder)
     assert code_of_end == 0, printed.read_text()
@@ -97,11 +97,11 @@ def _print_to(printed: Path, code: str, name: str, folder: Path) -> None:
             traceback.print_exc(file=file)
             raise
         finally:
-            atexit._run_exitfuncs()  # as at the end of any process; a fork has none
+            atexit._run_exitfuncs()  # a fork ends without these calls
 
 
 def run(code: str, name: str, folder: Path, python: str = sys.executable, **environment: str) -> str:
-    """What ``code`` prints, run as a script in ``folder``; its errors name the lines of the page ``name``."""
+    """Run ``code`` as a script in ``folder``, and return its output. Errors name the lines of the page ``name``."""
     start = f"import sys; exec(compile(sys.stdin.read(), {name!r}, 'exec', dont_inherit=True))"
     done = subprocess.run(
         [python, "-c", start],

@@ -1,4 +1,4 @@
-"""Other packages, several versions of them: unpacked by ``scripts/peers.sh``, used in processes of their own."""
+"""Other packages in several versions. ``scripts/peers.sh`` unpacks them. Tests use them in separate processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VERL = ("verl-0.8.0", "verl-0.9.1")
 
 
 def peer(name: str) -> str:
-    """The folder to put on the path. Skips the test where it is not there."""
+    """Return the package's folder, to put on the path. Skip the test if the folder is missing."""
     folder = FOLDER / name
     if not folder.is_dir():
         pytest.skip(f"{name} is not there; scripts/test unpacks it into {FOLDER}")
@@ -38,9 +38,9 @@ def peer(name: str) -> str:
 
 
 def python(code: str, *names: str, arguments: tuple[str, ...] = ()) -> str:
-    """What a Python that finds the peers of these ``names`` prints when it runs ``code``; it must not fail.
+    """Run ``code`` with the peers of these ``names`` on the path. Return its output. Fail the test if the code fails.
 
-    It is forked from a process that has imported torch and ours, but nothing of the integrations but that of DCP.
+    The process is a fork of one that has imported torch and asyncckpt, but no integration except DCP's.
     """
     path = [str(Path(__file__).parents[2]), *map(peer, names)]
     with tempfile.NamedTemporaryFile("r") as said:
@@ -64,4 +64,4 @@ def _run(code: str, path: list[str], arguments: tuple[str, ...], said: str) -> N
     try:
         exec(compile(code, "<string>", "exec"), main.__dict__)
     finally:
-        atexit._run_exitfuncs()  # which a process of multiprocessing does not call
+        atexit._run_exitfuncs()  # multiprocessing does not call these

@@ -1,4 +1,4 @@
-"""Whether something was planned, or a plan was there."""
+"""Count how often a save is planned anew."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from asyncckpt.planning.draft import make_plans
 
 
 def counting_plans() -> mock._patch[mock.MagicMock]:
-    """In its context planning goes on as always, and is counted."""
+    """Return a patch that counts the calls of ``make_plans``, and still calls it."""
     return mock.patch("asyncckpt.engine.plan_selection.make_plans", wraps=make_plans)

@@ -1,4 +1,4 @@
-"""What is published in a worker's memory, without a trainer; and mirrors of it, all in this process."""
+"""Publications in a worker's memory without a trainer, and their mirrors, all in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT_S = 60.0
 
 
 class Publishing:
-    """A worker that serves what is published in it, of one size. ``close`` it."""
+    """A worker that serves published versions, all of one size. The test closes it."""
 
     def __init__(self, nbytes: int, ranks: int = 1, slots: int = 3) -> None:
         self.store = SegmentStore()
@@ -41,7 +41,7 @@ class Publishing:
         self._slots.publish(slot, PublishedVersion(epoch, version, rolled_back=False, ranks=self.ranks))
 
     def is_read(self) -> bool:
-        """Whether somebody reads a version."""
+        """Return whether a reader has a version."""
         taken = [slot for slot in range(len(self._images)) if self._slots.claim(slot)]
         return len(taken) < len(self._images)
 
@@ -52,7 +52,7 @@ class Publishing:
 
 
 class MirrorHere:
-    """A mirror in a host of its own: a store, a server, and the mirror. ``close`` it."""
+    """A mirror as on another host: a store, a server, and the mirror. The test closes it."""
 
     def __init__(self, *publishers: Publishing, locator: str | None = None) -> None:
         self.store = SegmentStore()
@@ -61,12 +61,12 @@ class MirrorHere:
         self.mirror = Mirror(self.store, self.server, locator or str(Locator(KEY, addresses, "sockets")))
 
     def versions(self) -> dict[PublishedVersion, bytes]:
-        """What readers of that host find, with its bytes."""
+        """Return the versions that readers of the mirror's host find, with their bytes."""
         found = {}
         for each in self.store.published():
             assert isinstance(each.layout, WeightsLayout)
             hosted = self.store.hosted(each.segment)
-            with hosted.used():  # the mirror gives it back when another structure is published
+            with hosted.used():  # the mirror frees the segment when another structure is published
                 slots = ReadableSlots(hosted.segment, len(each.layout.slots))
                 for version, slot in slots.publications().items():
                     with ExitStack() as leased:
@@ -80,7 +80,7 @@ class MirrorHere:
         return found
 
     def wait(self, version: int, epoch: int = 1) -> bytes:
-        """The bytes of that version, once it is here."""
+        """Wait until a version is here. Return its bytes."""
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             for found, data in self.versions().items():
@@ -90,12 +90,12 @@ class MirrorHere:
         raise TimeoutError(f"version {version} is not here: {list(self.versions())}")
 
     def arrived(self) -> int:
-        """The bytes that it has of a version that has not come whole."""
+        """Return the number of bytes that have arrived of the version under way."""
         coming = self.mirror._coming
         return 0 if coming is None else coming.arrived * SPAN_BYTES
 
     def die(self) -> None:
-        """As if its host were lost: all connections break, at once."""
+        """Break all connections at once, as if the host were lost."""
         self.mirror._closed.set()
         with self.server._lock:
             for peer in self.server._known:
@@ -110,7 +110,7 @@ class MirrorHere:
 
 
 class Gate:
-    """Holds threads up that come to it, until it is opened. ``reached``: one has come."""
+    """Blocks threads until the gate is opened. ``reached``: a thread waits, or has waited."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -121,13 +121,13 @@ class Gate:
 
 
 Reads = list[tuple[TransferAddress, int, int]]
-"""From whom, from which offset, how many bytes."""
+"""For each read: the holder's address, the offset, and the number of bytes."""
 
 
 def spied_read(
     original: Callable[..., None], reads: Reads, before: Callable[[TransferAddress, int, memoryview], object]
 ) -> Callable[..., None]:
-    """In the place of ``RemoteImage.read``: notes what is read, and calls ``before`` first."""
+    """Return a ``RemoteImage.read`` that calls ``before``, then reads, and records the read."""
 
     def read(self: object, offset: int, into: memoryview) -> None:
         address = self._holder.address  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Runs a function as the ranks of a small job, each in a process of its own, joined by gloo."""
+"""Run a function as the ranks of a small job: one process each, connected by gloo."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ fsdp2_on_cpu = pytest.mark.skipif(
 )
 
 _context = multiprocessing.get_context("forkserver")
-# What each rank would import by itself: torch._dynamo, for one, at its first step of an optimizer.
+# Modules that each rank would otherwise import itself, such as torch._dynamo at the first step of an optimizer.
 _context.set_forkserver_preload(
     ["torch.distributed.fsdp", "torch._dynamo", "asyncckpt.integrations.dcp", "asyncckpt.weights", "pytest"]
 )
@@ -45,7 +45,7 @@ _context.set_forkserver_preload(
 
 @dataclass
 class Ended:
-    """How a rank ended: what it returned, or the text of what it raised, or neither: it was killed."""
+    """The end of a rank: its result, or the traceback of its error, or neither if it was killed."""
 
     result: Any = None
     error: str | None = None
@@ -72,13 +72,13 @@ class Job:
             self.processes.append(process)
 
     def hear(self, rank: int) -> Any:
-        """The next thing that ``rank`` says through its ``say``."""
+        """Return the next value that ``rank`` sends by ``say``."""
         if not self._pipes[rank].poll(LIMIT_S):
             raise TimeoutError(f"rank {rank} says nothing")
         return pickle.loads(self._pipes[rank].recv_bytes())[1]
 
     def wait(self) -> list[Ended]:
-        """How all ranks ended. Those that hang are killed, and it is an error."""
+        """Return how all ranks ended. Kill ranks that hang, and raise ``TimeoutError``."""
         ended = [Ended(killed=True) for _ in self._pipes]
         deadline = time.monotonic() + LIMIT_S
         open_ = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
@@ -108,7 +108,7 @@ class Job:
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
-    """What ``function(*args)`` returns on each rank; it must not raise."""
+    """Run ``function(*args)`` on each rank. Return the results. Fail the test if a rank raises or is killed."""
     ended = Job(world_size, function, *args, folder=folder).wait()
     for rank, end in enumerate(ended):
         if end.error is not None or end.killed:
@@ -117,7 +117,7 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, folder: Path)
 
 
 def alone(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
-    """Runs ``function`` in a process of its own, which belongs to no job. Returns its exit code and what it said."""
+    """Run ``function`` in a process that belongs to no job. Return its exit code and its ``say`` value."""
     ours, theirs = _context.Pipe()
     process = _context.Process(target=_alone, args=(theirs, dict(os.environ), function, args), daemon=False)
     process.start()
@@ -146,12 +146,12 @@ def _alone(pipe: Connection, environment: dict[str, str], function: Callable[...
 
 
 def script(code: str, *arguments: str) -> int:
-    """The exit code of ``python -c code arguments``, where torch is imported already."""
+    """Run ``code`` as ``python -c`` does, with torch already imported. Return the exit code."""
     return told(code, *arguments)[0]
 
 
 def told(code: str, *arguments: str) -> tuple[int, Any]:
-    """The same, and what it said by ``say``."""
+    """Run ``code`` as ``script`` does. Return the exit code and the value that it sent by ``say``."""
     return alone(_run_script, code, arguments)
 
 
@@ -165,7 +165,7 @@ _speaker: Connection | None = None
 
 
 def say(what: Any) -> None:
-    """On a rank: tell the test, see ``Job.hear``."""
+    """On a rank: send a value to the test. ``Job.hear`` receives it."""
     assert _speaker is not None
     _speaker.send_bytes(pickle.dumps(("said", what)))
 
@@ -181,11 +181,11 @@ def _main(
 ) -> None:
     global _speaker
     _speaker = pipe
-    gc.freeze()  # or each collection writes to, and so copies, all that the server has imported
+    gc.freeze()  # otherwise each collection copies the pages that are shared with the forkserver
     faulthandler.dump_traceback_later(LIMIT_S - 5, exit=True)
-    torch.set_num_threads(1)  # as torchrun has it: many threads on few cores mostly wait for each other, in turns
+    torch.set_num_threads(1)  # as torchrun does: many threads on few cores mostly wait for each other
     os.environ.clear()
-    os.environ.update(environment)  # that of the test, not of the server this is forked from
+    os.environ.update(environment)  # the environment of the test, not of the forkserver
     os.environ.pop("MASTER_ADDR", None)
     try:
         dist.init_process_group(
@@ -203,12 +203,12 @@ def _main(
 
 
 def faulty(fault: str) -> None:
-    """On a rank: its workers fail as ``faulty_worker.py`` says."""
+    """On a rank: let its workers fail as ``faulty_worker.py`` describes."""
     real = worker_process.command
     worker_process.command = lambda: [real()[0], FAULTY, fault]
 
 
 def gated(function: Callable[..., Any], gate: str, *args: Any) -> Any:
-    """On a rank: ``function(*args)``, whose faulty workers wait for the file ``gate``."""
+    """On a rank: run ``function(*args)``. Its faulty workers wait for the file ``gate``."""
     os.environ["ASYNCCKPT_TEST_GATE"] = gate
     return function(*args)

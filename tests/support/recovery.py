@@ -1,4 +1,4 @@
-"""A trainer that saves, and dies, for another that is started in its place."""
+"""A trainer that saves and dies, so that a test can start another trainer in its place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.ranks import alone, say
 from support.workers import FAULTY
 
 NUMBERS = 3_000_000
-"""Of elements that the state has."""
+"""The number of elements of the state's tensor."""
 
 
 def _train(root: str, last: int, death: str, fault: str, linger: float, as_files: bool, slots: int | None) -> None:
@@ -78,7 +78,7 @@ def train(
     as_files: bool = False,
     slots: int | None = 2,
 ) -> psutil.Process | None:
-    """Save the steps up to ``last``, then die. Returns the worker, if it is still there."""
+    """Save the steps up to ``last`` in a trainer that then dies. Return its worker, or None if the worker is gone."""
     code, worker = alone(_train, str(root), last, death, fault, linger, as_files, slots)
     assert code == {"raise": 1, "close": 0}.get(death, -signal.SIGKILL)
     try:
@@ -88,7 +88,7 @@ def train(
 
 
 def has_left(worker: psutil.Process | None, within: float = 30.0) -> bool:
-    """Whether it ends; whether somebody takes note of that (a zombie) is for the system."""
+    """Return whether the worker ends within ``within`` seconds. A zombie counts as ended."""
     assert worker is not None
     deadline = time.monotonic() + within
     while is_running(worker.pid):

@@ -1,4 +1,4 @@
-"""Which shared memory of ours this process has mapped."""
+"""The shared-memory segments of asyncckpt that a process has mapped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def mapped_segments(pid: int | None = None) -> dict[int, int]:
-    """The segments, by inode, and how many bytes of each are mapped; by a process, or this one."""
+    """Return the mapped bytes of each segment by its inode. ``pid``: the process; None: this process."""
     nbytes: Counter[int] = Counter()
     for line in Path(f"/proc/{pid or 'self'}/maps").read_text().splitlines():
         if "/memfd:asyncckpt" in line:

@@ -1,4 +1,4 @@
-"""Checkpoints with shards of any shape, as stock DCP writes those of many ranks, made by one process."""
+"""Checkpoints with shards of any shape, like stock DCP's checkpoints of many ranks, but made by one process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 Cuts = Sequence[Sequence[int]]
-"""For each dimension, where a tensor is cut; of dimensions that are left out, nowhere."""
+"""The offsets of the cuts in each dimension. Dimensions that are left out are not cut."""
 
 
 class ShardPlanner(DefaultSavePlanner):
-    """Plans each tensor in the shards that ``cuts`` say, by its name, and all else as DCP does."""
+    """Plans shards for the tensors that ``cuts`` names, and all other items as DCP does."""
 
     def __init__(self, cuts: Mapping[str, Cuts]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ShardPlanner(DefaultSavePlanner):
 
 
 def shards(tensor: torch.Tensor, cuts: Cuts) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """The parts of a tensor, each with its offsets."""
+    """Yield the parts of a tensor with their offsets."""
     given = [*cuts, *([()] * tensor.ndim)][: tensor.ndim]
     edges = [sorted({0, *its, n}) if n else [0, 0] for its, n in zip(given, tensor.shape, strict=True)]
     for begins in itertools.product(*(list(itertools.pairwise(its)) for its in edges)):
@@ -62,15 +62,15 @@ def shards(tensor: torch.Tensor, cuts: Cuts) -> Iterator[tuple[tuple[int, ...], 
 
 
 def save_shards(state: dict[str, Any], path: Path, cuts: Mapping[str, Cuts], files: int = 1) -> None:
-    """As stock DCP's ``save``, to so many ``files``."""
+    """Save with stock DCP and these cuts to ``files`` data files."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+        warnings.simplefilter("ignore")  # the warning about a single process
         writer = FileSystemWriter(path, thread_count=files)
         state_dict_saver.save(state, storage_writer=writer, planner=ShardPlanner(cuts))
 
 
 def kinds_of_values() -> dict[str, Any]:
-    """A state with a value of every kind, nested; two of its tensors are tied."""
+    """Return a nested state with values of every kind. Two of its tensors are tied."""
     weight = torch.randn(30, 70)
     model = {
         "weight": weight,

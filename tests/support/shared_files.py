@@ -1,4 +1,4 @@
-"""Checkpoints that share files, as those of a run do of which parts do not change."""
+"""Checkpoints that share files, as in a run where some parameters do not change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def share(folder: Path, other: Path, name: str = "__0_0.distcp") -> None:
-    """Have the file ``name`` of a checkpoint be the one of another, which has the same bytes."""
+    """Replace a checkpoint's file ``name`` with a hard link to another checkpoint's equal file."""
     assert filecmp.cmp(folder / name, other / name, shallow=False)
     (folder / name).unlink()
     os.link(other / name, folder / name)

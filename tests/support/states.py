@@ -1,4 +1,4 @@
-"""States to save, to load into, and to compare."""
+"""States to save, to load into, and to compare, and their comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict_loader
 
 
 def small_state() -> dict[str, Any]:
-    """A few tensors of several kinds, and values beside them."""
+    """Return a few tensors of several dtypes, and other values."""
     return {
         "model": {"weight": torch.randn(64, 32), "bias": torch.zeros(32, dtype=torch.bfloat16)},
         "optimizer": {"state": [{"exp_avg": torch.randn(64, 32), "step": torch.tensor(3.0)}], "lr": 1e-3},
@@ -22,7 +22,7 @@ def small_state() -> dict[str, Any]:
 
 
 def zeros_like(state: Any) -> Any:
-    """The same structure with other values, to load into."""
+    """Return a state of the same structure with other values, to load into."""
     if isinstance(state, dict):
         return {key: zeros_like(value) for key, value in state.items()}
     if isinstance(state, list):
@@ -34,7 +34,7 @@ def zeros_like(state: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are equal to the bit (of tensors: their values, dtypes and shapes)."""
+    """Return whether two states are equal to the bit, with the values, dtypes and shapes of tensors."""
     if isinstance(one, dict):
         return isinstance(other, dict) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -56,7 +56,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def replicas(seed: int = 0, count: int = 24) -> dict[str, Any]:
-    """A state that all ranks have alike."""
+    """Return a state that is equal on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {f"w{number}": torch.randn(64, 16 + number, generator=generator) for number in range(count)}
     return {"model": tensors, "step": seed}
@@ -69,12 +69,12 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def stock_load(state: dict[str, Any], path: str | Path) -> None:
-    """DCP's own ``load``, on the ranks together or in the test alone."""
+    """Load with stock DCP, on all ranks together or in the test alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         state_dict_loader.load(state, checkpoint_id=path)
 
 
 def pickle_enums_as_early_3_11(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have members of enums pickled as Python 3.11.0 to 3.11.3 does."""
+    """Pickle members of enums as Python 3.11.0 to 3.11.3 does."""
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))

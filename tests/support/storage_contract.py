@@ -1,4 +1,4 @@
-"""What every kind of storage has to do: a class of tests, from which those of a kind derive."""
+"""The contract of every storage: a class of tests that the tests of each storage derive from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.link_contract import DATA, LinkContract, put, put_checkpoint
 
 
 class StorageContract(LinkContract):
-    """Derive from it, with the fixtures ``storage``, the kind, and ``root``, a place there that nothing uses."""
+    """Base class. Subclasses define the fixtures ``storage``, and ``root``: an unused place in it."""
 
     @pytest.fixture
     @abstractmethod
@@ -38,7 +38,7 @@ class StorageContract(LinkContract):
 
     @abstractmethod
     def put_strange(self, storage: Storage, path: str) -> None:
-        """Put a file with "mine" there, which is no checkpoint's."""
+        """Write a file with the text "mine" that belongs to no checkpoint."""
 
     def save(self, storage: Storage, final: str, attempt: str, existing: Existing = "refuse") -> None:
         opened = storage.begin_checkpoint(final, attempt, 0)
@@ -83,7 +83,7 @@ class StorageContract(LinkContract):
         opened.discard()
 
     def read_in_ranges(self, storage: Storage, path: str, expected: memoryview) -> None:
-        """The file has the first two pages of ``expected``, and a byte."""
+        """Check that the file has the first two pages of ``expected`` and one more byte."""
         with contextlib.closing(storage.open(path)) as file:
             memory = huge_buffer(4 * PAGE)
             assert file.read([memory[:PAGE]], PAGE) == PAGE and memory[:PAGE] == expected[PAGE : 2 * PAGE]
@@ -190,7 +190,7 @@ class StorageContract(LinkContract):
     def test_a_pointer_advances(self, storage: Storage, root: str, final: str) -> None:
         self.save(storage, final, "a-1")
         at = 10**18
-        for text, later in (("one", 0), ("another", 0), ("last", 10**9)):  # of some file systems times are seconds
+        for text, later in (("one", 0), ("another", 0), ("last", 10**9)):  # file times may be whole seconds
             assert storage.advance(f"{root}/latest", text, at + later)
             assert storage.read(f"{root}/latest").decode() == text
         if storage.has_locks:
@@ -217,7 +217,7 @@ class StorageContract(LinkContract):
     def test_after_a_fault_all_is_as_it_was_or_as_it_is_meant_to_be(
         self, storage: Storage, root: str, final: str, point: str, existing: Existing
     ) -> None:
-        """A fault anywhere leaves what was there, and nothing else; the next attempt works."""
+        """After a fault at any point, the folder has only the old or the new checkpoint, and the next save succeeds."""
         if existing == "replace":
             self.save(storage, final, "a-1")
         before = json.loads(storage.read(f"{final}/{MANIFEST_NAME}")) if existing == "replace" else None
@@ -243,7 +243,7 @@ class StorageContract(LinkContract):
         assert storage.is_finalized(final, "a-3") and storage.names_in(root) == ["final"]
 
     def save_folders(self, storage: Storage, final: str) -> None:
-        """Two ranks write into the same folders."""
+        """Save a checkpoint of two ranks that write into the same subfolders."""
         one, other = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
         for opened, name in ((one, "deep/in/one"), (other, "deep/in/two"), (one, f"deep/{DATA}")):
             put(opened, name, name.encode())
@@ -255,7 +255,7 @@ class StorageContract(LinkContract):
 
     def test_names_with_parts(self, storage: Storage, root: str, final: str) -> None:
         self.save_folders(storage, final)
-        storage.read(f"{final}/{MANIFEST_NAME}")  # as all readers do first
+        storage.read(f"{final}/{MANIFEST_NAME}")  # all readers read the manifest first
         for name in ("deep/in/one", "deep/in/two", f"deep/{DATA}"):
             assert storage.read(f"{final}/{name}") == name.encode() and storage.size(f"{final}/{name}") == len(name)
         assert {"in"} <= {*storage.names_in(f"{final}/deep")} <= {"in", DATA}
@@ -285,7 +285,7 @@ class StorageContract(LinkContract):
 
 
 class FileSystemContract(StorageContract):
-    """What only a file system can: links, empty folders, single files, locks, and to say what is free."""
+    """The contract of file systems alone: links, empty folders, single files, locks, and free space."""
 
     @pytest.fixture
     def can_link(self, tmp_path: Path) -> bool:
@@ -308,7 +308,7 @@ class FileSystemContract(StorageContract):
     def test_a_checkpoint_where_a_link_is(
         self, storage: Storage, root: str, final: str, existing: Existing, target: str
     ) -> None:
-        """What it leads to is another checkpoint, or nothing: that stays as it is."""
+        """A save never changes the target of the link: another checkpoint, or nothing."""
         self.save(storage, f"{root}/other", "a-1")
         Path(final).symlink_to(target)
         assert storage.may_put(final, existing) == (existing == "set aside")
@@ -355,7 +355,7 @@ class FileSystemContract(StorageContract):
             else:
                 opened.finalize("replace")
                 opened.release()
-                is_known = keeps_inodes(tmp_path)  # otherwise a save that is done may be said to have failed
+                is_known = keeps_inodes(tmp_path)  # otherwise a finished save may be reported as failed
                 assert storage.resolve(final, attempt, "replace", inode) == (is_known, None)
                 assert storage.read(final) == text
         assert storage.read(final) == b"two" and storage.names_in(root) == ["final"]
@@ -383,7 +383,7 @@ class FileSystemContract(StorageContract):
         assert storage.names_in(root) == []
 
     def test_of_names_with_parts_nothing_stays(self, storage: Storage, root: str, final: str) -> None:
-        """The second rank gives up, and the first goes on."""
+        """The second rank discards its files, and the first rank finalizes."""
         one, other = (storage.begin_checkpoint(final, "a-1", 0) for _ in range(2))
         put(one, "deep/in/one", b"1")
         put(other, "deep/in/two", b"2")
@@ -397,4 +397,4 @@ class FileSystemContract(StorageContract):
         put(last, "a/b", b"")
         last.discard(["a/b", "c/d"])
         assert storage.exists(f"{root}/deeper") and not storage.names_in(f"{root}/deeper")
-        assert not storage.may_put(final, "replace")  # its manifest knows no such file: it is somebody's
+        assert not storage.may_put(final, "replace")  # its manifest does not list deep/in/one

@@ -112,7 +112,7 @@ def _run(text: str) -> int:
         try:
             states = {step: state(step, plan.mib) for step in (_BLANK, 0, *plan.steps)}
             os.environ.update(plan.variables)
-            tempfile.tempdir = None  # torch has looked for it with the variables before
+            tempfile.tempdir = None  # torch has already cached the folder for the old variables
             for name, most in plan.limits.items():
                 _limit(name, most)
             _train(plan, report, states)

@@ -1,4 +1,4 @@
-"""Runs a small training in the surroundings that a test names, and judges the folder that it leaves."""
+"""Run a small training in the surroundings of a test, and check the folder that the training leaves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Trainings:
             before: A command that runs the trainings' command, such as ``unshare``.
             trials: For each training, fields of its ``Plan``. With a ``name`` its root is that folder in ``root``.
             environment: Changes of the environment; None removes a variable.
-            in_child: Called in the new process before all else.
+            in_child: The new process calls this first.
             plan: Fields of all plans.
         """
         plans = []
@@ -166,7 +166,7 @@ def _judge_one(path: str, step: int) -> None:
 
 
 def went_well(plan: Plan, report: Report, kept: Sequence[int] | None = None) -> None:
-    """Raise unless all saves and loads succeeded. ``kept``: the steps in the folder; None: those that were saved."""
+    """Raise unless all saves and loads succeeded. ``kept``: the steps in the folder; None: all saved steps."""
     assert not report.errors and report.saved == plan.steps and report.loaded[-1] == plan.steps[-1], report
     judge(Path(plan.root), plan.steps if kept is None else kept)
     if plan.single:
@@ -177,7 +177,7 @@ def went_well(plan: Plan, report: Report, kept: Sequence[int] | None = None) -> 
 def was_refused(plan: Plan, report: Report, text: str, seconds: float = 10.0) -> None:
     """Raise unless each save failed within ``seconds``, by an error with ``text``, and nothing was written."""
     assert not report.saved and report.slowest < seconds, report
-    told = [error for error in report.errors if not error.startswith("CheckpointNotFoundError")]  # of the load
+    told = [error for error in report.errors if not error.startswith("CheckpointNotFoundError")]  # from the load
     assert told and all(text in error for error in told), report
     judge(Path(plan.root), [])
     assert not Path(f"{plan.root}-dcp").exists() and not Path(f"{plan.root}.pt").exists()

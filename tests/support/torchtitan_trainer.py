@@ -1,7 +1,7 @@
-"""torchtitan's own ``Trainer`` and command line on the CPUs of a machine that has nothing of what they import for GPUs.
+"""torchtitan's own ``Trainer`` and command line on CPUs, without the packages that they import for GPUs.
 
-To import this puts stand-ins in the place of Triton, TensorBoard, ``datasets`` and ``tokenizers``, which do nothing,
-and of what ``Trainer`` asks a device; it is also the module that ``--module`` names. The model is a Llama of one layer.
+Importing this module replaces Triton, TensorBoard, ``datasets`` and ``tokenizers`` with stand-ins that do nothing, and
+stubs the device functions that ``Trainer`` calls. ``--module`` names this module. The model is a Llama of one layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-import torch._inductor.compile_fx  # and all else of torch that looks whether there is Triton
+import torch._inductor.compile_fx  # and all modules of torch that look for Triton
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
@@ -68,7 +68,7 @@ def _stand_in() -> None:
     setattr(torch._utils, "_get_available_device_type", lambda: "cpu")  # noqa: B010
     for name, function in _OF_THE_CPU.items():
         setattr(torch.cpu, name, function)
-    # gloo has no such reduction, and no timeouts that could be changed; and nobody is waited for at the end.
+    # gloo lacks this reduction. Below, its timeouts cannot change, and the pause at the end is skipped.
     setattr(FSDPModule, "set_gradient_divide_factor", lambda *_: None)  # noqa: B010
 
 
@@ -94,7 +94,7 @@ WORDS = 64
 
 
 class Tokenizer(BaseTokenizer):  # type: ignore[misc]  # torchtitan has no types
-    """Of no use: the data are numbers."""
+    """Does nothing, because the data are numbers already."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]
@@ -131,7 +131,7 @@ class _Words(IterableDataset[Any]):
 
 
 class Words(ParallelAwareDataloader):  # type: ignore[misc]
-    """Others for each rank, and for each step."""
+    """A loader with different data for each rank and each step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):  # type: ignore[misc]
@@ -142,7 +142,7 @@ class Words(ParallelAwareDataloader):  # type: ignore[misc]
 
 
 def debug() -> Any:
-    """What ``--config`` names."""
+    """Return the configuration that ``--config`` names."""
     model = llama._debugmodel("")
     shape: dict[str, Any] = {"n_layers": 1, "dim": 64, "n_heads": 4, "hidden_dim": 64, "attn_backend": ""}
     rope = llama.ComplexRoPE.Config(dim=16, max_seq_len=32, theta=500000, scaling="llama")
@@ -173,6 +173,6 @@ def debug() -> Any:
 
 
 def main(*arguments: str) -> None:
-    """What ``python -m torchtitan.train`` does with these arguments."""
+    """Run ``python -m torchtitan.train`` with these arguments."""
     sys.argv = ["torchtitan.train", *arguments]
     torchtitan.train.main()

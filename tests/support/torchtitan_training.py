@@ -1,8 +1,8 @@
-"""A training as torchtitan's ``Trainer`` makes it, of its own parts: optimizers, schedulers, data loader, and managers
-of checkpoints, around a small model, which is sharded where there are several ranks.
+"""A training with torchtitan's optimizers, schedulers, data loader and checkpoint managers, and a small model.
 
-What ``Trainer`` does with its manager is here in the same order, so that a test can look between. The ``Trainer``
-itself, which wants a CUDA device, is in ``torchtitan_trainer.py``, with stand-ins for that.
+The model is sharded if there are several ranks. ``Training`` calls the manager in the same order as torchtitan's
+``Trainer``, and a test can look between the calls. The ``Trainer`` itself needs a CUDA device;
+``torchtitan_trainer.py`` runs it with stand-ins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # here, or each rank imports it by itself at its first step
+import torch._dynamo  # otherwise each rank imports it at its first step
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset
@@ -32,7 +32,7 @@ MODEL_KEYS = {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
 class Numbers(IterableDataset[torch.Tensor]):
-    """Batches that a resumed training has to go on with where the other had come to."""
+    """Batches with a position that a resumed training has to restore."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -50,7 +50,7 @@ class Numbers(IterableDataset[torch.Tensor]):
 
 
 class Training:
-    """The part of ``Trainer`` that has to do with checkpoints."""
+    """The checkpointing part of ``Trainer``."""
 
     def __init__(self, config: Any, folder: str | os.PathLike[str], sd_adapter: Any = None) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -78,12 +78,12 @@ class Training:
         )
 
     def train(self, steps: int, last: bool = True) -> dict[int, float]:
-        """As ``Trainer.train``: load, and go on up to ``steps``."""
+        """Load, and train up to ``steps``, as ``Trainer.train`` does."""
         self.checkpointer.load(step=self.load_step)
         return self.go_on(steps, last)
 
     def go_on(self, steps: int, last: bool = True) -> dict[int, float]:
-        """The losses of each step up to ``steps``; if that is the ``last`` one, it is saved as such."""
+        """Train up to ``steps``. Return the losses by step. ``last``: save the final step as the last one."""
         losses = {}
         batches = iter(self.loader)
         while self.step < steps:
@@ -101,7 +101,7 @@ class Training:
         return losses
 
     def run(self, steps: int, last: bool = True) -> dict[int, float]:
-        """As ``train``, and close."""
+        """Train as ``train`` does, then close the manager."""
         losses = self.train(steps, last)
         self.checkpointer.close()
         return losses
@@ -113,7 +113,7 @@ class Training:
         self.step, self.ntokens_seen = state_dict["step"], state_dict["ntokens_seen"]
 
     def values(self) -> dict[str, Any]:
-        """All that it has, by name, copied."""
+        """Return copies of all values by name."""
         parts = {"model": self.model.state_dict(), "optimizer": self.optimizers.state_dict(), "own": self.state_dict()}
         parts |= {"schedulers": self.schedulers.state_dict(), "loader": self.loader.state_dict()}
         return {f"{part}.{name}": _plain(value) for part, state in parts.items() for name, value in state.items()}
@@ -125,12 +125,12 @@ def _plain(value: Any) -> Any:
 
 
 def ours(**options: Any) -> Any:
-    """The configuration of our manager."""
+    """Return a configuration of asyncckpt's manager."""
     return AsyncckptManager.Config(**_options(options))
 
 
 def stock(**options: Any) -> Any:
-    """The configuration of torchtitan's own."""
+    """Return a configuration of torchtitan's own manager."""
     return CheckpointManager.Config(**_options(options))
 
 
@@ -139,14 +139,14 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Of the checkpoints there with their final names."""
+    """Return the steps of the finalized checkpoints."""
     names = [path.name.removeprefix("step-") for path in (folder / "checkpoint").glob("step-*")]
     return sorted(int(name) for name in names if name.isdigit())
 
 
 @contextlib.contextmanager
 def heard(name: str) -> Iterator[io.StringIO]:
-    """What the loggers below ``name`` say meanwhile."""
+    """Capture the log of the loggers below ``name``."""
     said, logger = io.StringIO(), logging.getLogger(name)
     handler, level = logging.StreamHandler(said), logger.level
     logger.addHandler(handler)

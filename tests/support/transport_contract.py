@@ -1,4 +1,4 @@
-"""What every kind of transport keeps to. ``test_sockets.py`` and the like run it, each for its kind."""
+"""The contract of every transport. ``test_sockets.py`` and ``test_nixl.py`` run it for their kinds."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from asyncckpt.transfer.server import TransferServer
 from support.image_holder import IMAGE, KEY, checksums_of, hold, image_bytes, image_holder
 
 NBYTES = 24 << 20
-# So much that whoever holds it can be stopped while it is read.
+# Large enough that a test can stop the holder during a read.
 MUCH = 512 << 20
 
 
 class TransportContract:
-    """Subclass it, and say which kind."""
+    """Base class. Subclasses define the kind of transport."""
 
     kind: str
 
@@ -62,12 +62,12 @@ class TransportContract:
         with Holder(TransferAddress("127.0.0.1", server.port), KEY, self.kind) as peer:
             one, other = peer.open(IMAGE), peer.open(IMAGE)
             one.close()
-            peer.ping()  # it has taken note of that
+            peer.ping()  # the holder has handled the close
             assert not claims.claim(0)
             other.close()
             peer.ping()
             assert claims.claim(0)
-            with pytest.raises(FileNotFoundError):  # it is being overwritten
+            with pytest.raises(FileNotFoundError):  # the slot is being overwritten
                 peer.open(IMAGE)
         claims.close()
         server.close()
@@ -80,7 +80,7 @@ class TransportContract:
         claims = Claims(store.hosted(number).segment)
         peer = Holder(TransferAddress("127.0.0.1", server.port), KEY, self.kind)
         peer.open(IMAGE)
-        peer._connection.close()  # as if it had died
+        peer._connection.close()  # as if the reader had died
         wait_for(lambda: claims.claim(0))
         peer.close()
         claims.close()
@@ -98,7 +98,7 @@ class TransportContract:
                 peer.ping()
 
     def test_the_holder_is_stopped_before_it_has_opened_an_image(self) -> None:
-        """To make its checksums may take minutes, but not for one that says nothing."""
+        """Opening an image may take minutes, for its checksums. But a holder that sends nothing times out."""
         with image_holder(NBYTES) as holder, Holder(holder.address, KEY, self.kind, answer_s=1.0) as peer:
             os.kill(holder.process.pid, signal.SIGSTOP)
             begun = time.monotonic()
@@ -107,7 +107,7 @@ class TransportContract:
             assert time.monotonic() - begun < 10
 
     def test_the_holder_is_stopped_in_the_middle(self) -> None:
-        """It says nothing any more, and who reads does not wait for ever, nor uses a core meanwhile."""
+        """A read from a stopped holder times out, and uses no CPU time afterwards."""
         with image_holder(MUCH) as holder, Holder(holder.address, KEY, self.kind, answer_s=1.0) as peer:
             reader = Reader(peer.open(IMAGE), MUCH)
             wait_for(lambda: reader.nbytes > 0)
@@ -118,7 +118,7 @@ class TransportContract:
             assert time.process_time() - before < 0.4
 
     def test_reading_is_ended_from_another_thread(self) -> None:
-        """Nothing is written any more when that returns."""
+        """After ``close`` returns, no thread writes to the memory."""
         with image_holder(MUCH) as holder, Holder(holder.address, KEY, self.kind) as peer:
             image = peer.open(IMAGE)
             reader = Reader(image, MUCH)
@@ -132,7 +132,7 @@ class TransportContract:
 
 
 class Reader:
-    """Reads an image of ``nbytes`` again and again, with two threads, until that fails."""
+    """Reads an image of ``nbytes`` repeatedly, with two threads, until a read fails."""
 
     def __init__(self, image: RemoteImage[HeldImage], nbytes: int) -> None:
         self.nbytes = 0
@@ -144,7 +144,7 @@ class Reader:
             thread.start()
 
     def failure(self) -> BaseException:
-        """What it has failed with."""
+        """Wait until the reads fail. Return the first error."""
         for thread in self._threads:
             thread.join(60)
             assert not thread.is_alive()

@@ -1,4 +1,4 @@
-"""States of which most does not change, and what their checkpoints have of their own."""
+"""States with many unchanged tensors, and the bytes that their checkpoints write anew."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from support.checkpoints import verify
 from support.states import same, stock_load, zeros_like
 
 ELEMENTS = 1 << 18
-"""Of a tensor: a mebibyte."""
+"""The elements of a base tensor: 1 MiB."""
 
 
 def state_of(tensors: int = 4) -> dict[str, Any]:
-    """A frozen base, and what is trained beside it, in turns."""
+    """Return a state in which frozen base tensors and trained adapters alternate."""
     state: dict[str, Any] = {}
     for number in range(tensors):
         state[f"base.{number}"] = torch.randn(ELEMENTS)
@@ -24,7 +24,7 @@ def state_of(tensors: int = 4) -> dict[str, Any]:
 
 
 def train(state: dict[str, Any], *names: str) -> None:
-    """Change the adapters, and what is named."""
+    """Change the adapters, the optimizer, and the tensors in ``names``."""
     for name, value in state.items():
         if name.startswith("adapter") or name in names:
             value += 1
@@ -33,13 +33,13 @@ def train(state: dict[str, Any], *names: str) -> None:
 
 
 def written(path: str | Path) -> int:
-    """The bytes of data files that no other checkpoint has."""
+    """Return the bytes of data files that are not shared with other checkpoints."""
     files = [each.stat() for each in Path(path).rglob("*") if each.suffix in (".distcp", ".safetensors", ".pt")]
     return sum(facts.st_size for facts in files if facts.st_nlink == 1)
 
 
 def check(path: str | Path, state: dict[str, Any]) -> None:
-    """That it is a checkpoint of that state, for us and for stock DCP."""
+    """Assert that a checkpoint is undamaged, and that stock DCP loads ``state`` from it."""
     assert not verify(str(path)).damages
     stock_load(loaded := zeros_like(state), path)
     assert same(loaded, state)

@@ -1,8 +1,8 @@
-"""A job of verl as it is, with Ray and its own ``CheckpointEngineManager``: one actor with a peer, two rollouts.
+"""A job with verl's real ``CheckpointEngineManager`` and Ray: two actor ranks and two rollouts.
 
     python tests/support/verl_ray.py FOLDER
 
-Needs all that verl needs to run; ``tests/integrations/verl/test_engine.py`` runs it where that is installed.
+The job needs all packages that verl needs. ``tests/integrations/verl/test_engine.py`` runs it if they are installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from support.verl_workers import is_version, weights
 
 
 class Actor(Worker):  # type: ignore[misc]
-    """The checkpoint engine's part of verl's ``ActorRolloutRefWorker``, which needs a model and a device besides."""
+    """The checkpoint-engine part of verl's ``ActorRolloutRefWorker``, without its model and device."""
 
     def __init__(self, config: CheckpointEngineConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Rollout(CheckpointEngineWorker):  # type: ignore[misc]
 
 
 class Replica:
-    """A server on one worker that has no requests."""
+    """A server with one worker and no requests."""
 
     def __init__(self, worker: Any) -> None:
         self.workers = [worker]
@@ -86,7 +86,7 @@ class Replica:
 
 
 def main(folder: str) -> None:
-    """Two syncs with another host, as it were; a late joiner; and a sync after a rollout was killed."""
+    """Run two syncs with a simulated second host, a late joiner, and a sync after the death of a rollout."""
     os.environ["ASYNC_CKPT_RUNTIME_DIR"] = os.path.join(folder, "runtime")
     here = os.pathsep.join(map(str, (Path(__file__).parents[1], Path(__file__).parents[2])))
     ray.init(

@@ -1,4 +1,4 @@
-"""Scenarios of verl's workers, each played by a process that finds one release of verl."""
+"""Scenarios of verl's workers. Each one runs in a process that has one release of verl on its path."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from support.peers import python
 from support.verl_workers import crew
 
 Scenario = Callable[..., None]
-"""A function of a test file that is given the ``Crew``, and more texts; it raises what is wrong."""
+"""A function of a test file. It takes a ``Crew`` and more strings, and raises if a check fails."""
 
 _TESTS = Path(__file__).parents[1]
 
 
 def play(scenario: Scenario, release: str, hosts: list[str], *more: str) -> None:
-    """Have a process play the ``scenario``, which ends with an error if one is there.
-
-    ``hosts``: those of the fixture ``two_hosts``.
-    """
+    """Run ``scenario`` in a process. Fail the test if the scenario raises. ``hosts``: the fixture ``two_hosts``."""
     file = Path(inspect.getfile(scenario))
     path = [str(file.parent), str(_TESTS)]
     code = f"import sys; sys.path[:0] = {path!r}; from support.verl_scenarios import main; main()"
@@ -29,7 +26,7 @@ def play(scenario: Scenario, release: str, hosts: list[str], *more: str) -> None
 
 
 def main() -> None:
-    """In that process."""
+    """Run a scenario in this process. ``play`` starts the process."""
     module, name, here, there, *more = sys.argv[1:]
     scenario: Scenario = getattr(importlib.import_module(module), name)
     with crew([here, there]) as workers:

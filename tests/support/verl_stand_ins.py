@@ -1,7 +1,7 @@
-"""verl without what it needs to run: its own classes that save and load, and stand-ins for all else that they import.
+"""verl without its dependencies: verl's own classes for saves and loads, and stand-ins for their other imports.
 
-The modules in ``REAL`` come from an unpacked wheel. Any other module of verl, Ray, and what else is not there, is a
-stand-in: its names are classes that take anything and do nothing.
+The modules in ``REAL`` come from an unpacked wheel. All other modules of verl, Ray, and other missing packages are
+stand-ins: their names are classes that take any arguments and do nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STAND_INS = ("verl", "ray", "tensordict", "omegaconf", "transfer_queue", "torchd
 
 
 class _Anything(type):
-    """Classes whose attributes are others, and that go where a type goes."""
+    """Metaclass of stand-ins. Their attributes are stand-ins, too, and they work in type annotations."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -91,7 +91,7 @@ class _StandIns(MetaPathFinder, Loader):
 
 
 class Role:
-    """verl's names of worker groups."""
+    """verl's names of worker roles."""
 
     Critic = "critic"
 
@@ -100,11 +100,11 @@ _KNOWN = {("omegaconf", "open_dict"): contextlib.nullcontext, ("verl.trainer.ppo
 
 
 def install() -> None:
-    """Put the stand-ins in place. verl has to be on the path."""
+    """Install the stand-ins. verl has to be on the path."""
     folder = Path(next(path for path in sys.path if (Path(path) / "verl").is_dir()))
     sys.meta_path.insert(0, _StandIns(folder))
 
 
 def import_external(name: str) -> None:
-    """Have verl import a module that ``VERL_USE_EXTERNAL_MODULES`` names."""
+    """Import modules through verl, as for ``VERL_USE_EXTERNAL_MODULES``."""
     importlib.import_module("verl.utils.import_utils").import_external_libs(name.split(","))

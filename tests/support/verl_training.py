@@ -1,6 +1,6 @@
-"""verl's FSDP engine and trainers, with a tiny model on a few ranks: the workers are plain processes, not Ray's.
+"""verl's FSDP engine and trainers with a tiny model on a few ranks. The workers are plain processes without Ray.
 
-``verl_stand_ins.install`` comes before. The driver calls its workers over pipes, which pickle as Ray does.
+Call ``verl_stand_ins.install`` before the import. The driver calls its workers over pipes, which pickle as Ray does.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from support.states import same
 
 LIMIT_S = 60.0
 WORDS = 32
-"""Of the model: most of its parameters."""
+"""The vocabulary size of the model. Most of its parameters depend on it."""
 
 _impl: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
 _managers = importlib.import_module("verl.utils.checkpoint.fsdp_checkpoint_manager")
 _config = importlib.import_module("verl.trainer.config")
 trainers = [importlib.import_module("verl.trainer.ppo.ray_trainer").RayPPOTrainer]
-with contextlib.suppress(ImportError):  # of newer releases
+with contextlib.suppress(ImportError):  # only newer releases have it
     trainers.append(importlib.import_module("verl.trainer.ppo.v1.trainer_base").PPOTrainer)
 handlers = importlib.import_module("verl.utils.checkpoint.checkpoint_handler")
 
-_impl.load_fsdp_model_to_gpu = lambda model: None  # there is none
+_impl.load_fsdp_model_to_gpu = lambda model: None  # there is no GPU
 
 
 class _Processor:
-    """Saves itself as tokenizers do."""
+    """A processor that saves itself as tokenizers do."""
 
     def save_pretrained(self, folder: str) -> None:
         Path(folder, "tokenizer.json").write_text("{}")
 
 
 class Engine(_impl.FSDPEngine):  # type: ignore[misc]
-    """verl's engine, but for how its model is made and trained."""
+    """verl's engine with its own way to build and train the model."""
 
     def __init__(self, contents: list[str], lora: bool, seed: int) -> None:
         self.checkpoint_config = _config.CheckpointConfig(save_contents=contents, load_contents=contents)
@@ -83,10 +83,10 @@ class Engine(_impl.FSDPEngine):  # type: ignore[misc]
         torch.manual_seed(self._seed + dist.get_rank())
 
     def to(self, device: Any, **_: Any) -> None:
-        """Where it is."""
+        """Do nothing: the model stays on the CPU."""
 
     def train(self, steps: int = 1) -> float:
-        """Its loss. The batch is drawn at random, and the same on all ranks."""
+        """Train. Return the last loss. The batches are random, and the same on all ranks."""
         loss = torch.zeros(())
         for _ in range(steps):
             batch = torch.randint(0, 32, (2, 8))
@@ -99,28 +99,28 @@ class Engine(_impl.FSDPEngine):  # type: ignore[misc]
         return float(loss.detach())
 
     def state(self) -> dict[str, Any]:
-        """All of it, in whole tensors, however many ranks there are."""
+        """Return the whole state with full tensors, for any number of ranks."""
         whole = StateDictOptions(full_state_dict=True)
         model = get_model_state_dict(self.module, options=whole)
         optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=whole) if self.optimizer.state else {}
-        # Copies: a pipe of multiprocessing would share their memory.
+        # Copy the tensors, because a pipe of multiprocessing would share their memory.
         return copy.deepcopy({"model": model, "optimizer": optimizer, "schedule": self.lr_scheduler.state_dict()})
 
     def random(self) -> tuple[float, float]:
-        """The next random numbers of this rank, which are drawn."""
+        """Draw and return the next random numbers of this rank."""
         return float(torch.rand(())), float(np.random.rand())
 
     def use(self, name: str, value: Any, method: str, *args: Any) -> None:
-        """Call ``method`` of it while an attribute of the manager has another value."""
+        """Call ``method`` of this engine while the manager's attribute ``name`` has another value."""
         with replaced(self.checkpoint_manager, name, value):
             getattr(self, method)(*args)
 
     def stock(self) -> None:
-        """Have verl's own manager in the place of ours."""
+        """Use verl's own manager instead of asyncckpt's."""
         self.checkpoint_manager.__class__ = _managers.FSDPCheckpointManager
 
     def wait(self) -> None:
-        """For all saves."""
+        """Wait for all saves."""
         self.checkpoint_manager.save_checkpoint(None)
 
     def until_failed(self) -> None:
@@ -130,7 +130,7 @@ class Engine(_impl.FSDPEngine):  # type: ignore[misc]
             time.sleep(0.01)
 
     def handle(self, folder: str, method: str, *args: Any) -> Any:
-        """Call verl's ``CheckpointHandler``, as its trainer for supervised training does."""
+        """Call verl's ``CheckpointHandler`` as verl's trainer for supervised training does."""
         self.is_mp_src_rank_with_outputs = lambda: True
         self.get_data_parallel_rank = dist.get_rank
         handler = handlers.CheckpointHandler(self, Loader(3), default_local_dir=folder, max_ckpt_to_keep=1)
@@ -154,7 +154,7 @@ class Loader:
 
 
 def serve(engine: Engine, pipe: Connection) -> None:
-    """Do what the driver says over the pipe, until it is gone."""
+    """Run the driver's calls from the pipe until the driver is gone."""
     with contextlib.suppress(EOFError):
         while True:
             method, args, named = pipe.recv()
@@ -166,11 +166,11 @@ def serve(engine: Engine, pipe: Connection) -> None:
             pipe.send(answer)
 
 
-_ends_here: list[Connection] = []  # of the pipes to all workers
+_ends_here: list[Connection] = []  # the driver's ends of the pipes to all workers
 
 
 def _work(pipe: Connection, rank: int, world: int, meeting: str, options: dict[str, Any]) -> None:
-    for end in _ends_here:  # else no worker would see that the driver has gone
+    for end in _ends_here:  # otherwise no worker would see that the driver is gone
         end.close()
     try:
         if fault := options.pop("fault", None):
@@ -188,14 +188,14 @@ def _work(pipe: Connection, rank: int, world: int, meeting: str, options: dict[s
 
 
 class Workers:
-    """The workers of a model, one rank each; a method of it is one of all of them, as of verl's worker groups."""
+    """The workers of a model, one rank each. Each method runs on all workers, as in verl's worker groups."""
 
     def __init__(self, pipes: list[Connection]) -> None:
-        """By the pipe to each."""
+        """``pipes``: one pipe to each worker."""
         self.pipes = pipes
 
     def call(self, method: str, *args: Any, **named: Any) -> list[Any]:
-        """What all ranks return. Raises the first error of one of them, as Ray does, whatever the others still do."""
+        """Call a method on all ranks. Return the results. Raise the first error at once, as Ray does."""
         for pipe in self.pipes:
             pipe.send((method, args, named))
         answers: dict[Connection, Any] = {}
@@ -218,7 +218,7 @@ class Workers:
 
 
 class Group(Workers):
-    """Workers that are started here."""
+    """Workers in processes that this object starts."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class Group(Workers):
             self._processes.append(process)
 
     def kill(self) -> None:
-        """All of them at once."""
+        """Kill all workers at once."""
         for process in self._processes:
             process.kill()
         self.close()
@@ -265,7 +265,7 @@ class Group(Workers):
 
 @contextlib.contextmanager
 def group(*args: Any, **options: Any) -> Iterator[Group]:
-    """A group that ends here, and is killed if something is raised."""
+    """Yield a group. Close it at the end, and kill it after an exception."""
     new = Group(*args, **options)
     try:
         yield new
@@ -276,7 +276,7 @@ def group(*args: Any, **options: Any) -> Iterator[Group]:
 
 
 class Tree(dict[str, Any]):
-    """A configuration, by attributes and by keys, as omegaconf's."""
+    """A configuration with access by attributes and keys, like omegaconf's."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -290,7 +290,7 @@ def tree(values: dict[str, Any]) -> Tree:
 
 
 def driver(kind: Any, folder: Path, actor: Any, critic: Any = None, keep: int | None = None, steps: int = 100) -> Any:
-    """A trainer of this ``kind`` with these workers, which does nothing but save and load."""
+    """Return a trainer of this ``kind`` with these workers, which can only save and load."""
     own: Any = type("Trainer", (kind,), {"__init__": lambda self: None})
     own.__abstractmethods__ = frozenset()
     trainer: Any = own()
@@ -317,19 +317,19 @@ def driver(kind: Any, folder: Path, actor: Any, critic: Any = None, keep: int | 
 
 
 def save(trainer: Any, step: int) -> None:
-    """Have the trainer save this step."""
+    """Save a step with the trainer."""
     trainer.global_steps = trainer.train_dataloader.position = step
     trainer._save_checkpoint()
 
 
 def settle(trainer: Any) -> None:
-    """Wait until the tracker is where it will be."""
+    """Wait until all saves have ended, so that the tracker file is up to date."""
     for group in (trainer.actor_rollout_wg, *([trainer.critic_wg] if trainer.use_critic else [])):
         group.call("wait")
 
 
 def check_same(one: Any, other: Any) -> None:
-    """Fail unless two states are equal, tensors to the bit."""
+    """Assert that two states are equal, and their tensors to the bit."""
     differing = list(_differing(one, other, ""))
     assert not differing, differing[:8]
 

@@ -1,8 +1,8 @@
-"""verl's checkpoint engine without Ray: its own manager and worker classes, over workers that are plain processes.
+"""verl's checkpoint engine without Ray: verl's own manager and worker classes, with plain processes as workers.
 
-``load`` imports ``verl.checkpoint_engine.base`` from an unpacked wheel, its real code, and puts the few names of verl
-and Ray that it takes from elsewhere into modules of that name. ``ray.get`` waits for the answers of the workers here.
-``tests/support/verl_ray.py`` has the same with all of verl and Ray, where they are installed.
+``load`` imports the real ``verl.checkpoint_engine.base`` from an unpacked wheel. Stand-in modules provide the few other
+names of verl and Ray that this module imports. ``ray.get`` waits for the answers of the plain processes.
+``tests/support/verl_ray.py`` runs the same with the real verl and Ray, if they are installed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from support.states import same
 
 LIMIT_S = 110.0
 
-_context = multiprocessing.get_context("fork")  # of a process that has imported torch, and used nothing of it
+_context = multiprocessing.get_context("fork")  # forks a process that has imported torch, but not used it
 
 
 def load() -> types.ModuleType:
-    """The module with verl's real classes. verl has to be on the path, and may be so without anything it needs."""
+    """Return the module with verl's real classes. verl has to be on the path, but not its dependencies."""
     base = "verl.checkpoint_engine.base"
     if base not in sys.modules:
         folder = Path(next(path for path in sys.path if (Path(path) / "verl").is_dir())) / "verl"
@@ -66,19 +66,19 @@ class _Dispatch(enum.Enum):
 
 
 class Pending:
-    """What a worker will answer."""
+    """The future answer of a worker."""
 
     def __init__(self, worker: Worker, number: int) -> None:
         self._worker = worker
         self._number = number
 
     def result(self) -> Any:
-        """The answer. Raises what the worker raised, ``EOFError`` where it is dead."""
+        """Return the answer. Raise the worker's error, or ``EOFError`` if the worker is dead."""
         return self._worker.answer(self._number)
 
 
 def _get(pending: Any) -> Any:
-    """As ``ray.get``: all of them are waited for, and then the first error is raised."""
+    """Wait for all answers as ``ray.get`` does. Then return the results, or raise the first error."""
     if isinstance(pending, Pending):
         return pending.result()
     results, errors = [], []
@@ -93,10 +93,10 @@ def _get(pending: Any) -> Any:
 
 
 class Worker:
-    """A process with a checkpoint engine, as verl's actors and rollouts have one; does one thing after the other."""
+    """A process with a checkpoint engine, like verl's actors and rollouts. It runs one call after the other."""
 
     def __init__(self, role: str, runtime: str, engine_kwargs: dict[str, Any]) -> None:
-        """``role``: "master" (the first actor), "actor" or "rollout". ``runtime``: its host's runtime folder."""
+        """``role``: "master" (the first actor), "actor" or "rollout". ``runtime``: the runtime folder of its host."""
         self._pipe, theirs = _context.Pipe()
         self._answers: dict[int, tuple[str, Any]] = {}
         self._asked = 0
@@ -106,14 +106,14 @@ class Worker:
         theirs.close()
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Pending:
-        """Have it call ``method`` of its worker class."""
+        """Call ``method`` of the worker class in the process. Return the pending answer."""
         self._asked += 1
         with contextlib.suppress(BrokenPipeError):
             self._pipe.send((method, args, kwargs))
         return Pending(self, self._asked)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """The same, and wait for what it returns."""
+        """Call ``method`` in the process, and wait for its result."""
         return self.ask(method, *args, **kwargs).result()
 
     def answer(self, number: int) -> Any:
@@ -128,7 +128,7 @@ class Worker:
         return value
 
     def end(self) -> None:
-        """Have it leave. Safe to call twice."""
+        """End the process. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self.process.join(LIMIT_S)
@@ -137,14 +137,14 @@ class Worker:
 
 
 class Crew:
-    """The workers of a test, on hosts, which are told apart by their runtime folders."""
+    """The workers of a test on simulated hosts. Each host has its own runtime folder."""
 
     def __init__(self, hosts: list[str]) -> None:
         self.workers: list[Worker] = []
         self._hosts = hosts
 
     def master(self, **engine_kwargs: Any) -> Worker:
-        """The first actor, on the first host."""
+        """Start the first actor, on the first host."""
         return self._new("master", 0, engine_kwargs)
 
     def actor(self, host: int = 0, **engine_kwargs: Any) -> Worker:
@@ -160,7 +160,7 @@ class Crew:
 
 @contextlib.contextmanager
 def crew(hosts: list[str]) -> Iterator[Crew]:
-    """A crew whose workers are ended in the end."""
+    """Yield a crew. End its workers afterwards."""
     workers = Crew(hosts)
     try:
         yield workers
@@ -170,7 +170,7 @@ def crew(hosts: list[str]) -> Iterator[Crew]:
 
 
 class WorkerGroup:
-    """As ``RayWorkerGroup``: an argument that is a list has one element for each worker."""
+    """The counterpart of ``RayWorkerGroup``. A list argument has one element for each worker."""
 
     def __init__(self, workers: list[Worker]) -> None:
         self.workers = workers
@@ -191,7 +191,7 @@ def _joined(worker_handles: list[Worker], ray_cls_with_init: Any) -> WorkerGroup
 
 
 class Replica:
-    """A rollout replica of one worker, whose server notes what is asked of it."""
+    """A rollout replica with one worker, which records the calls to its server."""
 
     def __init__(self, worker: Worker) -> None:
         self.workers = [worker]
@@ -205,13 +205,13 @@ class Replica:
 
 
 def manager(actors: list[Worker], rollouts: list[Worker]) -> Any:
-    """verl's own ``CheckpointEngineManager`` of these."""
+    """Return verl's own ``CheckpointEngineManager`` for these workers."""
     config = types.SimpleNamespace(backend="asyncckpt", custom_backend_module="asyncckpt.integrations.verl")
     return load().CheckpointEngineManager(config, WorkerGroup(actors), [Replica(rollout) for rollout in rollouts])
 
 
 def weights(version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Such as a model has: an odd number of two-byte values before four-byte ones, none, one, and 3 MiB."""
+    """Yield weights: an odd number of two-byte values before four-byte values, no values, one value, and 3 MiB."""
     torch.manual_seed(version)
     yield "odd", torch.randn(7).bfloat16()
     yield "weight", torch.randn(33, 17)
@@ -222,7 +222,7 @@ def weights(version: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_version(got: dict[str, torch.Tensor], version: int) -> bool:
-    """Whether these are the weights of ``version``, to the bit, in any order."""
+    """Return whether ``got`` has the weights of ``version``, to the bit, in any order."""
     return same(dict(sorted(got.items())), dict(sorted(weights(version))))
 
 
@@ -246,7 +246,7 @@ _BUCKET_MB = 1
 
 
 class _Actor:
-    """What verl's ``ActorRolloutRefWorker`` does with its checkpoint engine; it cannot be had without a model."""
+    """The checkpoint-engine part of verl's ``ActorRolloutRefWorker``, which itself needs a model."""
 
     def __init__(self, is_master: bool, engine_kwargs: dict[str, Any]) -> None:
         registry = load().CheckpointEngineRegistry
@@ -272,14 +272,14 @@ class _Actor:
         self._killed_at = name
 
     def kill_worker(self) -> None:
-        """The process that has what this actor publishes; and see that it is known to be dead."""
+        """Kill the worker process of this actor's publisher, and wait until the publisher knows."""
         client = self.checkpoint_engine.local._publisher.worker
         os.kill(client.pid, signal.SIGKILL)
         while client.alive:
             time.sleep(0.01)
 
     def how_many(self) -> int:
-        """Weights that were asked for in the last sync."""
+        """Return the number of weights that the last sync has asked for."""
         return self._made
 
     def _weights(self, version: int | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -298,7 +298,7 @@ def _kill(*_: Any, **__: Any) -> None:
 
 
 def _rollout(engine_kwargs: dict[str, Any]) -> Any:
-    """verl's own worker, with a server that notes what it gets."""
+    """Return verl's own rollout worker with a server that records the weights."""
     base = load()
 
     class Server:
@@ -312,7 +312,7 @@ def _rollout(engine_kwargs: dict[str, Any]) -> Any:
             async for name, tensor in weights:
                 if name == self.kill_at:
                     _kill()
-                self.got[name] = tensor  # as an engine that has the tensors in a bucket, beyond the end of the weights
+                self.got[name] = tensor  # kept after the end of the weights, as in an engine with buckets
 
     class Rollout(base.CheckpointEngineWorker):  # type: ignore[misc, name-defined]
         def got(self) -> dict[str, torch.Tensor]:
@@ -323,7 +323,7 @@ def _rollout(engine_kwargs: dict[str, Any]) -> Any:
             return {name: (each.device.type, tuple(each.shape), each.dtype) for name, each in got.items()}
 
         def let_go(self) -> None:
-            """Of what it has got."""
+            """Release the received weights."""
             self.server_adapter.got = {}
 
         def options(self) -> Any:
@@ -336,13 +336,13 @@ def _rollout(engine_kwargs: dict[str, Any]) -> Any:
             self.server_adapter.kill_at = name
 
         async def pull_weights(self, **which: Any) -> Any:
-            """What a rollout does between its requests."""
+            """Pull weights, as a rollout does between its requests."""
             engine = self.checkpoint_engine
             await self.server_adapter.update_weights(engine.get_weights(**which), wire_format=engine.wire_format)
             return engine.version
 
         async def pull_checkpoint(self, folder: str, **which: Any) -> Any:
-            """The same, from the image of a checkpoint."""
+            """Pull weights from the image of a checkpoint."""
             engine = self.checkpoint_engine
             await self.server_adapter.update_weights(
                 engine.get_checkpoint_weights(folder, **which), wire_format=engine.wire_format

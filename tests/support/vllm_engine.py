@@ -1,4 +1,4 @@
-"""vLLM engines with a tiny model, of which each token says which version of the weights has made it."""
+"""vLLM engines with a tiny model. Each generated token encodes the version of the weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CONFIG = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "head_dim": 32,  # the least that vLLM has attention for on a CPU
+    "head_dim": 32,  # the smallest size that vLLM's CPU attention supports
     "vocab_size": HIDDEN * VERSIONS,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
@@ -42,10 +42,10 @@ _CONFIG = {
 
 
 def run(file: str, scenario: str, folder: Path, **environment: str) -> None:
-    """Run the function ``scenario`` of a test file, on ``folder``, in a process that finds vLLM."""
+    """Run the function ``scenario`` of a test file on ``folder``, in a process with vLLM on its path."""
     cores = sorted(os.sched_getaffinity(0))
     environment |= {
-        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",  # else each worker wants a node of memory for itself
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",  # otherwise each worker wants a NUMA node for itself
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -57,14 +57,14 @@ def run(file: str, scenario: str, folder: Path, **environment: str) -> None:
 
 
 def model_folder(folder: Path) -> str:
-    """One that vLLM makes a model from; the weights come later."""
+    """Write the configuration of the model. Return its folder. The weights come later."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     return str(folder)
 
 
 def arguments(folder: Path, **others: Any) -> dict[str, Any]:
-    """What ``LLM`` and ``AsyncEngineArgs`` take."""
+    """Return the arguments for ``LLM`` and ``AsyncEngineArgs``."""
     return {
         "model": model_folder(folder),
         "load_format": "dummy",
@@ -80,10 +80,10 @@ def arguments(folder: Path, **others: Any) -> dict[str, Any]:
 
 
 def weights(version: int) -> dict[str, Tensor]:
-    """Those of a model that writes the token of ``version``, again and again.
+    """Return the weights of a model that always generates the token of ``version``.
 
-    Nothing but the embedding and the head has a part in it: the embedding says its version by the only number of a
-    hidden state that is not 0, and the head has a row for each pair of that and its own version.
+    Only the embedding and the head affect the token. The embedding encodes its version as the index of the only nonzero
+    number of the hidden state. The head has a row for each pair of its own version and the embedding's version.
     """
     queries = torch.full((HIDDEN, HIDDEN), version / VERSIONS)
     gates = torch.full((FEED_FORWARD, HIDDEN), version / VERSIONS)
@@ -110,12 +110,12 @@ def weights(version: int) -> dict[str, Tensor]:
 
 
 def versions_of(token: int) -> set[int]:
-    """That of the head which has written ``token``, and that of the embedding."""
+    """Return the versions of the head and of the embedding that have made ``token``."""
     return set(divmod(token, HIDDEN))
 
 
 class InProcessClient:
-    """vLLM's ``VLLMWeightSyncClient`` for an ``LLM`` of this process."""
+    """The counterpart of vLLM's ``VLLMWeightSyncClient`` for an ``LLM`` in this process."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -134,7 +134,7 @@ class InProcessClient:
 
 
 def publish_until_killed(address: str, version: int) -> None:
-    """In a process of its own: the trainer of ``version``."""
+    """Publish ``version``, then kill this process. Run this in a separate process."""
     from asyncckpt.weights import WeightPublisher
 
     WeightPublisher(address).publish(weights(version), version)

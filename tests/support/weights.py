@@ -43,13 +43,13 @@ def reads(subscriber: WeightSubscriber, step: int) -> bool:
 def model(version: int = 0) -> dict[str, torch.Tensor]:
     return {
         "embed.weight": torch.full((300, 200), float(version)),
-        "norm.weight": torch.full((7,), float(version), dtype=torch.bfloat16),  # an odd number of halves
+        "norm.weight": torch.full((7,), float(version), dtype=torch.bfloat16),  # an odd number of two-byte values
         "steps": torch.tensor(version),
     }
 
 
 def version_in(weights: Weights) -> int:
-    """The version that all elements have."""
+    """Return the version that all elements have."""
     seen = {float(value) for tensor in weights.values() for value in tensor.flatten().tolist()}
     (found,) = seen
     return int(found)

@@ -1,4 +1,4 @@
-"""Workers of a test: how they fail, and how they go."""
+"""Stop, fail and retire the workers of a test."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from asyncckpt.link.takeover import Takeover
 from asyncckpt.protocol.trainer import TrainerSaves
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
-"""The script, for ``worker_process.command``."""
+"""The script of a faulty worker, for ``worker_process.command``."""
 
 Faulty = Callable[[str], None]
 
 
 def stop(pid: int) -> None:
-    """Stop a process, and return when it is: the signal alone lets its threads run on for a moment."""
+    """Stop a process, and wait until all its threads have stopped. After the signal they still run for a moment."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 30
     while any(_state(task) not in "Tt" for task in Path(f"/proc/{pid}/task").iterdir()):
@@ -37,11 +37,11 @@ def stop(pid: int) -> None:
 def _state(task: Path) -> str:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
-    return "T"  # the thread has ended: it does nothing any more
+    return "T"  # the thread has ended
 
 
 def wait_reached(gate: Path) -> None:
-    """Wait until a faulty worker has come to where it stops or waits."""
+    """Wait until a faulty worker stops or waits at its point."""
     deadline = time.monotonic() + 60
     while not Path(f"{gate}.reached").exists():
         assert time.monotonic() < deadline, "the worker does not get to its fault"
@@ -49,7 +49,7 @@ def wait_reached(gate: Path) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until it is so."""
+    """Wait until ``condition`` is true."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
@@ -58,7 +58,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def overdue(gate: Path) -> Iterator[None]:
-    """From when a faulty worker has come to its fault, whatever it does not say at once is too late."""
+    """Wait until a faulty worker reaches its fault. In the block, the trainer treats pending saves as overdue."""
     wait_reached(gate)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainerSaves, "_is_overdue", lambda *_: True)
@@ -66,7 +66,7 @@ def overdue(gate: Path) -> Iterator[None]:
 
 
 def send_away(runtime: Path) -> None:
-    """Have the workers leave that linger; nothing of them may stay."""
+    """Retire the lingering workers, and check that they leave nothing behind."""
     deadline = time.monotonic() + 60
     while runtime.exists():
         for lock in runtime.glob("*.lock"):
@@ -74,12 +74,12 @@ def send_away(runtime: Path) -> None:
             if takeover is not None:
                 _retire(takeover, lock.stem)
             else:
-                with contextlib.suppress(JobTakenError):  # it is just leaving
-                    endpoint.Endpoint(lock.stem, 0).close()  # it was killed; whoever has the name next clears up
-        # A worker without an endpoint waits for that of another, or is about to leave.
+                with contextlib.suppress(JobTakenError):  # the worker is just leaving
+                    endpoint.Endpoint(lock.stem, 0).close()  # killed: the next owner of the name clears up
+        # A worker without an endpoint waits for another worker's endpoint, or is about to leave.
         if not _is_looked_at(runtime):
             left = {path for path in runtime.glob("*") if path.suffix not in (".log", endpoint.ROOT_LOCK)}
-            if not left:  # else one has just ended, which had its lock a moment ago: the next look clears up
+            if not left:  # otherwise a worker has just released its lock and ended: the next round clears up
                 return
             assert time.monotonic() < deadline, f"left in the runtime folder: {left}"
         assert time.monotonic() < deadline, "workers have not left"
@@ -87,13 +87,13 @@ def send_away(runtime: Path) -> None:
 
 
 def _retire(takeover: Takeover, name: str) -> None:
-    """Have a worker leave. If it does not, say where its threads are."""
+    """Retire a worker. If it does not leave, fail with the stacks of its threads."""
     aborted = threading.Event()
-    pid = endpoint.peer_pid(takeover._connection)  # in a container it knows itself by another number
+    pid = endpoint.peer_pid(takeover._connection)  # in a container the worker's own number differs
 
     def abort() -> None:
         aborted.set()
-        os.kill(pid, signal.SIGABRT)  # the log has its stacks then
+        os.kill(pid, signal.SIGABRT)  # writes the stacks to the log
 
     timer = threading.Timer(45, abort)
     timer.start()
@@ -107,7 +107,7 @@ def _retire(takeover: Takeover, name: str) -> None:
 
 
 def _is_looked_at(runtime: Path) -> bool:
-    """Whether there is still a worker to which ``runtime`` is the runtime folder."""
+    """Return whether a worker with the runtime folder ``runtime`` is still there."""
     for process in psutil.process_iter():
         try:
             is_worker = "worker" in " ".join(process.cmdline())

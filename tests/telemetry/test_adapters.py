@@ -1,4 +1,4 @@
-"""The adapters, each with the library that it is for, told by real saves, loads and deaths."""
+"""Each telemetry adapter with its library, fed by real saves, loads and deaths of workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RANK = {"training": "", "rank": "0"}
 
 
 def train(root: Path, *listeners: Any) -> None:
-    """Two saves, one that is refused, a worker that dies, and loads."""
+    """Make two saves, a refused save, loads, and a save after the worker's death."""
     with Checkpointer(root, Config(linger=0, on_event=listeners)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, STATE).result(60)
@@ -62,7 +62,7 @@ def test_prometheus(tmp_path: Path) -> None:
     assert value("asyncckpt_load_seconds_count", {**RANK, "source": "storage"}) == 1
     assert value("asyncckpt_load_seconds_count", {**RANK, "source": "failed"}) == 1
     for name in ("save_stall", "staging", "write", "commit", "durable_lag"):
-        # A call that was refused has stopped the training, too.
+        # A refused call stalls the training too.
         assert value(f"asyncckpt_{name}_seconds_count", RANK) == (4 if name == "save_stall" else 3), name
         assert (value(f"asyncckpt_{name}_seconds_sum", RANK) or 0) > 0, name
     assert (value("asyncckpt_written_bytes_total", RANK) or 0) > 3 * STATE["w"].nbytes
@@ -76,7 +76,7 @@ def test_prometheus_counts_saves_under_way() -> None:
     metrics = PrometheusMetrics(registry)
     busy = []
     for phase, path, nbytes in (
-        *(("planned", "a", 1), ("planned", "b", 1), ("failed", "b", None)),  # refused: b is under way
+        *(("planned", "a", 1), ("planned", "b", 1), ("failed", "b", None)),  # refused, because b is in progress
         *(("committed", "a", 1), ("failed", "c", None), ("failed", "b", 1)),
     ):
         metrics(Event(phase=phase, rank=0, path=path, nbytes=nbytes))  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_opentelemetry(tmp_path: Path) -> None:
     assert [span.name for span in parts] == [f"asyncckpt.save.{name}" for name in ("staging", "write", "commit")]
     for span in parts:
         assert (whole[0].start_time or 0) <= (span.start_time or 0) <= (span.end_time or 0)
-        assert (span.end_time or 0) <= (whole[0].end_time or 0) + 20_000_000  # of clocks of two processes
+        assert (span.end_time or 0) <= (whole[0].end_time or 0) + 20_000_000  # from clocks of two processes
     loads = [dict(span.attributes or {}) for span in spans if span.name == "asyncckpt.load"]
     assert [load["asyncckpt.outcome"] for load in loads] == ["loaded", "load failed"]
 
@@ -139,7 +139,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert len(scalars["asyncckpt/load_s"]) == 1
 
 
-# A run starts a service, which stays: so in a process of its own.
+# A wandb run starts a service that stays alive, so the run gets its own process.
 _LOGS_TO_WANDB = """
 import json, sys, torch, wandb
 from asyncckpt import Checkpointer, Config
@@ -164,12 +164,12 @@ def test_wandb(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["steps"] == [0, 1, 2]  # the training's own count, as it would be without
+    assert found["steps"] == [0, 1, 2]  # the training's own step count, the same as without asyncckpt
     assert found["summary"]["asyncckpt/step"] == 20
     assert all(found["summary"][f"asyncckpt/{name}"] > 0 for name in ("stall_s", "durable_s", "write_bytes_per_s"))
 
 
-# The file of the worker.
+# The metrics file of the worker.
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def samples(folder: Path) -> dict[str, float]:
-    """By name and outcome, of the only file."""
+    """Return the samples of the only file, by name and outcome."""
     (file,) = folder.glob("*.prom")
     return {
         " ".join([sample.name, *filter(None, [sample.labels.get("outcome")])]): sample.value
@@ -192,7 +192,7 @@ def samples(folder: Path) -> dict[str, float]:
 def test_the_worker_keeps_a_file_which_goes_at_an_orderly_end(tmp_path: Path, folder: Path) -> None:
     config = Config(linger=0, metrics_folder=str(folder), local_root=str(tmp_path / "local"))
     with Checkpointer(tmp_path / "root", config) as checkpointer:
-        for step in (1, 2):  # an upload that waits is left out for the next one
+        for step in (1, 2):  # a newer upload replaces a waiting one
             checkpointer.save(step, STATE)
             checkpointer.wait_uploads(60)
         wait_for(
@@ -229,7 +229,7 @@ def test_what_was_durable_is_known_where_the_next_worker_commits_nothing(tmp_pat
     assert script(_DIES, str(tmp_path / "root"), str(folder)) == -signal.SIGKILL
     with Checkpointer(tmp_path / "root", Config(linger=0, metrics_folder=str(folder))) as checkpointer:
         checkpointer.load({"w": torch.zeros(100_000, dtype=torch.int64)})
-        (tmp_path / "root").joinpath("step-00000006").touch()  # appears while the save is under way
+        (tmp_path / "root").joinpath("step-00000006").touch()  # appears during the save
         with pytest.raises(CheckpointExistsError):
             checkpointer.save(6, STATE).result(60)
         checkpointer.prepare(STATE)
@@ -272,7 +272,7 @@ def test_without_the_library_the_file_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     dashboard = json.loads(Path(__file__).parents[2].joinpath("examples/grafana.json").read_text())
-    file = MetricsFile("/nowhere", "training", 0)  # which has one more
+    file = MetricsFile("/nowhere", "training", 0)  # has one more metric
     registry = file.registry
     known = {sample for family in registry.collect() for sample in _names(family.name, family.type)}
     asked = {

@@ -1,4 +1,4 @@
-"""Which image of another host a copy is made over, and that damaged ones are not kept."""
+"""Copies of other hosts' images: the slot that a new copy overwrites, and the copies that stay."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def store() -> Iterator[SegmentStore]:
 
 
 def _copy(source: SegmentStore, copies: Copies, save_id: int) -> int:
-    """Copy the image, as that of a save. Returns the slot."""
+    """Copy the image as the image of save ``save_id``. Return the slot."""
     found = source.held(IMAGE)
     assert found is not None
     held: HeldImage = replace(found, request=replace(found.request, save_id=save_id, attempt=f"attempt {save_id}"))
@@ -58,7 +58,7 @@ def test_the_last_that_all_have_stays(source: SegmentStore, store: SegmentStore)
     slots = [_copy(source, copies, 1), _copy(source, copies, 2)]
     assert sorted(slots) == [0, 1]
     copies.on_replicated(1)
-    assert _copy(source, copies, 3) == slots[1] and _copy(source, copies, 4) == slots[1]  # however often
+    assert _copy(source, copies, 3) == slots[1] and _copy(source, copies, 4) == slots[1]  # repeatedly
     copies.on_replicated(4)
     assert _copy(source, copies, 5) == slots[0]
     copies.close()

@@ -1,4 +1,4 @@
-"""Who reads a version from whom: chains, without a cycle, and without those that are lost."""
+"""Assign a holder to each host that reads a version: chains without cycles and without lost hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_who_has_it_all_is_read_from_first() -> None:
     for number in range(3):
         distribution.assign(number, host(number), VERSION, ())
     distribution.has(0, host(0), VERSION)
-    # The first one is read from by the second one still, the last one by nobody, and nobody reads from the publisher.
+    # Host 1 still reads from host 0. Host 2 has no reader, and no host is sent to the publisher.
     assert distribution.assign(3, host(3), VERSION, ()) == host(2)
     distribution.has(1, host(1), VERSION)
     assert distribution.assign(4, host(4), VERSION, ()) == host(0)
@@ -37,7 +37,7 @@ def test_who_is_refused_or_gone_is_left_out() -> None:
     distribution = Distribution()
     for number in range(3):
         distribution.assign(number, host(number), VERSION, ())
-    # The holder of the one before takes its place, also where it is not known yet that that one is gone.
+    # Host 0, the holder of the refused host, takes its place, even before the refused host is known to be gone.
     assert distribution.assign(2, host(2), VERSION, [host(1)]) == host(0)
     distribution.leave(0)
     distribution.leave(1)

@@ -1,4 +1,4 @@
-"""What of an image is fetched: what the copy before has not, and whatever has been damaged there."""
+"""Fetch only the spans of an image that the previous copy lacks, or that are damaged there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NBYTES = 8 * SPAN_BYTES
 
 
 class Pair:
-    """Who holds images, and who copies them; ``read`` are the bytes that have come, by so many ``reads``."""
+    """A holder of images and its copies. ``read``: the bytes that the last copy has fetched in ``reads`` requests."""
 
     def __init__(self, source: SegmentStore, kept: SegmentStore, holder: Holder, monkeypatch: pytest.MonkeyPatch):
         self.kept, self._source, self._holder = kept, source, holder
@@ -50,7 +50,7 @@ class Pair:
         return store.hosted(number).segment.view[begin : begin + NBYTES]
 
     def save(self, save_id: int, *changed: int, pool: ThreadPoolExecutor | None = None) -> memoryview:
-        """Stage an image in which these spans are others than they were, and copy it. Returns the copy."""
+        """Change these spans of the image, stage it, and copy it. Return the copy."""
         for span in changed:
             self._state[span * SPAN_BYTES] = save_id
         own = self.slot(self._source, self._number, save_id % 2)
@@ -87,7 +87,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 
 def test_what_has_not_changed_does_not_travel(pair: Pair) -> None:
     pair.save(1)
-    assert pair.read > NBYTES  # with what is constant
+    assert pair.read > NBYTES  # with the constants
     pair.save(2)
     assert pair.read == 0
     pair.save(3, 0, 3, 4)
@@ -97,7 +97,7 @@ def test_what_has_not_changed_does_not_travel(pair: Pair) -> None:
 
 
 def test_a_few_equal_bytes_between_others_are_read_with_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request takes its time. A chunk has two spans here."""
+    """One larger request is faster than several small requests. A chunk has two spans in this test."""
     monkeypatch.setattr(fetch, "_WORTH_BYTES", SPAN_BYTES + 1)
     pair.save(1)
     pair.save(2)
@@ -130,7 +130,7 @@ def test_nothing_is_taken_from_a_copy_that_came_to_nothing(pair: Pair, monkeypat
 
 
 def test_what_came_to_nothing_writes_nothing_later(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its threads are the next copy's, too: one that still takes a span from the copy before may be slow."""
+    """The next copy uses the same threads. A slow thread of the failed copy must not write after the failure."""
     monkeypatch.setattr(fetch, "_CHUNK_BYTES", SPAN_BYTES)
     pair.save(1)
     pair.save(2)

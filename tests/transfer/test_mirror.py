@@ -1,4 +1,4 @@
-"""Mirrors: each host gets a version once, from whoever has it, whatever becomes of the others on the way."""
+"""Mirrors: each host fetches a version once, from any host that has it, even if other hosts are lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def data_of(version: int, nbytes: int = NBYTES) -> bytes:
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Reads, list[Before]]]:
-    """All reads; and what is called before each."""
+    """The list of all reads, and the list of functions to call before each read."""
     reads: Reads = []
     before: list[Before] = []
 
@@ -44,7 +44,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Reads, list[Before]]]
 
 @pytest.fixture
 def hosts() -> Iterator[list[MirrorHere | Publishing]]:
-    """Closed in the end, the mirrors first."""
+    """The hosts of a test. They are closed at the end, in reverse order."""
     made: list[MirrorHere | Publishing] = []
     yield made
     for each in reversed(made):
@@ -61,8 +61,8 @@ def test_each_host_gets_each_version_once(
     hosts += mirrored
     assert all(each.wait(1) == data_of(1) for each in mirrored)
     assert sum(nbytes for *_, nbytes in reads) == len(mirrored) * NBYTES
-    # The link of the publisher carries each byte once, as others have come before the first one had all of it; a host
-    # that came later may have got it there, too.
+    # The publisher sends each byte once, because the other hosts come before the first one has all bytes. A host that
+    # comes later may read from the publisher, too.
     sent = sum(nbytes for address, _, nbytes in reads if address == publishing.address)
     assert NBYTES <= sent <= 2 * NBYTES
     publishing.publish(2, data_of(2))
@@ -92,12 +92,12 @@ def test_what_has_not_changed_does_not_travel(
 def test_a_host_that_is_lost_in_the_middle_holds_up_nobody(
     hosts: list[MirrorHere | Publishing], spy: tuple[Reads, list[Before]]
 ) -> None:
-    """What has come from it stays: the next one fetches the rest from another."""
+    """The bytes from the lost host are kept. The next host fetches the rest from another holder."""
     reads, before = spy
     hosts.append(publishing := Publishing(NBYTES))
     publishing.publish(1, data_of(1))
     gate = Gate()
-    # The second half does not leave the publisher before the gate opens.
+    # The publisher sends the second half only after the gate opens.
 
     def hold(address: TransferAddress, offset: int, _: memoryview) -> None:
         if address == publishing.address and offset > NBYTES // 2:
@@ -114,7 +114,7 @@ def test_a_host_that_is_lost_in_the_middle_holds_up_nobody(
     reads.clear()
     gate.opened.set()
     assert second.wait(1) == data_of(1)
-    # What had come by then was not fetched again.
+    # Bytes that had arrived are not fetched again.
     assert sum(nbytes for address, _, nbytes in reads if address != own) < NBYTES
     hosts.append(third := MirrorHere(publishing))
     assert third.wait(1) == data_of(1)
@@ -142,7 +142,7 @@ def test_a_byte_that_is_flipped_on_the_way_goes_no_further(
 
 
 def test_a_byte_that_flips_where_it_lies_goes_no_further(hosts: list[MirrorHere | Publishing]) -> None:
-    """What has not changed is taken from the version before, if that is still what it was."""
+    """Unchanged spans are copied from the previous version only if their digests still match."""
     hosts.append(publishing := Publishing(NBYTES))
     publishing.publish(1, data_of(1))
     hosts.append(one := MirrorHere(publishing))
@@ -159,7 +159,7 @@ def test_ranks_that_publish_together_are_fetched_together(hosts: list[MirrorHere
     ranks = [Publishing(nbytes, ranks=len(sizes)) for nbytes in sizes]
     hosts += ranks
     for version in (1, 2):
-        for number, each in enumerate(reversed(ranks)):  # the first one last
+        for number, each in enumerate(reversed(ranks)):  # the first rank publishes last
             each.publish(version, data_of(10 * version + number, each._images[0].nbytes))
     whole = b"".join(data_of(20 + number, nbytes) for number, nbytes in zip((2, 1, 0), sizes, strict=True))
     hosts.append(one := MirrorHere(*ranks))
@@ -185,7 +185,7 @@ def test_another_structure_takes_the_place(hosts: list[MirrorHere | Publishing])
 def test_a_publisher_that_is_started_anew_is_found_by_its_file(
     hosts: list[MirrorHere | Publishing], tmp_path: Path, epoch: int
 ) -> None:
-    """Also where its host's clock is behind: the last version counts, and not the greatest epoch."""
+    """The last version counts, not the greatest epoch, because the clock of the new host may be behind."""
     file = str(tmp_path / "policy")
     hosts.append(first := Publishing(NBYTES))
     first.publish(5, data_of(1))
@@ -227,7 +227,7 @@ def test_locators(host: str) -> None:
 
 
 def _another_size(hosts: list[MirrorHere | Publishing]) -> tuple[Publishing, MirrorHere, Publishing]:
-    """A publisher, its mirror, which has a version, and another publisher with the next, which is larger."""
+    """Return a publisher, a mirror with its version, and another publisher with a larger next version."""
     hosts.append(small := Publishing(SPAN_BYTES))
     small.publish(1, data_of(1, SPAN_BYTES))
     hosts.append(here := MirrorHere(small))
@@ -240,7 +240,7 @@ def _another_size(hosts: list[MirrorHere | Publishing]) -> tuple[Publishing, Mir
 def test_memory_for_another_size_is_taken_once(
     hosts: list[MirrorHere | Publishing], spy: tuple[Reads, list[Before]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often its holder breaks off."""
+    """Memory is not taken again when the holder's connection breaks repeatedly."""
     left = 20
 
     def break_off(address: TransferAddress, *_: object) -> None:
@@ -267,7 +267,7 @@ def test_memory_for_another_size_is_taken_once(
 def test_a_size_that_there_is_no_memory_for_takes_none(
     hosts: list[MirrorHere | Publishing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often it is tried."""
+    """Repeated attempts take no memory either."""
     small, here, large = _another_size(hosts)
     taken: list[int] = []
     refused: list[int] = []

@@ -1,4 +1,4 @@
-"""Transport by NIXL: between processes of a host by its memory, and over TCP, as between hosts without RDMA."""
+"""Transport by NIXL: through shared memory between processes of a host, and over TCP as between hosts without RDMA."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ needs_nixl = pytest.mark.skipif(
 
 @pytest.fixture(params=[None, "tcp,self"], ids=["default", "tcp"], autouse=True)
 def _ucx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By which of UCX's transports."""
+    """Select the transports of UCX."""
     if request.param is not None:
         monkeypatch.setenv("UCX_TLS", request.param)
 
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing() -> Iterator[None]:
-    """Neither a process (``no_leaks`` would wait for it) nor a thread."""
+    """Check that no process and no thread is left. ``no_leaks`` would wait for a process."""
     before = set(_children()), threading.active_count()
     yield
     assert set(_children()) == before[0] and threading.active_count() <= before[1]
@@ -55,7 +55,7 @@ class TestNixl(TransportContract):
 
 @pytest.fixture
 def server() -> Iterator[TransferServer]:
-    """In this process, of an image."""
+    """A server of an image, in this process."""
     store = SegmentStore()
     hold(store, NBYTES)
     server = TransferServer(store, (KEY,), "127.0.0.1")
@@ -65,10 +65,10 @@ def server() -> Iterator[TransferServer]:
 
 
 def _children(pid: int | None = None) -> list[int]:
-    """The processes that have NIXL; those of other tests live as long as pytest."""
+    """Return the NIXL processes. The processes of other tests live as long as pytest."""
     found = []
     for child in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             if any("nixl_process" in word for word in child.cmdline()):
                 found.append(child.pid)
     return found
@@ -81,7 +81,7 @@ def _is_whole(image: RemoteImage[HeldImage]) -> bool:
 
 
 def _can_be_read(peer: Holder) -> bool:
-    """The holder may not have noticed yet that its process has ended."""
+    """Return whether a read succeeds. It fails until the holder notices that its NIXL process has ended."""
     image = peer.open(IMAGE)
     try:
         image.read(image.described.layout.slots[0], memoryview(bytearray(1)))
@@ -106,7 +106,7 @@ def test_a_segment_is_offered_once_for_all_its_leases(server: TransferServer) ->
         peer.ping()
         assert not kind._offered
         assert _is_whole(peer.open(IMAGE))
-        assert len(_children()) == 2  # one that offers, and one that reads
+        assert len(_children()) == 2  # one process offers, and one reads
 
 
 @needs_nixl
@@ -168,8 +168,8 @@ def test_the_process_that_reads_is_killed(server: TransferServer) -> None:
 def test_nothing_is_written_after_a_transfer_that_was_stuck(
     server: TransferServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on when the other side does; another holder is read meanwhile, and no core is used."""
-    monkeypatch.setattr(nixl, "_PIECES", 4)  # all of them may be stuck
+    """The transfer resumes with the holder. Meanwhile another holder can be read, and no CPU time is used."""
+    monkeypatch.setattr(nixl, "_PIECES", 4)  # all pieces may be stuck
     address = TransferAddress("127.0.0.1", server.port)
     with (
         image_holder(MUCH) as holder,
@@ -183,7 +183,7 @@ def test_nothing_is_written_after_a_transfer_that_was_stuck(
         for process in processes:
             os.kill(process, signal.SIGSTOP)
         if os.environ.get("UCX_TLS") is None:
-            image.close()  # memory of a process that is stopped can be read
+            image.close()  # the memory of a stopped process can still be read
         assert isinstance(reader.failure(), OSError)
         mine = [psutil.Process(child) for child in _children() if child not in processes]
         before = bytes(reader.into), sum(sum(each.cpu_times()[:2]) for each in mine)
@@ -231,7 +231,7 @@ def test_the_same_process_offers_segment_after_segment() -> None:
         with Segment.create("one of many", 1 << 20) as segment:
             kind.offer(segment).close()
     (child,) = _children()
-    # Neither mapped nor registered any more.
+    # The segments are neither mapped nor registered any more.
     assert "one of many" not in Path(f"/proc/{child}/maps").read_text()
     assert psutil.Process(child).num_threads() < 10
     kind.close()

@@ -1,4 +1,4 @@
-"""Two workers in one process copy each other's images, and agree which saves are replicated."""
+"""Two workers in one process copy each other's images, and agree on the saves that are replicated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Worker:
         self.saves = SavesOfTrainer(storage_for, self.store, self._tell, lambda *_: None, 2)
 
     def join(self, port: int) -> None:
-        """Meet the other rank at the store of the first one."""
+        """Join the other rank at the store of the first rank."""
         self.port = port
         rendezvous = Rendezvous("127.0.0.1", port, "token", KEY, self.rank, 2)
         self.saves.join(rendezvous, 10.0)
@@ -68,26 +68,26 @@ class Worker:
         return request
 
     def stage(self, save_id: int) -> None:
-        """Its trainer stages a save, in the slot after that of the one before."""
+        """Stage a save as the trainer does, in the next slot."""
         request = self._begin(save_id)
         self.store.hosted(self.number).slots.set(request.slot, State.STAGED)
         self.saves.staged(Staged(save_id, {}))
 
     def fail(self, save_id: int, error: CheckpointError) -> None:
-        """A save fails before it is staged."""
+        """Begin a save that fails before it is staged."""
         self._begin(save_id)
         self.saves.cancel(save_id, error)
 
     def replace(self, port: int) -> None:
-        """Another worker takes the place of this one, which has died."""
-        with mock.patch.object(Rounds, "gone_soon"):  # it could not say so
+        """Replace this worker, as after its death, by a new worker."""
+        with mock.patch.object(Rounds, "gone_soon"):  # a dead worker cannot say goodbye
             self.close()
         self.store, self.told = SegmentStore(), {}
         self.__post_init__()
         self.join(port)
 
     def copies(self) -> set[int]:
-        """The saves that it has copies of."""
+        """Return the saves that this worker has copies of."""
         found = set()
         for save_id in range(1, 10):
             if (held := self.store.held(ImageKey(f"attempt {save_id}", 1 - self.rank))) is not None and held.is_copy:
@@ -147,7 +147,7 @@ def test_a_copy_stays_until_it_is_known_what_it_is_good_for(workers: list[Worker
     wait_for(_are_told(workers, 1))
     second.stage(2)
     wait_for(lambda: first.copies() == {1, 2})
-    second.stage(3)  # the first one's image of step 2 is still to come
+    second.stage(3)  # the first rank's image of step 2 is still missing
     assert not _holds(lambda: first.copies() != {1, 2}, within=1.0) and first.told.keys() == {1}
     first.stage(2)
     wait_for(_are_told(workers, 2))
@@ -169,7 +169,7 @@ def test_a_copy_stays_though_a_later_save_has_failed(workers: list[Worker], monk
         assert may_begin.wait(10)
         return begin(held)
 
-    monkeypatch.setattr(second.replicator.copies, "begin", begin_late)  # its network is slow
+    monkeypatch.setattr(second.replicator.copies, "begin", begin_late)  # the second rank's network is slow
     for each in workers:
         each.stage(2)
     wait_for(lambda: first.copies() == {1, 2})
@@ -179,7 +179,7 @@ def test_a_copy_stays_though_a_later_save_has_failed(workers: list[Worker], monk
     _holds(lambda: first.copies() != {1, 2}, within=1.0)
     may_begin.set()
     wait_for(_are_told(workers, 2))
-    assert [each.told[2] for each in workers] == [None, None]  # so a host may be lost: all have copies of it
+    assert [each.told[2] for each in workers] == [None, None]  # all hosts have copies, so one may be lost
     assert 2 in first.copies() and 2 in second.copies()
 
 
@@ -190,7 +190,7 @@ def test_what_failed_before_it_was_staged_holds_up_no_later_save(workers: list[W
     wait_for(_are_told(workers, 1))
     second.stage(2)
     wait_for(lambda: first.copies() == {1, 2})
-    # The disk of the first rank is full: it cannot write what its trainer is still staging.
+    # The first rank's disk is full, so its worker cannot write the save that is still being staged.
     first.fail(2, StorageError("no space left"))
     wait_for(_are_told(workers, 2))
     for each in workers:
@@ -201,7 +201,7 @@ def test_what_failed_before_it_was_staged_holds_up_no_later_save(workers: list[W
 
 
 def test_what_a_dead_worker_had_copied_does_not_count(workers: list[Worker]) -> None:
-    """It has reported, and the first rank still copies. Its host may be the one that is lost."""
+    """The second worker dies after its report, while the first rank still copies. Its copies are lost."""
     first, second = workers
     may_begin, begin = threading.Event(), first.replicator.copies.begin
 

@@ -1,4 +1,4 @@
-"""Transport by sealed sockets, and what those can do who do not know the key, or sit in between."""
+"""Transport by sealed sockets, and attacks by clients without the key and by a man in the middle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TestSockets(TransportContract):
 
 @pytest.fixture
 def address() -> Iterator[TransferAddress]:
-    """Of a server in this process that holds an image."""
+    """The address of a server in this process that holds an image."""
     store = SegmentStore()
     hold(store, NBYTES)
     server = TransferServer(store, (KEY,), "127.0.0.1")
@@ -48,7 +48,7 @@ def _read_all(address: TransferAddress) -> bool:
 
 
 def test_an_answer_may_take_time(address: TransferAddress, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As to make the checksums of a large image: longer than any other answer may."""
+    """The checksums of a large image may take longer than ``answer_s``."""
     lease = SegmentStore.lease
 
     def lease_slowly(*args: Any, **options: Any) -> Any:
@@ -83,7 +83,7 @@ def test_a_thousand_strangers_get_nothing_and_stall_nothing(address: TransferAdd
         except OSError:
             pass
         stranger.close()
-    assert said <= 1000 * 32  # a nonce each, and no more
+    assert said <= 1000 * 32  # at most a nonce each
 
 
 def test_who_guesses_the_key_is_not_let_in(address: TransferAddress) -> None:
@@ -93,7 +93,10 @@ def test_who_guesses_the_key_is_not_let_in(address: TransferAddress) -> None:
 
 
 class _Between:
-    """Sits between a reader and the holder. ``change``: what it makes of the n-th piece that comes from the holder."""
+    """A man in the middle between a reader and the holder.
+
+    ``flip_at``: the offset of the byte from the holder that is changed. ``repeat``: send pieces of the reader twice.
+    """
 
     def __init__(self, address: TransferAddress) -> None:
         self._to = address
@@ -171,9 +174,9 @@ def test_who_changes_one_bit_on_the_way_is_found_out(between: _Between, address:
 def test_what_was_said_before_is_not_listened_to_again(between: _Between, address: TransferAddress) -> None:
     between.repeat = True
     with pytest.raises(OSError):
-        for _ in range(2):  # where pieces came joined, only the last of a connection may have been said twice
+        for _ in range(2):  # if pieces arrive joined, perhaps only the last piece of a connection is repeated
             _read_all(between.address)
-    # Nor on another connection.
+    # A replay on another connection fails, too.
     replayed = socket.create_connection((address.host, address.port), timeout=10)
     replayed.sendall(b"".join(between.heard))
     said = b""
@@ -188,7 +191,7 @@ def test_what_was_said_before_is_not_listened_to_again(between: _Between, addres
 
 
 def test_what_is_cut_is_not_waited_for(between: _Between, address: TransferAddress) -> None:
-    """The connection ends in the middle of a message."""
+    """A connection that ends in the middle of a message fails the read."""
     peer = Holder(between.address, KEY, "sockets")
     image = peer.open(IMAGE)
     failed = threading.Event()
@@ -214,7 +217,7 @@ def test_bytes_are_not_read_without_a_lease(address: TransferAddress) -> None:
         image = peer.open(IMAGE)
         reading = image._reading
         with pytest.raises(OSError):
-            image.read(1 << 40, memoryview(bytearray(PAGE)))  # nor beyond the end
+            image.read(1 << 40, memoryview(bytearray(PAGE)))  # beyond the end
         image.close()
         peer.ping()
         other = peer.open(IMAGE)
@@ -234,7 +237,7 @@ class _Forgery:
 
 
 def test_who_knows_the_key_runs_nothing(address: TransferAddress, tmp_path: Path) -> None:
-    """A locator has it, and is given to other hosts."""
+    """A locator contains the key, and other hosts get it. So the key must not give its owner a way to run code."""
     connection = connect(address, KEY)
     connection.send(_Forgery(tmp_path / "made"))
     with pytest.raises(OSError):

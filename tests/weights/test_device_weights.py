@@ -1,4 +1,4 @@
-"""Weights on a device: published with conversion, offloaded."""
+"""Weights on a device: publication with conversion, and offload."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_is_converted_is_so_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
 ) -> None:
-    """On a side stream, like all copies: nothing is awaited one by one, as blocking copies are."""
+    """The conversion runs on a side stream, like all copies. No tensor is copied by a blocking copy of its own."""
     monkeypatch.setattr(device_copy, "_CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(WeightBuffer, "views", lambda *_: pytest.fail("copied one by one"))
     weights = _weights(device_type)
@@ -63,7 +63,7 @@ def test_what_is_converted_is_so_on_the_device(
 def test_a_reader_copies_from_pinned_memory(
     device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber
 ) -> None:
-    """On its stream, and from memory that the driver knows. The lease ends when it has, and nobody can write there."""
+    """The copy runs on the reader's stream, from registered memory. Nobody overwrites the slot before the copy ends."""
     before = accelerators.registrations()
     for version in range(1, 13, 3):
         weights = {name: tensor.cpu() + version for name, tensor in _weights(device_type).items()}
@@ -71,24 +71,24 @@ def test_a_reader_copies_from_pinned_memory(
         with subscriber.acquire(version, pin=device_type) as acquired:
             busy(0.1)
             copied = {name: tensor.to(device_type, non_blocking=True) for name, tensor in acquired.items()}
-        for more in (1, 2):  # which are written where that one was
+        for more in (1, 2):  # these go into the slot of the copied version
             publisher.publish({name: tensor * 0 for name, tensor in weights.items()}, version + more)
         assert all(same(copied[name].cpu(), tensor) for name, tensor in weights.items())
     pinned = accelerators.registrations() - before
-    assert pinned == 2 or device_type == "cuda"  # once a slot
+    assert pinned == 2 or device_type == "cuda"  # once for each slot
     kept = subscriber.acquire(pin=device_type)["large"]
     subscriber.close()
     assert accelerators.registrations() == before
-    assert same(kept, weights["large"] * 0)  # it is mapped still
+    assert same(kept, weights["large"] * 0)  # the memory is still mapped
 
 
 def test_memory_that_may_be_given_back_is_not_pinned(
     device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber
 ) -> None:
-    """A driver knows pages, and the third slot may have others by the time that it is used again: nobody would see."""
+    """The driver registers pages. The third slot may have other pages when it is used again, without any error."""
     before = accelerators.registrations()
     held = []
-    for version in (1, 2, 3):  # the third one in the slot that is there for readers of older versions
+    for version in (1, 2, 3):  # the third version is in the slot for readers of older versions
         publisher.publish({"at": torch.full((300, 300), float(version))}, version)
         held.append(subscriber.acquire(version, pin=device_type))
         assert torch.equal(held[-1]["at"].to(device_type).cpu(), torch.full((300, 300), float(version)))
@@ -98,7 +98,7 @@ def test_memory_that_may_be_given_back_is_not_pinned(
 
 
 class _Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The dtypes of all copies from a device to the host: of what is copied, and of where it goes."""
+    """Records the source dtype and the target dtype of each copy from a device to the host."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,7 +117,7 @@ def test_what_comes_one_by_one_is_converted_on_the_device(device_type: str, publ
     for version in (1, 2):  # the first time, nothing is planned
         with _Crossings() as crossings:
             publisher.publish(iter(weights.items()), version, dtype=torch.bfloat16)
-        assert len(crossings.dtypes) == len(weights) - 1  # but for the one of the host
+        assert len(crossings.dtypes) == len(weights) - 1  # all but the tensor on the host
         assert all(one == other for one, other in crossings.dtypes)
 
 
@@ -129,7 +129,7 @@ def test_what_comes_one_by_one_may_use_the_same_memory_on_any_stream(
     monkeypatch: pytest.MonkeyPatch,
     most: int,
 ) -> None:
-    """The host has what came when it asks for the next one, or a copy of it that nobody touches."""
+    """Before the next tensor is requested, the last tensor is on the host, or in a copy of its own on the device."""
     monkeypatch.setattr(streamed_copies, "_MOST_BYTES", most)
     memory = torch.empty(1200, 900, device=device_type)
     other = module().Stream(device_type)
@@ -154,7 +154,7 @@ def test_what_comes_one_by_one_may_use_the_same_memory_on_any_stream(
 def test_the_next_one_is_asked_for_while_one_is_under_way(
     device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber
 ) -> None:
-    """Whoever gathers it together with this process shall not wait for the link. What is published has come."""
+    """Ranks that gather the next tensor together must not wait for a copy to the host. ``publish`` waits at its end."""
     weights = {f"{number}": torch.full((300, 200), float(number), device=device_type) for number in range(4)}
     asked: list[float] = []
 
@@ -183,7 +183,7 @@ def test_no_copy_is_under_way_when_an_interrupt_is_raised(
     monkeypatch: pytest.MonkeyPatch,
     at: str,
 ) -> None:
-    """By Ctrl-C; what is published next, from the host, stands in the same memory."""
+    """After Ctrl-C, the next publication, from the host, uses the same memory."""
 
     def gathered(device: str, value: float) -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(4):
@@ -243,7 +243,7 @@ def test_nothing_is_published_while_a_graph_is_captured(
 def test_the_driver_is_told_before_memory_is_given_back(
     device_type: str, publisher: WeightPublisher, subscriber: WeightSubscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else copies would go to pages that are not there any more."""
+    """Otherwise copies would go to pages that are gone."""
     pinned: list[bool] = []
     give_back = Segment.give_back
 
@@ -270,7 +270,7 @@ def test_the_driver_is_told_before_memory_is_given_back(
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_what_is_dropped_keeps_no_memory_pinned(device_type: str, root: Path) -> None:
-    """The system could not have it back."""
+    """The system cannot take back pinned memory."""
     before = registrations()
     weights = _weights(device_type)
     publisher, checkpointer = WeightPublisher("dropped"), Checkpointer(root)
@@ -289,7 +289,7 @@ def _filled(model: nn.Module, value: float) -> bool:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_parameters_go_off_the_device_and_come_back(device_type: str, index: int) -> None:
-    """The caller's stream is its own: the threads that copy use another, and must neither be early nor late."""
+    """The caller and the copying threads use different streams, and have to wait for each other."""
     if index >= module().device_count():
         pytest.skip("one device")
     device = f"{device_type}:{index}"

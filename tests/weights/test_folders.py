@@ -1,4 +1,4 @@
-"""Folders of versions, as engines reload them."""
+"""Folders of versions, from which engines reload their weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_newest_versions_are_folders(publisher: WeightPublisher, tmp_path: P
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / "like" / name).write_text(name)
     updates = tmp_path / "updates"
-    (updates / "weight_v000001").mkdir(parents=True)  # of a process that was killed
+    (updates / "weight_v000001").mkdir(parents=True)  # left by a killed process
     with WeightSubscriber(ADDRESS) as reader, WeightFolders(reader, updates, like=tmp_path / "like") as folders:
         for version in range(2, 6):
             publisher.publish(model(version), version)
@@ -38,11 +38,11 @@ def test_the_newest_versions_are_folders(publisher: WeightPublisher, tmp_path: P
             assert sorted(os.listdir(path)) == ["config.json", "model.safetensors", "tokenizer.json"]
             loaded = load_file(path / "model.safetensors")
             assert all(torch.equal(loaded[name], tensor) for name, tensor in model(version).items())
-            assert folders.update() == str(path)  # it is there already
+            assert folders.update() == str(path)  # the folder exists already
         assert sorted(os.listdir(updates)) == ["latest", "weight_v000004", "weight_v000005"]
         assert torch.equal(
             load_file(updates / "weight_v000004" / "model.safetensors")["steps"], torch.tensor(4)
-        )  # it is still there
+        )  # the older version is still there
     assert not os.listdir(updates)
     with pytest.raises(ClosedError):
         folders.update()

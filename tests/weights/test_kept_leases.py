@@ -1,4 +1,4 @@
-"""What is leased stays readable, whatever the subscriber maps next: another trainer's memory, or another structure."""
+"""A leased version stays readable when the subscriber maps another trainer's memory or another structure."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_folders_stay_when_the_trainer_is_started_anew(tmp_path: Path) -> None:
         first = folders.update()
         assert _is(Path(first), 1)
         alone(_take_over_and_die)
-        assert folders.update() == first and _is(Path(first), 1)  # nothing new
+        assert folders.update() == first and _is(Path(first), 1)  # no new version
         alone(_publish_and_die, 2)
         folders.update(2)
-        assert _is(Path(first), 1)  # it is one of the two that are kept
+        assert _is(Path(first), 1)  # one of the two folders that are kept
 
 
 def test_folders_stay_when_the_structure_changes(
@@ -51,7 +51,7 @@ def test_folders_stay_when_the_structure_changes(
 ) -> None:
     with WeightFolders(subscriber, tmp_path / "updates", keep=4) as folders:
         found = {}
-        for version in range(1, 5):  # each structure has two
+        for version in range(1, 5):  # two versions for each structure
             publisher.publish({"w": torch.full((1000 * ((version + 1) // 2),), float(version))}, version)
             found[version] = Path(folders.update())
         for version, path in found.items():
@@ -66,7 +66,7 @@ def test_what_has_changed_is_told_across_structures(publisher: WeightPublisher, 
 
 
 def test_what_is_compared_stays_mapped() -> None:
-    """Another thread asks for what is new while two versions are compared."""
+    """Another thread acquires a newer version while two versions are compared."""
     script = """
 import torch
 import asyncckpt.weights.lease as lease

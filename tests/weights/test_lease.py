@@ -1,4 +1,4 @@
-"""A lease keeps a version as it is while it is read, and ends with its reader."""
+"""A lease keeps a version unchanged while it is read, and ends with its reader."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_readers_may_change_what_they_have(publisher: WeightPublisher, subscribe
 
 
 def _private_bytes() -> int:
-    """What this process has of its own, of memory that it has mapped of the worker's."""
+    """Return the private bytes of this process in its mappings of the worker's memory."""
     nbytes, is_ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -86,7 +86,7 @@ def test_a_lease_keeps_a_version_and_ends_with_its_block(
     with subscriber.acquire(version=2) as second:
         for version in range(4, 10):
             assert not publisher.publish(model(version), version).skipped
-            assert version_in(second) == 2 and _images() == 3  # one more, for this reader
+            assert version_in(second) == 2 and _images() == 3  # one more image, for this reader
             with subscriber.acquire() as newest:
                 assert version_in(newest) == newest.version == version
         assert subscriber.versions() == [2, 8, 9]
@@ -95,10 +95,10 @@ def test_a_lease_keeps_a_version_and_ends_with_its_block(
 
 
 def _images() -> int:
-    """How many images of the weights this process has, mapped to be written to."""
+    """Return the number of images of the weights that this process has mapped for writing."""
     lines = map(str.split, Path("/proc/self/maps").read_text().splitlines())
     ours = [line for line in lines if "memfd:asyncckpt" in line[-2] and line[1] == "rw-s"]
-    return len(ours) - 1  # and one page for what is published
+    return len(ours) - 1  # one mapping is the page of publications
 
 
 def test_a_tensor_that_outlives_the_block_keeps_its_slot(
@@ -155,12 +155,12 @@ def test_or_the_trainer_waits_for_them() -> None:
         publisher.publish(model(1), 1)
         first = reader.acquire()
         publisher.publish(model(2), 2)
-        # Only now: its worker may need a moment for what else is limited by that.
+        # Set the short timeout only now, because it also limits other answers of the worker.
         publisher._config = replace(patient, timeout=0.2)
         with pytest.raises(WeightsTimeoutError, match="readers have kept all slots"):
             publisher.publish(model(3), 3)
         assert version_in(first) == 1
-    assert (version_in(second), version_in(third)) == (2, 3)  # beyond all there was of the trainer
+    assert (version_in(second), version_in(third)) == (2, 3)  # the leases outlive the trainer and its worker
 
 
 def test_the_lease_of_a_killed_reader_ends(publisher: WeightPublisher) -> None:
@@ -187,7 +187,7 @@ def test_a_reader_that_is_only_let_go_of_leaves_nothing(publisher: WeightPublish
         with WeightSubscriber("policy").acquire() as weights, weights.safetensors() as (path,):
             assert version_in(weights) == 1 and os.path.exists(path)
         del weights
-    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1  # that of listdir
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1  # the descriptor of listdir
 
 
 def test_the_interpreter_may_end_with_all_of_it_alive() -> None:
@@ -205,7 +205,7 @@ def test_the_interpreter_may_end_with_all_of_it_alive() -> None:
 
 
 def test_what_is_mapped_stays_while_the_worker_leaves() -> None:
-    """Between giving all back and hanging up it is still there to be asked."""
+    """A worker may still answer after it has released its memory, before it hangs up."""
     publishing, name = Publishing(100), endpoint_name("policy", 0)
     service = EndpointService(name, "", 60, publishing.store, Serving(publishing.store))
     rank = RankPublications(partial(ReaderClient.connect, name))

@@ -1,4 +1,4 @@
-"""Weights on other hosts: one worker of each has them, for all readers there, whoever comes, goes or dies."""
+"""Weights on other hosts: one worker of each host has them for all its readers, even if processes die."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> At:
 
 
 class At:
-    """From now on this process is on the host of that number."""
+    """Moves this process to the host of a number."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder, self._monkeypatch = folder, monkeypatch
@@ -54,7 +54,7 @@ class At:
         return self
 
     def workers(self) -> list[int]:
-        """The process ids of the workers there."""
+        """Return the process ids of the workers on the current host."""
         found = []
         for name in endpoint_names():
             if (connection := connect(name)) is not None:
@@ -85,10 +85,10 @@ def test_readers_of_other_hosts(at: At) -> None:
             at(host)
             with one.acquire(2, timeout=60) as weights, weights.safetensors() as paths:
                 assert torch.equal(load_file(paths[0])["embed.weight"], model(2)["embed.weight"])
-                weights["embed.weight"].add_(1)  # which nobody else sees
+                weights["embed.weight"].add_(1)  # no other reader sees this
             with other.acquire(2, timeout=60) as weights:
                 assert version_in(weights) == 2
-        # Who comes without a locator finds what the host has.
+        # A reader without a locator finds the version of its host.
         with WeightSubscriber(ADDRESS) as reader, reader.acquire() as weights:
             assert version_in(weights) == 2
         for each in (*readers[1], *readers[2]):
@@ -116,7 +116,7 @@ def test_what_a_reader_has_stays_as_it_is(at: At) -> None:
             for version in range(1, 4):
                 publisher.publish(model(version), version)
                 held.append(reader.acquire(version, timeout=60))
-            # All slots of the host are being read: nothing newer comes, until one of them is given back.
+            # All slots of the host are being read, so no newer version comes until one slot is released.
             assert not publisher.publish(model(4), 4).skipped
             with pytest.raises(WeightsTimeoutError):
                 reader.acquire(4, timeout=0.5)
@@ -142,7 +142,7 @@ def test_a_worker_that_is_killed_is_replaced(at: At) -> None:
             publisher.publish(model(2), 2)
             with reader.acquire(2, timeout=60) as newer:
                 assert version_in(newer) == 2
-            assert version_in(weights) == 1  # what is mapped stays
+            assert version_in(weights) == 1  # the mapped version stays
             weights.release()
             assert at.workers() != [worker]
 
@@ -181,7 +181,7 @@ def _publish(folder: str, version: int, file: str, told: Connection) -> None:
 
 
 def test_a_trainer_that_is_started_anew_is_followed(at: At, folder: Path) -> None:
-    """Its worker is gone, too, and it goes back: readers of other hosts take what it publishes."""
+    """The new trainer has a new worker and an older version. Readers of other hosts still accept the version."""
     file = str(folder / "locator")
     reader = None
     for version in (7, 3):
@@ -206,7 +206,7 @@ def test_a_trainer_that_is_started_anew_is_followed(at: At, folder: Path) -> Non
 
 
 def _serve_together(root: str, file: str) -> str | None:
-    os.environ[FOLDER_VARIABLE] = f"{root}/trainer-{dist.get_rank()}"  # each rank on a host of its own
+    os.environ[FOLDER_VARIABLE] = f"{root}/trainer-{dist.get_rank()}"  # a host for each rank
     with WeightPublisher(ADDRESS, process_group=dist.group.WORLD, config=CONFIG) as publisher:
         publisher.serve("127.0.0.1", file=file)
         for step in (1, 2):
@@ -242,7 +242,7 @@ def test_nobody_is_there(at: At) -> None:
 
 
 def test_a_key_that_is_refused_is_told(at: At, folder: Path) -> None:
-    """The locator is read again, as a trainer that is started anew writes another one."""
+    """The mirror reads the locator again, because a restarted trainer writes a new one."""
     at(0)
     place = folder / "locator"
     with WeightPublisher(ADDRESS, config=CONFIG) as publisher:
@@ -285,10 +285,10 @@ def test_what_has_changed_since_a_version(at: At) -> None:
             state["norm.weight"][3] += 1
             publisher.publish(state, 2)
             with reader.acquire(2, timeout=60) as weights:
-                weights["embed.weight"].add_(1)  # this reader's own change is none
+                weights["embed.weight"].add_(1)  # the reader's own change does not count
                 assert weights.changed_since(1) == {"norm.weight"}
                 assert weights.changed_since(2) == set()
-                assert weights.changed_since(0) == set(weights)  # it is not known
+                assert weights.changed_since(0) == set(weights)  # version 0 is not known
             at(0)
             with WeightSubscriber(ADDRESS, prefix="norm.") as near, near.acquire(2) as weights:
                 assert weights.changed_since(1) == {"weight"}

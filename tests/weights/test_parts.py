@@ -1,4 +1,4 @@
-"""Parts of a tensor, against an array that has them all."""
+"""Gaps and overlaps of a tensor's parts, checked against an array of counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private views: what one has written there is gone when the next one has them."""
+"""Private views: the changes of one user are gone before the next user gets the view."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncckpt.weights.lease import PrivateViews
 @pytest.mark.parametrize("nbytes", [PAGE, 3 * PAGE + 7, HUGE_PAGE, 3 * HUGE_PAGE + PAGE + 7])
 @pytest.mark.parametrize("pages", ["small", "huge"])
 def test_what_was_written_is_gone(nbytes: int, pages: str) -> None:
-    """Wherever a mapping begins, and whatever its pages."""
+    """The changes are gone for all sizes of mappings and pages."""
     with Segment.create("asyncckpt-test", nbytes) as segment:
         if pages == "huge":
             take_huge(segment, 0, nbytes)

@@ -1,4 +1,4 @@
-"""What is staged for a checkpoint is what readers get, where it is; and readers never stand in the way of a save."""
+"""Readers get a save where it is staged, without a copy, and never block later saves."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def test_saves_go_on_beside_a_reader_who_never_ends(root: Path) -> None:
             held = subscriber.acquire()
             for step in range(2, 12):
                 publication = checkpointer.publish(checkpointer.save(step, numbered(step)))
-                assert publication.skipped  # the other slot is for saves
+                assert publication.skipped  # the other slot is reserved for saves
                 assert number_in(held) == 1 and subscriber.versions() == [1]
             held.release()
             assert not checkpointer.publish(checkpointer.save(12, numbered(12))).skipped
             with subscriber.acquire(12) as weights:
                 assert number_in(weights) == 12
         checkpointer.wait()
-        for step in checkpointer.steps()[-2:]:  # an older one may just be being removed
+        for step in checkpointer.steps()[-2:]:  # retention may be removing an older step
             into = zeros_like(numbered(0))
             checkpointer.load(into, step)
             assert same(into["model"], numbered(step)["model"])
@@ -141,7 +141,7 @@ def test_a_fork_publishes_nothing(root: Path) -> None:
         save = checkpointer.save(1, numbered(1))
         for version in range(4):
             publisher.publish(numbered(version), version)
-        weights = numbered(9)  # torch computes nothing in a fork
+        weights = numbered(9)  # made before the fork, because torch computes nothing in a fork
 
         def save_again() -> object:
             return checkpointer.publish(save)
@@ -223,7 +223,7 @@ def test_a_trainer_that_takes_over_leaves_alone_what_is_read(root: Path) -> None
 
 
 def test_what_was_removed_by_hand_is_gone_for_publication_too(root: Path) -> None:
-    """As it is for loads: the worker of the trainer before still has it."""
+    """The previous trainer's worker still has the removed step. Publication ignores the step, as loads do."""
     assert alone(_train_and_die, str(root), 3) == (-signal.SIGKILL, 3)
     with WeightSubscriber.of_checkpoints(root, prefix="model.") as subscriber:
         with subscriber.acquire() as weights:
@@ -233,12 +233,12 @@ def test_what_was_removed_by_hand_is_gone_for_publication_too(root: Path) -> Non
             with pytest.raises(CheckpointNotFoundError):
                 checkpointer.load(numbered(0))
             assert not checkpointer.publish(checkpointer.save(0, numbered(0))).skipped
-            with subscriber.acquire() as weights:  # who has had a newer one is told that this is meant
+            with subscriber.acquire() as weights:  # the version is marked as a roll-back for readers of newer versions
                 assert number_in(weights) == weights.version == 0
 
 
 def test_what_still_stands_is_not_published_again(root: Path) -> None:
-    """The newest step was removed by hand, and not the one before it."""
+    """Only the newest step was removed by hand. The step before it still counts as published."""
     assert alone(_train_and_die, str(root), 3, 3) == (-signal.SIGKILL, 3)
     shutil.rmtree(root / "step-00000003")
     with Checkpointer(root, Config(slots=3)) as checkpointer:
@@ -295,7 +295,7 @@ def _publish_where_one_skips(root: str) -> list[bool]:
         endpoint = endpoint_name(job_of_checkpoints(root, None), dist.get_rank())
         part = RankPublications(partial(ReaderClient.connect, endpoint))
         held = None
-        if dist.get_rank() == 1:  # here alone somebody reads
+        if dist.get_rank() == 1:  # only this rank has a reader
             part.refresh(60.0)
             (published,) = part.versions()
             held = (part.lease(published, "readonly") or [])[0]

@@ -1,4 +1,4 @@
-"""A folder of DCP's in a set of files is read where it is staged, as a checkpoint of a state dict is."""
+"""A DCP folder in a file set is read where it is staged, like a checkpoint of a state dict."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from asyncckpt.weights import WeightSubscriber
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
-LARGE = 300_000  # elements: a file of torch's of fewer than a MiB is not staged
+LARGE = 300_000  # elements: a torch file below 1 MiB is not staged
 
 
 def model(step: int) -> dict[str, torch.Tensor]:
@@ -38,7 +38,7 @@ def model(step: int) -> dict[str, torch.Tensor]:
 
 
 def files(step: int, *more: str) -> FileSet:
-    """All kinds of files, with the model in the folder "actor", and ``more`` folders."""
+    """Return a file set with all kinds of files: the model in the folder "actor", and ``more`` folders."""
     its = FileSet()
     its.add_torch_file("optimizer.pt", {"moment": torch.full((LARGE,), -1.0)})
     its.add_safetensors("other.safetensors", {"w": torch.full((9,), -2.0)})
@@ -51,7 +51,7 @@ def files(step: int, *more: str) -> FileSet:
 
 
 def mapped_at(inode: int) -> Iterator[range]:
-    """Where this process has mapped that segment."""
+    """Yield the address ranges of this process's mappings of a segment."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.split()[4] == str(inode):
             begin, end = (int(address, 16) for address in line.split()[0].split("-"))
@@ -77,7 +77,7 @@ def test_the_folder_is_read_where_it_is_staged(root: Path) -> None:
             _, seen = alone(_read_and_say, str(root), step)
             assert same(seen, model(step))
             with WeightSubscriber.of_checkpoints(root) as subscriber, subscriber.acquire() as weights:
-                assert set(weights) == {"model.w", "model.b"}  # of no other file
+                assert set(weights) == {"model.w", "model.b"}  # no tensors of other files
             path = save.result(60)
         assert not verify(path).damages
         state: dict[str, Any] = {"model": zeros_like(model(2)), "step": 0}
@@ -86,7 +86,7 @@ def test_the_folder_is_read_where_it_is_staged(root: Path) -> None:
 
 
 def test_no_byte_is_copied_for_it(root: Path) -> None:
-    """Neither by the trainer, whose memory stays as it is, nor by a reader, whose tensors are in the trainer's."""
+    """The trainer takes no more memory, and the reader's tensors lie in the trainer's segment."""
     with Checkpointer(root) as checkpointer, WeightSubscriber.of_checkpoints(root, prefix="model.") as subscriber:
         checkpointer.prepare(files(0))
         (inode,) = before = mapped_segments()
@@ -94,7 +94,7 @@ def test_no_byte_is_copied_for_it(root: Path) -> None:
         assert mapped_segments() == before
         with subscriber.acquire() as weights:
             address, memory = weights["w"].data_ptr(), list(mapped_at(inode))
-            # The trainer's, the reader's to see what is published, and that of its lease.
+            # Three mappings: the trainer's, the reader's for the publications, and the lease's.
             assert any(address in each for each in memory) and len(memory) == 3
 
 
@@ -104,10 +104,10 @@ def test_of_several_folders_one_is_named(root: Path) -> None:
         checkpointer.publish(save, folder="actor")
         other = checkpointer.save(2, files(2, "critic"))
         checkpointer.publish(other, folder="critic")
-        # Each version is of its own folder.
+        # Each version has its own folder.
         assert same(read(str(root), 1), model(1))
         assert same(read(str(root), 2), {"w": torch.full((300,), 1002.0)})
-        # What is shown in a slot may be changed as long as nobody reads there.
+        # The folder that a slot publishes may change while nobody reads the slot.
         checkpointer.publish(other, 3, folder="actor")
         assert same(read(str(root), 3), model(2))
 
@@ -123,7 +123,7 @@ def test_what_is_no_folder_of_dcps_is_refused(root: Path, folder: str | None) ->
             checkpointer.publish(save, folder=folder)
         with WeightSubscriber.of_checkpoints(root) as subscriber:
             assert subscriber.versions() == []
-        assert not checkpointer.publish(save, folder="actor").skipped  # it was nothing but a wrong name
+        assert not checkpointer.publish(save, folder="actor").skipped  # only the name was wrong
         save.result(60)
 
 
@@ -141,7 +141,7 @@ def test_other_saves_have_no_folders(root: Path, tmp_path: Path) -> None:
         save = engine.save_file(tmp_path / "file.pt", {"w": torch.ones(LARGE)})
         with pytest.raises(CheckpointError, match="a file cannot be published"):
             engine.publish(save, 1)
-    with Engine(alone=True) as engine:  # whose worker nobody finds
+    with Engine(alone=True) as engine:  # without a job name, readers cannot find its worker
         save = engine.save(tmp_path / "set", files(1))
         with pytest.raises(CheckpointError, match="no endpoint"):
             engine.publish(save, 1)
@@ -182,7 +182,7 @@ def _publish_and_die(root: str) -> None:
 def test_a_trainer_that_takes_over_leaves_alone_what_is_read(root: Path) -> None:
     assert alone(_publish_and_die, str(root))[0] == -signal.SIGKILL
     with WeightSubscriber.of_checkpoints(root, prefix="model.") as subscriber:
-        held = subscriber.acquire()  # from the worker that lingers
+        held = subscriber.acquire()  # from the lingering worker
         assert held.version == 2
         with Checkpointer(root) as checkpointer:
             for step in range(3, 6):
@@ -219,7 +219,7 @@ def test_a_version_is_of_the_same_folder_on_all_ranks(tmp_path: Path, root: Path
 
 
 def _train(root: str, gate: str) -> None:
-    """Step after step of FSDP2; what is saved is one set of files, as that of verl's FSDP engine."""
+    """Train with FSDP2. Save and publish each step as one file set, as verl's FSDP engine does."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(40, 31), nn.ReLU(), nn.Linear(31, 40))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -255,7 +255,7 @@ def test_two_ranks_of_fsdp2(tmp_path: Path, root: Path) -> None:
             if not skipped:
                 held = subscriber.acquire(step)
             assert held is not None
-            assert same(dict(held.items()), seen[held.version - 1])  # nobody has written where it is read
+            assert same(dict(held.items()), seen[held.version - 1])  # the leased version is not overwritten
             assert held.version == (4 if step == 4 else 1)
             if step == 3:
                 held.release()

@@ -1,4 +1,4 @@
-"""A publisher: what is published is what is read, as one, version after version."""
+"""A publisher: readers get each version whole and unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_versions_grow(publisher: WeightPublisher, subscriber: WeightSubscriber)
         assert version_in(weights) == 7
         epoch = weights.epoch
     publisher.publish(model(3), 3, roll_back=True)
-    with subscriber.acquire() as weights:  # no surprise: the publisher has said so
+    with subscriber.acquire() as weights:  # no error, because the publisher has announced the roll-back
         assert version_in(weights) == 3 and weights.epoch > epoch
     with subscriber.acquire(version=7) as weights:
         publisher.publish(model(4), 4)
@@ -81,7 +81,7 @@ def test_a_stream_may_use_one_buffer_for_all(publisher: WeightPublisher, subscri
         for number in range(last):
             yield f"layer.{number}", buffer.fill_(version * 100 + number)
 
-    for version, last in enumerate((20, 20, 25, 25, 10, 10), start=1):  # the structure changes twice, half-way
+    for version, last in enumerate((20, 20, 25, 25, 10, 10), start=1):  # the structure changes twice
         assert not publisher.publish(stream(version, last), version).skipped
         with subscriber.acquire() as weights:
             assert list(weights) == [f"layer.{number}" for number in range(last)]
@@ -120,7 +120,7 @@ def test_another_structure_takes_the_place_of_the_old_one(
     with subscriber.acquire() as weights:
         assert list(weights) == ["other"] and version_in(weights) == 2
     assert subscriber.versions() == [2]
-    assert version_in(first) == 1  # what is leased stays, wherever it is
+    assert version_in(first) == 1  # a leased version stays, even in old memory
     first.release()
     publisher.publish(model(3), 3)
     with subscriber.acquire(3) as weights:
@@ -137,7 +137,7 @@ def test_what_cannot_be_published(publisher: WeightPublisher, subscriber: Weight
 
 
 class _Named(torch.nn.Parameter):
-    """May be anything, to who does not know it."""
+    """A subclass with unknown behavior."""
 
 
 def test_of_subclasses_each_publication_says_the_same(publisher: WeightPublisher) -> None:
@@ -204,7 +204,7 @@ def test_the_death_of_the_worker_takes_nothing_away(publisher: WeightPublisher, 
     assert client is not None
     os.kill(client.pid, signal.SIGKILL)
     client.wait_for_end(30)
-    with subscriber.acquire() as weights:  # of what is mapped here
+    with subscriber.acquire() as weights:  # from memory that is mapped already
         assert version_in(weights) == 1
     publisher.publish(model(2), 2)
     with subscriber.acquire(2) as weights:
@@ -218,7 +218,7 @@ def test_the_death_of_the_worker_takes_nothing_away(publisher: WeightPublisher, 
 
 
 def test_a_worker_that_died_is_replaced_at_once(publisher: WeightPublisher) -> None:
-    """A reader that comes between two publications finds what there is."""
+    """A reader that comes between two publications finds the newest version."""
     publisher.publish(model(1), 1)
     client = publisher.worker
     assert client is not None
@@ -251,7 +251,7 @@ def test_another_trainer_goes_on_where_one_has_died(subscriber: WeightSubscriber
     with WeightPublisher("policy") as publisher:
         with pytest.raises(VersionError, match="not newer than 3"):
             publisher.publish(model(2), 2)
-        # Before it has published anything, what there was is there.
+        # Before the new trainer publishes, the old versions are there.
         with WeightSubscriber("policy") as other:
             assert other.versions()[-1] == 3
         for version in range(4, 9):
@@ -261,7 +261,7 @@ def test_another_trainer_goes_on_where_one_has_died(subscriber: WeightSubscriber
         assert version_in(held) == 3
         assert subscriber.versions() == [3, 7, 8]
         memory = psutil.Process(publisher.worker.pid if publisher.worker else 0).memory_maps(grouped=False)
-        assert sum("asyncckpt" in region.path for region in memory) == 4  # a page, and three slots: none anew
+        assert sum("asyncckpt" in region.path for region in memory) == 4  # a page and three slots: no new segments
         held.release()
 
 

@@ -1,4 +1,4 @@
-"""Ranks publish together, each the part it has of sharded weights."""
+"""Ranks publish sharded weights together, each rank its own parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def _publish_together(address: str) -> list[bool]:
-    """The first rank reads, while both are there."""
+    """Publish on two ranks. The first rank reads each version while both ranks are alive."""
     seen = []
     with WeightPublisher(address, process_group=dist.group.WORLD) as publisher:
         for step in range(1, 5):
@@ -64,7 +64,7 @@ def _stream_together(address: str) -> list[bool]:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """All of it, for which the ranks meet."""
+    """Return the whole tensor. All ranks have to call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -121,7 +121,10 @@ def test_a_tensor_that_only_another_rank_has_is_published(tmp_path: Path) -> Non
 
 
 def _publish_over_parts_of_the_job(address: str) -> list[str]:
-    """Tensor parallel over two ranks, and data parallel over the pairs; the last rank has nothing of its own."""
+    """Publish weights that are tensor parallel over two ranks and data parallel over the pairs.
+
+    The last rank has only replicas.
+    """
     said = []
     rank = dist.get_rank()
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"]
@@ -135,7 +138,7 @@ def _publish_over_parts_of_the_job(address: str) -> list[str]:
                 "short": distribute_tensor(torch.ones(1) * version, pairs, [Shard(0)], src_data_rank=None),
             }
             if version == 2 and rank in (1, 3):
-                del weights["pairs"]  # as many elements as all of it are left, but half of them twice
+                del weights["pairs"]  # the parts still have the size of the tensor, but are the same half twice
             if version == 3 and rank == 2:
                 weights["pairs"] = (rows + version)[1:5]
             try:
@@ -165,7 +168,7 @@ def test_replicas_of_parts_are_published_once_and_gaps_never(tmp_path: Path) -> 
 
 
 def _publish_at_random(address: str, cases: int) -> int:
-    """Tensors of all dtypes, placed in all ways. Returns how many were read back as they were."""
+    """Publish tensors of all dtypes and placements. Return the number of tensors that were read back unchanged."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     some = [DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2, 3], [1, 3], [2])]
     meshes = [both, both["tensor"], both["data"], *some]
@@ -197,7 +200,7 @@ def _publish_at_random(address: str, cases: int) -> int:
 
 
 def _distributed(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
-    """Also where torch cannot copy such a dtype."""
+    """Distribute a tensor as integers, because torch cannot copy all dtypes."""
     parts = distribute_tensor(_as_integers(whole), mesh, placements, src_data_rank=None)
     local = parts.to_local().view(whole.dtype)
     return DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())
@@ -244,7 +247,7 @@ def _publish_after_one_was_ahead(address: str) -> list[str]:
     said = []
     with WeightPublisher(address, process_group=dist.group.WORLD) as publisher:
         publisher.publish(sharded(4), 4)
-        if dist.get_rank() == 0:  # the first rank was one version ahead when all died
+        if dist.get_rank() == 0:  # as if the first rank was one version ahead when all ranks died
             buffer, plan = publisher._buffers[-1], publisher._plan
             assert plan is not None
             slot = buffer.claim(plan, 3)
@@ -276,7 +279,7 @@ def _publish_alone(address: str) -> list[str]:
             publisher.publish(weights, 1)
         except UnsavableStateError as error:
             said.append(str(error))
-        # What is whole here can be published, be it a DTensor or not.
+        # A tensor that is whole on this rank can be published, even if it is a DTensor.
         publisher.publish({name: weights[name] for name in ("same", "plain")}, 1)
         with WeightSubscriber(f"{address}-{dist.get_rank()}") as subscriber, subscriber.acquire() as acquired:
             assert all(type(tensor) is torch.Tensor and not isinstance(tensor, DTensor) for tensor in acquired.values())
@@ -290,7 +293,7 @@ def test_one_rank_alone_publishes_no_parts(tmp_path: Path) -> None:
 
 
 def _publish_but_one(address: str) -> str:
-    """The second rank's publication is missing."""
+    """Publish on both ranks, and withdraw the second rank's publication. Return the reader's error."""
     said = ""
     subscribers._LEAST_ANSWER_S = 30.0  # the workers may need a moment
     with WeightPublisher(address, process_group=dist.group.WORLD) as publisher:

@@ -1,4 +1,4 @@
-"""Ranks that walk along a stream of the same tensors take each a share of them."""
+"""Ranks that iterate over equal streams of tensors each take a share of the tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class _Ranks:
-    """Ranks that tell each other nothing."""
+    """Ranks without communication. ``all_gather`` repeats this rank's value."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -30,7 +30,7 @@ class _Ranks:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_shares_of_a_stream_are_alike(ranks: int) -> None:
-    """Each tensor is one rank's, and shares differ by no more than the largest tensor."""
+    """Each tensor belongs to one rank, and the shares have about the same size."""
     dice = random.Random(ranks)
     tensors = [(f"{number}", torch.zeros(dice.choice([0, 1, 7, 1000, 30_000]))) for number in range(200)]
     taken: dict[str, int] = {}
@@ -43,7 +43,7 @@ def test_shares_of_a_stream_are_alike(ranks: int) -> None:
                 assert taken.setdefault(name, sharding.rank) == sharding.rank
                 shares[sharding.rank] += tensor.nbytes
 
-        for _ in range(2):  # each time it begins anew
+        for _ in range(2):  # the shares start over with each stream
             sharding.walk(iter(tensors), take)
             assert sharding.have_walked(as_planned=True)
     assert len(taken) == len(tensors)

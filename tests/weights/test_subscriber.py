@@ -1,4 +1,4 @@
-"""A subscriber finds the version it asks for, waits for it, and outlives trainers and workers."""
+"""A subscriber finds or waits for the requested version, and outlives trainers and workers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_threads_may_share_a_subscriber(publisher: WeightPublisher, subscriber: 
     readers = [threading.Thread(target=read, daemon=True) for _ in range(3)]
     for reader in readers:
         reader.start()
-    for version in range(2, 60):  # other structures, so that there is something to be asked for
+    for version in range(2, 60):  # other structures, so that readers have to ask the worker
         publisher.publish({f"{version % 7}": torch.full((300,), float(version))}, version)
         time.sleep(0.002)
     done.set()
@@ -104,7 +104,7 @@ def test_a_fork_asks_for_itself(publisher: WeightPublisher, subscriber: WeightSu
     ours = subscriber._ranks[0]._client
     assert ours is not None
     if (child := os.fork()) == 0:
-        ours.published = None  # type: ignore[assignment,method-assign]  # whoever asks by that fails
+        ours.published = None  # type: ignore[assignment,method-assign]  # a request over the parent's connection fails
         try:
             with subscriber.acquire() as weights:
                 os._exit(weights.version + 10)
@@ -126,7 +126,7 @@ def test_a_stopped_worker_holds_nobody_up_at_its_endpoint(
     ended: list[int] = []
 
     def ask() -> None:
-        for number in range(70):  # more than may wait there
+        for number in range(70):  # more clients than may wait at the endpoint
             with WeightSubscriber("policy") as reader, pytest.raises(TimeoutError):
                 reader.acquire(timeout=0.001)
             ended.append(number)
@@ -146,7 +146,7 @@ def test_a_reader_is_told_when_a_trainer_went_back_unawares(subscriber: WeightSu
         publisher.publish(model(50), 50)
         with subscriber.acquire() as weights:
             assert version_in(weights) == 50
-    # All is gone; a trainer that is started now cannot know.
+    # The old worker is gone, so a new trainer cannot know the last version.
     with WeightPublisher("policy") as publisher:
         publisher.publish(model(1), 1)
         with pytest.raises(VersionError, match="version 1 is the newest, and this reader has had 50"):

@@ -1,4 +1,4 @@
-"""The publisher's memory: two images at rest, more where readers keep older versions, and back to two."""
+"""The publisher's memory: two images at rest, more while readers keep older versions, and two again afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def images(publisher: WeightPublisher) -> float:
-    """How many images there is memory for, by what the system says."""
+    """Return the number of images that have memory, from the allocated blocks of the segments."""
     segments = [slot.segment for slot in publisher._buffers[-1]._slots]
     pages = [-(-segment.nbytes // 4096) for segment in segments]
     return sum(os.fstat(segment.fileno()).st_blocks / 8 for segment in segments) / pages[0]
@@ -33,7 +33,7 @@ def numbered(first: int = 1) -> Iterator[int]:
 
 
 def publish(publisher: WeightPublisher, versions: Iterator[int], times: int) -> int:
-    """Some versions. Returns the last."""
+    """Publish ``times`` versions. Return the last one."""
     version = 0
     for _ in range(times):
         version = next(versions)
@@ -42,7 +42,7 @@ def publish(publisher: WeightPublisher, versions: Iterator[int], times: int) -> 
 
 
 def grow(publisher: WeightPublisher, subscriber: WeightSubscriber, versions: Iterator[int], slots: int) -> None:
-    """Publish, while readers keep versions, until there are so many ``slots``."""
+    """Publish while readers keep versions, until there are ``slots`` slots."""
     with ExitStack() as held:
         for number in range(slots):
             version = publish(publisher, versions, 1)
@@ -66,7 +66,7 @@ def test_memory_is_given_back_when_readers_have_left(slots: int) -> None:
             for each in (subscriber, WeightSubscriber("policy")):
                 with each.acquire() as weights:
                     assert version_in(weights) == last
-        assert len(publisher._buffers[-1]._slots) == slots  # the same again
+        assert len(publisher._buffers[-1]._slots) == slots  # the slots are reused
 
 
 def test_what_is_read_stays(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
@@ -105,7 +105,7 @@ def test_without_memory_it_is_as_if_it_had_never_been_there(
 
 
 def _die(instant: str) -> None:
-    """In the midst of taking the memory of a slot again."""
+    """Die while the memory of a slot is given back, while it is taken again, or after it is taken."""
     versions = numbered()
     publisher, subscriber = WeightPublisher("policy"), WeightSubscriber("policy")
     grow(publisher, subscriber, versions, 3)
@@ -145,14 +145,14 @@ def _publish_together(address: str) -> list[float]:
             assert not publisher.publish(sharded(version), version).skipped
             dist.barrier()
             if version in (1, 15) and dist.get_rank() == 0:
-                held.append(subscriber.acquire())  # of both ranks
+                held.append(subscriber.acquire())  # a lease on both ranks
             if version in (4, 18) and dist.get_rank() == 0:
                 held.pop().release()
             dist.barrier()
             found.append(round(images(publisher)))
         if dist.get_rank() == 0:
             assert reads(subscriber, 29)
-        dist.barrier()  # a rank that leaves takes its part along
+        dist.barrier()  # a rank that leaves removes its part
     return found
 
 

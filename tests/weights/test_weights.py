@@ -63,7 +63,7 @@ def test_it_is_a_safetensors_file(publisher: WeightPublisher, subscriber: Weight
             assert same(dict(sorted(safetensors.torch.load_file(path).items())), dict(sorted(weights.items())))
             with safetensors.safe_open(path, "pt") as file:
                 assert set(file.keys()) == set(weights)
-            # As MoonshotAI's checkpoint-engine does it: the file as one tensor, shared, to be pinned; then removed.
+            # As MoonshotAI's checkpoint-engine does: map the file as one shared tensor to pin, then remove the file.
             whole = torch.from_file(path, shared=True, size=Path(path).stat().st_size, dtype=torch.uint8)
             header = 8 + int.from_bytes(bytes(whole[:8].tolist()), "little")
             assert header % 64 == 0 and whole.numel() == header + acquired.nbytes
@@ -78,7 +78,7 @@ DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch
 
 
 def _of_bytes(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors in which each byte is 0 or 1."""
+    """Return tensors in which each byte is 0 or 1."""
     ones = torch.arange(60_000 * dtype.itemsize).remainder(7).eq(3).byte().view(dtype)
     some = ones[:60].view(5, 12)
     tensors = {"small": some.view(torch.uint8).clone().view(dtype), "large": ones, "scalar": ones[3], "none": ones[:0]}
@@ -86,7 +86,7 @@ def _of_bytes(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> list[int]:
-    """Also where torch cannot copy such a dtype."""
+    """Return the bytes of a tensor. The tensor is viewed as integers, because torch cannot copy all dtypes."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.itemsize]
     return tensor.view(integer).contiguous().flatten().view(torch.uint8).tolist() if tensor.numel() else []
 
@@ -118,7 +118,7 @@ def test_whatever_torch_views_as_bytes_is_published(
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")
 def test_what_is_quantized_is_refused(publisher: WeightPublisher) -> None:
-    """By torch's own kind of tensor, of which the bytes are not all."""
+    """The bytes of torch's quantized tensors are not their whole value."""
     kinds = [dtype for dtype in DTYPES if str(dtype).startswith("torch.q")]
     assert len(kinds) == 5
     for dtype in kinds:

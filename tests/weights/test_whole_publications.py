@@ -1,4 +1,4 @@
-"""Publications of several ranks, along streams and to other hosts: none is partial, mixed, or half announced."""
+"""Publications of several ranks, by streams and to other hosts, are never partial, mixed, or half announced."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _worker_dies_after_the_last_word(address: str) -> list[object]:
         publisher.publish({"a": torch.ones(3)}, 1)
         begun = time.monotonic()
         try:
-            publisher.publish({"a": torch.ones(4)}, 2)  # another structure: the memory of the one before is released
+            publisher.publish({"a": torch.ones(4)}, 2)  # another structure, so the memory of the old one is released
             said.append("well")
         except CheckpointError as error:
             said.append(f"{type(error).__name__}")

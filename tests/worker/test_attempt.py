@@ -1,4 +1,4 @@
-"""All or nothing: in which order an attempt becomes durable, and when the slot is free."""
+"""All or nothing: the order in which an attempt becomes durable, and the moment when its slot is free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncckpt.storage.local import LocalStorage
 
 
 class Recorder:
-    """Sees what the process asks of the kernel, in order, with the state of the file at that moment."""
+    """Records the fsync and rename calls of this process in order, with the size of each synced file."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, str, int]] = []
@@ -50,8 +50,8 @@ def test_everything_is_durable_before_it_is_finalized(tmp_path: Path, monkeypatc
     hidden = f"{root}/.final.attempt.partial"
     kinds = [(kind, path) for kind, path, _ in recorder.events]
     assert kinds == [
-        ("fsync", str(tmp_path.parent)),  # another process may have made the folder for it just now
-        ("fsync", str(tmp_path)),  # that there is a root
+        ("fsync", str(tmp_path.parent)),  # another process may have just made this folder
+        ("fsync", str(tmp_path)),  # makes the root's own entry durable
         ("fsync", f"{hidden}/__0_0.index.json"),
         ("fsync", f"{hidden}/.metadata"),
         ("fsync", f"{hidden}/__0_0.distcp"),
@@ -93,7 +93,7 @@ def test_an_existing_root_may_stand_in_a_folder_that_cannot_be_synced(
 def test_the_first_index_of_a_set_is_durable_before_its_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save recognises an attempt by its index, and removes no folder without one."""
+    """A save recognises an attempt by its index, and never removes a folder without an index."""
     attempt = LocalStorage().begin_checkpoint(str(tmp_path / "final"), "1-1", 0)
     recorder = Recorder(monkeypatch)
     attempt.create("__0_0.index.json", large=False).close()

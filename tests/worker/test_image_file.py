@@ -1,4 +1,4 @@
-"""From an image to a file: direct writes where they work, pieces, and what one that fails does."""
+"""Writing an image to a file: direct I/O where possible, pieces, and failing writes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def _write(
     file: LocalFile, pool: ThreadPoolExecutor, image: memoryview, bounds: Sequence[int], wait_beyond: Any
 ) -> Any:
-    """The checksums, and whether the page cache was bypassed."""
+    """Write an image. Return the checksums, and whether the page cache was bypassed."""
     with ImageFile(file, pool, image, is_huge=False) as output:
         output.follow(wait_beyond)
         output.finish(bounds[-1])
@@ -48,7 +48,7 @@ def _write(
 
 
 def _whole(nbytes: int, whole: int) -> int:
-    """All of it is there."""
+    """Report that the whole image has arrived."""
     return whole
 
 
@@ -61,7 +61,8 @@ def test_where_direct_io_is_refused_it_writes_through_the_cache(
 
     def open_(path: str, flags: int, *args: Any, **options: Any) -> int:
         if refused == "at open" and flags & os.O_DIRECT:
-            os.close(real_open(path, flags & ~os.O_DIRECT, *args, **options))  # some make the file, then say no
+            # Some file systems create the file before they refuse.
+            os.close(real_open(path, flags & ~os.O_DIRECT, *args, **options))
             raise OSError(errno.EINVAL, "no direct I/O here")
         return real_open(path, flags, *args, **options)
 
@@ -70,7 +71,7 @@ def test_where_direct_io_is_refused_it_writes_through_the_cache(
         if refused == "at write" and direct:
             raise OSError(errno.EINVAL, "no direct I/O here")
         written.add(direct)
-        return real_pwrite(fd, data[: 3 * PAGE], offset)  # never all at once
+        return real_pwrite(fd, data[: 3 * PAGE], offset)  # never the whole data at once
 
     monkeypatch.setattr(os, "open", open_)
     monkeypatch.setattr(os, "pwrite", pwrite)
@@ -89,7 +90,7 @@ def test_where_direct_io_is_refused_it_writes_through_the_cache(
 def test_several_threads_may_be_refused_direct_io(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
 ) -> None:
-    """A second write begins, and ends, in the midst of the first."""
+    """A second write begins and ends during the first."""
     real_pwrite, real_fcntl = os.pwrite, fcntl.fcntl
     file = LocalFile(str(tmp_path / "file"), True)
     first = iter([True])
@@ -124,7 +125,7 @@ def test_several_threads_may_be_refused_direct_io(
 def test_through_buffers_or_not_it_is_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bounces: bool
 ) -> None:
-    """Which it is depends on the host's huge pages."""
+    """Whether the writes use buffers depends on the host's huge pages."""
     written: list[int] = []
     real_write = LocalFile.write
 

@@ -1,4 +1,4 @@
-"""The saves of a worker: the messages to the trainer, and a store that is slow, or gone, or attacked."""
+"""The saves of a worker: messages to the trainer, and a store that is slow, lost or attacked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from asyncckpt.worker.saves import SavesOfTrainer
 
 
 class Told:
-    """The saves of one worker, without trainer, and what they tell."""
+    """The saves of one worker without a trainer, and the messages that they send."""
 
     def __init__(self) -> None:
         self.ends: SimpleQueue[Any] = SimpleQueue()
@@ -47,7 +47,7 @@ class Told:
         self.ends.put((outcome, self.saves.unended()))
 
     def host(self, ranks: int) -> Rendezvous:
-        """Host the store. Return where the first of some ranks finds it."""
+        """Host the store. Return the first rank's rendezvous."""
         port = self.saves.host(Host(0, "127.0.0.1", b"secret")).port
         return Rendezvous("127.0.0.1", port, "token", b"secret", 0, ranks)
 
@@ -104,7 +104,7 @@ def told() -> Iterator[Callable[[], Told]]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_save_whose_end_is_told_is_no_longer_being_written(tmp_path: Path, told: Any, fails: bool) -> None:
-    """The trainer's user may look at once, by ``asyncckpt workers``."""
+    """The user may run ``asyncckpt workers`` as soon as the trainer has the result."""
     worker = told()
     request = worker.begin(request_for(tmp_path))
     assert worker.saves.unended() == (request,)
@@ -116,7 +116,7 @@ def test_a_save_whose_end_is_told_is_no_longer_being_written(tmp_path: Path, tol
 def test_a_store_that_answers_late_is_not_taken_for_gone(
     tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection breaks, and the store takes a moment for another one."""
+    """The connection breaks, and the store takes two seconds to accept another connection."""
     store = Store(b"secret")
     first = Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 2)
     waits, broken, may_answer = threading.Event(), threading.Event(), threading.Event()
@@ -150,7 +150,7 @@ def test_a_store_that_answers_late_is_not_taken_for_gone(
 def test_who_leaves_unheard_warns_of_nothing(
     told: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The trainer would say it to its user, and nothing is lost."""
+    """A worker that cannot announce its exit does not warn, because the user would see it, and nothing is lost."""
     store, closed = Store(b"secret"), threading.Event()
     real_is_proved = Store._is_proved
     monkeypatch.setattr(Store, "_is_proved", lambda self, peer: closed.wait(30) and real_is_proved(self, peer))
@@ -164,7 +164,7 @@ def test_who_leaves_unheard_warns_of_nothing(
 
 
 def test_a_slow_store_hears_that_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the first rank waits for this one until the timeout of the commit."""
+    """Otherwise the first rank waits for this rank until the commit timeout."""
     assert saves_module._TELL_S >= 5
     monkeypatch.setattr(saves_module, "_TELL_S", 60.0)
     store, may_answer = Store(b"secret"), threading.Event()
@@ -182,7 +182,7 @@ def test_a_slow_store_hears_that_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_where_the_store_is_gone_a_worker_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with something to say, for which there was plenty of time."""
+    """The worker leaves at once even if it has a message to send and plenty of time."""
     monkeypatch.setattr(saves_module, "_TELL_S", 100.0)
     store = Store(b"secret")
     store.close()
@@ -194,7 +194,7 @@ def test_where_the_store_is_gone_a_worker_leaves_at_once(tmp_path: Path, monkeyp
 
 
 def test_who_cannot_learn_the_end_leaves_its_files(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank has seen all files, and is about to finalize them."""
+    """The files stay, because the first rank has seen all files, and is about to finalize them."""
     is_complete, may_go_on = threading.Event(), threading.Event()
     finalize: Any = PartialFolder.finalize
 
@@ -222,7 +222,7 @@ def test_who_cannot_learn_the_end_leaves_its_files(tmp_path: Path, told: Any, mo
 
 
 def test_a_save_ends_where_no_thread_can_be_started(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank is gone, and nobody can ask storage: so is the save for this rank, and what follows goes on."""
+    """The first rank is gone, and no thread can ask storage. The save fails on this rank, and later saves continue."""
     store, start = Store(b"secret"), threading.Thread.start
     store.close()
 
@@ -239,7 +239,7 @@ def test_a_save_ends_where_no_thread_can_be_started(tmp_path: Path, told: Any, m
     until = time.monotonic() + 30
     while worker.memory.hosted(request.segment).slots.state(0) is not State.FREE and time.monotonic() < until:
         time.sleep(0.01)
-    time.sleep(0.5)  # it has reported
+    time.sleep(0.5)  # by then the worker has reported
     worker.saves.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
     assert "can't start new thread" in worker.error(20)
     worker.begin(replace(request, save_id=2, attempt="another"))
@@ -247,7 +247,7 @@ def test_a_save_ends_where_no_thread_can_be_started(tmp_path: Path, told: Any, m
 
 
 def test_the_lost_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of three hosts are lost with a save open: the first rank's worker fails that, and leaves at once."""
+    """Two of three hosts are lost during a save. The first rank's worker fails the save, and leaves at once."""
     monkeypatch.setattr(saves_module, "_LEAVE_S", 60.0)
     monkeypatch.setattr(commit, "SILENCE_S", 1.0)
     with closing(Told()) as worker:
@@ -261,7 +261,7 @@ def test_the_lost_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_who_waits_for_an_outcome_is_heard(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainers are gone and the job is started again: a rank with a worker that still waits is not given up."""
+    """All trainers are gone, and the job is restarted. A rank with a worker that still waits is not declared lost."""
     monkeypatch.setattr(commit, "SILENCE_S", 1.0)
     workers = [told(), told()]
     rendezvous = workers[0].host(2)
@@ -290,7 +290,7 @@ def test_messages_of_strangers_fail_a_save(tmp_path: Path, told: Any) -> None:
 
 
 def test_a_key_that_is_no_save_changes_nothing(tmp_path: Path, told: Any) -> None:
-    """The worker serves on."""
+    """The worker keeps running."""
     worker = told()
     rendezvous = worker.host(2)
     worker.saves.join(rendezvous, 30)
@@ -305,7 +305,7 @@ def test_a_key_that_is_no_save_changes_nothing(tmp_path: Path, told: Any) -> Non
 
 
 def test_a_first_worker_that_is_started_again_is_waited_for(tmp_path: Path, told: Any) -> None:
-    """The save of this rank begins before the first rank has another worker."""
+    """This rank's save begins before the first rank has another worker."""
     store = Store(b"secret")
     store.close()
     first = Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 2)
@@ -339,7 +339,7 @@ def test_who_writes_what_another_rank_has_removed_says_that(
 
 @pytest.fixture
 def lost_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rename of a commit is done, and its answer is lost."""
+    """Carry out the rename of a commit, and lose the answer."""
     finalize: Any = PartialFolder.finalize
 
     def lost(*arguments: Any) -> None:
@@ -361,7 +361,7 @@ def test_a_commit_that_storage_did_is_done_whatever_it_answers(tmp_path: Path, t
 def test_the_other_ranks_ask_storage_if_the_first_cannot(
     tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The storage of the first rank fails after the commit."""
+    """The first rank's storage fails after the commit."""
 
     def fails(request: WriteRequest, *arguments: Any) -> bool:
         if request.rank == 0:

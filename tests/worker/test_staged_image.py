@@ -1,4 +1,4 @@
-"""The worker writes the part of an image that has arrived, as with tensors from a device."""
+"""The worker writes each arrived part of an image at once, for example of a copy from a device."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def half_copy(root: Path, middle: Callable[[], None]) -> Callable[..., None]:
-    """A copy in two halves, as events of a device would have it; between them, when the first half is in the file,
-    ``middle`` is called, and there is nothing of the second half.
+    """Return a copy function that copies in two halves, as the events of a device would.
+
+    When the first half is in the file, the function calls ``middle``. The second half of the slot is still empty then.
     """
 
     def copy(
@@ -70,7 +71,7 @@ def half_copy(root: Path, middle: Callable[[], None]) -> Callable[..., None]:
 
 def is_written(root: Path, half: bytes) -> bool:
     for path in root.glob(".*/__0_0.distcp"):
-        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:  # one that is just being removed
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:  # the file may be removed meanwhile
             return file.read(len(half)) == half
     return False
 
@@ -93,7 +94,7 @@ def test_staging_that_fails_half_way_leaves_nothing(root: Path, monkeypatch: pyt
         checkpointer.prepare(state_of(0))
         with monkeypatch.context() as patch:
             patch.setattr(SlotStager, "copy", half_copy(root, trouble))
-            for step in (1, 2, 3):  # more than there are slots
+            for step in (1, 2, 3):  # more saves than slots
                 with pytest.raises(CheckpointError, match="a device has left"):
                     checkpointer.save(step, state_of(step))
         checkpointer.save(4, state_of(4)).result(60)
@@ -130,7 +131,7 @@ def test_a_slot_is_not_free_while_it_is_staged_for_a_save_that_has_failed(
 
 
 def test_what_is_being_staged_is_not_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``latest``: its slot is being copied into, and cannot be another save's."""
+    """With ``latest``, another save cannot take a slot while a save is copied into it."""
     with Checkpointer(root, Config(slots=1, when_busy="latest", overlap=True)) as checkpointer:
         checkpointer.prepare(state_of(0))
         monkeypatch.setattr(SlotStager, "copy", half_copy(root, lambda: time.sleep(0.2)))
@@ -173,7 +174,7 @@ def test_a_slot_is_nobodys_while_a_failed_save_is_copied_into_it(root: Path, mon
 
 
 def test_what_was_written_of_a_slot_that_is_anothers_is_not_committed(root: Path, gate: Path) -> None:
-    """No trainer does this. If one did, nobody should load a mixture of two saves."""
+    """No trainer does this. If a trainer did, no job should load a mixture of two saves."""
     with Checkpointer(root, Config(slots=1)) as checkpointer:
         save = checkpointer.save(1, state_of(1))
         (known,) = checkpointer._engine._buffers.known
@@ -200,7 +201,7 @@ def test_interrupted_before_the_copy_it_is_called_off(root: Path, monkeypatch: p
             patch.setattr(RunningSaves, "begin", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 checkpointer.save(1, state_of(1))
-        with contextlib.suppress(CheckpointError):  # of the first
+        with contextlib.suppress(CheckpointError):  # the first save's error
             checkpointer.wait(60)
         checkpointer.save(2, state_of(2)).result(60)
         assert checkpointer.steps() == [2]
@@ -231,7 +232,7 @@ def test_killed_half_way_it_has_saved_nothing(root: Path) -> None:
         assert checkpointer.load(state := state_of(0)) == 1
         assert all(torch.equal(state[name], tensor) for name, tensor in state_of(1).items())
         assert checkpointer.steps() == [1]
-        deadline = time.monotonic() + 30  # its worker may still remove what it has begun
+        deadline = time.monotonic() + 30  # the worker may still remove its unfinished files
         while left := list(root.glob(".*")):
             assert time.monotonic() < deadline, left
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Who takes part. A peer is imported when it is made, as it may not be there."""
+"""The contestants of the benchmarks. A peer is imported only when it is created, because it may not be installed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from bench.states import State, tensors_of
 
 @dataclass(frozen=True)
 class Entry:
-    """Which class, or function of one, of which module of this folder makes it."""
+    """A contestant: the module in this folder, and the class or function in the module that creates the contestant."""
 
     title: str
     module: str
     maker: str
     by_default: bool = True
-    """Whether it takes part if nobody is named."""
+    """Whether the contestant takes part if the user names none."""
 
     def make(self, root: str) -> Contestant:
-        """With the folder ``root`` for its checkpoints. Raises what is wrong with it."""
+        """Create the contestant with the new folder ``root`` for its checkpoints. Raises any error of the peer."""
         os.makedirs(root)
         found: object = importlib.import_module(f"bench.contestants.{self.module}")
         for name in self.maker.split("."):
@@ -61,12 +61,12 @@ ASYNC_PEERS = ("nvrx", "torch-checkpointing", "torchsnapshot", "dcp-thread", "dc
 
 
 def title(name: str) -> str:
-    """How a report calls it."""
+    """Return the name of a contestant in reports."""
     return ENTRIES[name].title if name in ENTRIES else name
 
 
 def names_in(text: str) -> list[str]:
-    """``a,b``: those; all of them if it says ``all``. Raises ``ValueError`` for one that there is not."""
+    """Return the names in ``a,b``, or the default ones for ``all``. Raises ``ValueError`` for an unknown name."""
     if text == "all":
         return [name for name, entry in ENTRIES.items() if entry.by_default]
     names = [name for name in text.split(",") if name]
@@ -77,7 +77,7 @@ def names_in(text: str) -> list[str]:
 
 
 def make_all(names: Sequence[str], folder: str, state: State, left_out: dict[str, str]) -> dict[str, Contestant]:
-    """Those that can be had, prepared for ``state``; ``left_out`` gets a note about each other."""
+    """Create and prepare the available contestants. Add the reason for each other one to ``left_out``."""
     made: dict[str, Contestant] = {}
     tensors = sum(1 for _ in tensors_of(state))
     free = int(Path("/proc/sys/vm/max_map_count").read_text()) - SPARE
@@ -85,7 +85,7 @@ def make_all(names: Sequence[str], folder: str, state: State, left_out: dict[str
         try:
             made[name] = contestant = ENTRIES[name].make(f"{folder}/{name}")
             if contestant.shares_each:
-                # One that runs out of them would take those of all.
+                # A contestant that uses up all mappings would make the others fail.
                 if tensors > free:
                     raise OSError(
                         f"it shares each of {tensors:,} tensors by itself; a process has {free:,} mappings left"
@@ -100,17 +100,20 @@ def make_all(names: Sequence[str], folder: str, state: State, left_out: dict[str
 
 
 def choose_sharing(state: State) -> str:
-    """How torch shares the memory of tensors from here on: by descriptor, as it does by default, or, if those are too
-    few for what shares each tensor by itself, by name, as its documentation advises then. Returns its name for that."""
+    """Set how torch shares the memory of tensors, and return the name of that strategy.
+
+    Share by descriptor, torch's default. If there are too few descriptors for one per tensor, share by name, as torch's
+    documentation advises.
+    """
     tensors = sum(1 for _ in tensors_of(state))
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    chosen = "file_descriptor" if tensors * SHARERS * 2 < descriptors - SPARE else "file_system"  # each is sent, too
+    chosen = "file_descriptor" if tensors * SHARERS * 2 < descriptors - SPARE else "file_system"  # a copy is sent, too
     torch.multiprocessing.set_sharing_strategy(chosen)  # type: ignore[no-untyped-call]
     return chosen
 
 
 def close_all(contestants: dict[str, Contestant], left_out: dict[str, str]) -> None:
-    """End them; ``left_out`` gets a note about each that fails."""
+    """Close the contestants. Add a note about each failure to ``left_out``."""
     for name, contestant in contestants.items():
         try:
             contestant.close()
@@ -119,6 +122,6 @@ def close_all(contestants: dict[str, Contestant], left_out: dict[str, str]) -> N
 
 
 def told(error: BaseException) -> str:
-    """One line."""
+    """Return the type and the last line of an error, on one line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[-1]}"[:300]

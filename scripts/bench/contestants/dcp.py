@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint, at the settings that make it fast: a stager that the caller keeps, and cached plans."""
+"""torch.distributed.checkpoint with fast settings: the caller keeps the stager, and plans are cached."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bench.states import State
 
 class _Dcp(Contestant):
     def where(self, number: int) -> dict[str, Any]:
-        """What tells DCP where that checkpoint is to be written."""
+        """Return the arguments that tell DCP where to write checkpoint ``number``."""
         return {"storage_writer": FileSystemWriter(self.path(number))}
 
     def load(self, number: int, state: State) -> State:
@@ -29,7 +29,7 @@ class _Dcp(Contestant):
 
 
 def load(path: str, state: State) -> State:
-    """With DCP's ``load``."""
+    """Load by DCP's ``load``."""
     with quiet():
         state_dict_loader.load(state, checkpoint_id=path)
     return state
@@ -37,22 +37,22 @@ def load(path: str, state: State) -> State:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without a word about there being no job."""
+    """Silence DCP's warning about a missing process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
         yield
 
 
 class ThreadPlanner(DefaultSavePlanner):
-    """DCP caches plans under the name of the planner's class: so that contestants do not share them."""
+    """A planner with its own name, because DCP caches plans by class name. Contestants must not share plans."""
 
 
 class ProcessPlanner(DefaultSavePlanner):
-    """Likewise."""
+    """A planner with its own name, as ``ThreadPlanner``."""
 
 
 class DcpAsync(_Dcp):
-    """``async_save``."""
+    """``async_save`` by a thread or a process."""
 
     def __init__(self, root: str, process: bool) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -69,8 +69,8 @@ class DcpAsync(_Dcp):
                 use_non_blocking_copy=cuda,
             )
         )
-        # The stager of torch 2.11 drops its buffers after each save, and raises in the next one. Here it keeps them, as
-        # those of the versions before and after do.
+        # The stager of torch 2.11 drops its buffers after each save, and then raises in the next save. This keeps the
+        # buffers, as earlier and later versions do.
         kept: Any = self._stager._state_dict_stager
         self._drop_buffers, kept.close = kept.close, lambda: None
         self._planner: type[DefaultSavePlanner] = ProcessPlanner if process else ThreadPlanner

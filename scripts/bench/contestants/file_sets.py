@@ -1,6 +1,6 @@
-"""Sets of files as a trainer of Hugging Face saves them: a third of the tensors is the model, the rest the optimizer.
+"""Sets of files like those of Hugging Face's Trainer. A third of the tensors is the model, the rest the optimizer.
 
-``FileSets`` saves them by asyncckpt; ``Files`` one after the other by their own functions, and syncs them.
+``FileSets`` saves the set by asyncckpt. ``Files`` saves each file by its own function, and syncs it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEADER = {"format": "pt"}
 
 
 def _split(state: State) -> tuple[dict[str, torch.Tensor], dict[str, Any], bytes]:
-    """The contents of the three files."""
+    """Return the contents of the three files."""
     names = {id(tensor): f"tensor.{number}" for number, tensor in enumerate(tensors_of(state))}
     last = len(names) // 3
     model = {names[id(tensor)]: tensor for number, tensor in enumerate(tensors_of(state)) if number < last}
@@ -37,7 +37,7 @@ def _join(path: str) -> State:
 
 
 def _filled(value: Any, model: dict[str, torch.Tensor]) -> Any:
-    """``value`` with the tensors of the model in the places of their names."""
+    """Return ``value`` with the names of model tensors replaced by the tensors."""
     if isinstance(value, dict):
         return {key: _filled(each, model) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""nvrx's way, as Megatron-LM goes it: a warm worker, plan and structure cached, staging in CPU shared memory."""
+"""nvrx as Megatron-LM uses it: a warm worker, cached plan and structure, and staging in CPU shared memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MODULES = ("core", "filesystem_async", "state_dict_saver")
 
 
 class Nvrx(Contestant):
-    """The same calls, be it nvrx's own classes and functions or ours in their place."""
+    """The calls of nvrx, to its own classes and functions or to asyncckpt's replacements."""
 
     def __init__(self, root: str, names: Any, *, shm: bool = True) -> None:
-        """Use the classes and functions of ``names``; without ``shm`` the worker gets tensors by CUDA IPC."""
+        """Use the classes and functions of ``names``. Without ``shm`` the worker receives tensors by CUDA IPC."""
         super().__init__(root)
         self._names = names
         self._shm = shm
@@ -35,14 +35,14 @@ class Nvrx(Contestant):
 
     @classmethod
     def own(cls, root: str, *, shm: bool = True) -> Nvrx:
-        """Use those of nvrx 0.7.0."""
+        """Use nvrx 0.7.0."""
         folder = Path(sys.prefix, "peers", "nvrx-0.7.0")
         if folder.is_dir():
             sys.path.append(str(folder))
         elif importlib.util.find_spec("nvidia_resiliency_ext") is None:
             raise FileNotFoundError(f"it is not in {folder}; scripts/peers.sh unpacks it")
         if not torch.cuda.is_available():
-            # It asks for a device where all it needs is one that the process group knows.
+            # nvrx asks for the current CUDA device, but any device that the process group knows is enough.
             torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
         be_a_job()
         names: dict[str, Any] = {}
@@ -54,14 +54,14 @@ class Nvrx(Contestant):
 
     @classmethod
     def own_by_ipc(cls, root: str) -> Nvrx:
-        """Use those of nvrx 0.7.0, without CPU shared memory."""
+        """Use nvrx 0.7.0 without CPU shared memory."""
         if not torch.cuda.is_available():
             raise RuntimeError("its worker asks for a CUDA device, and ends without one")
         return cls.own(root, shm=False)
 
     @classmethod
     def ours(cls, root: str) -> Nvrx:
-        """Those of asyncckpt."""
+        """Use asyncckpt's replacements for nvrx."""
         from asyncckpt.integrations import nvrx
 
         return cls(root, nvrx)
@@ -89,10 +89,10 @@ class Nvrx(Contestant):
 
     def _wait(self) -> None:
         call = self._queue.async_calls[0]
-        if isinstance(call, AsyncCall):  # ours
+        if isinstance(call, AsyncCall):  # asyncckpt's
             futures.wait([call.future])
             return
-        # nvrx's own: its worker says that it is done into this queue, from where finalizing takes it.
+        # For nvrx, wait for the worker's message in this queue. Finalizing takes the message from there.
         deadline = time.monotonic() + LIMIT_S
         while call.async_caller.comp_q.empty():
             if time.monotonic() > deadline:

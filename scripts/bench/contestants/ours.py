@@ -1,4 +1,4 @@
-"""asyncckpt: one checkpointer a run, as in training."""
+"""asyncckpt with one checkpointer for the whole run, as in training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT_S = 600.0
 
 
 class Ours(Contestant):
-    """The default: ``save`` returns when the tensors are copied."""
+    """asyncckpt's defaults: ``save`` returns when the tensors are copied."""
 
     def __init__(self, root: str, overlap: bool = False) -> None:
         super().__init__(root)
@@ -24,7 +24,7 @@ class Ours(Contestant):
 
     @classmethod
     def overlapping(cls, root: str) -> Ours:
-        """``Config(overlap=True)``: the copy runs beside the next step, and the optimizer waits for it."""
+        """Use ``Config(overlap=True)``: the copy runs beside the next step, and the optimizer waits for it."""
         return cls(root, overlap=True)
 
     def path(self, number: int) -> str:
@@ -44,7 +44,7 @@ class Ours(Contestant):
         return Pending(wait=save.result, poll=poll)
 
     def changing(self) -> AbstractContextManager[object]:
-        """What ``Checkpointer.guard`` has an optimizer do; the state is changed by more than that."""
+        """Wait for staging, as ``Checkpointer.guard`` makes an optimizer do. The trainer changes other tensors, too."""
         return self._staged() if self._overlap else nullcontext()
 
     @contextmanager

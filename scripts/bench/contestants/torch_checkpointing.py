@@ -1,7 +1,7 @@
-"""torch_checkpointing: its asynchronous saver, with its staging memory taken beforehand.
+"""torch_checkpointing with its asynchronous saver and preallocated staging memory.
 
-It writes each item with ``torch.save`` from a process of its own, after a thread of the trainer's has copied the
-tensors into shared memory; its lock keeps the optimizer from changing them meanwhile. It does not sync.
+A thread of the trainer copies the tensors into shared memory, while a lock keeps the optimizer from changing them. Then
+a process writes each item with ``torch.save``. The library does not sync.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TorchCheckpointing(Contestant):
 
 
 def writes_directly(path: str) -> bool:
-    """Whether its direct I/O works on this file system; it does not align what it writes."""
+    """Return whether the library's direct I/O works on this file system. The library does not align its writes."""
     try:
         with WriteStream(path, use_direct_io=True) as stream:
             stream.write(bytes(1000))

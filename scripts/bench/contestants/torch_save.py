@@ -1,4 +1,4 @@
-"""``torch.save`` into a file, synced."""
+"""``torch.save`` into a file, followed by an fsync."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TorchSave(Contestant):
 
 
 def write(path: str, state: State) -> None:
-    """Until it is on storage."""
+    """Save a state, and wait until the file is on storage."""
     with open(path, "wb") as file:
         torch.save(state, file)
         file.flush()

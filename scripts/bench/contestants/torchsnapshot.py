@@ -1,4 +1,4 @@
-"""torchsnapshot: ``async_take``, which returns when all is copied, and writes from a thread. It does not sync."""
+"""torchsnapshot with ``async_take``, which returns after the copy and writes from a thread. It does not sync."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TorchSnapshot(Contestant):
 
         def poll() -> bool:
             if pending.done():
-                pending.wait()  # raises what went wrong
+                pending.wait()  # raises any error of the save
                 return True
             return False
 

@@ -1,4 +1,4 @@
-"""What stands in the folder of a training whose ranks are dead: each checkpoint is read, by stock and by ``verify``."""
+"""Check the folder of a training with dead ranks: read each checkpoint by the framework and by ``verify``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from torture.tally import LIMIT_S
 
 @dataclass
 class Findings:
-    """Of a folder."""
+    """The findings in the folder of a training."""
 
     newest: int = 0
-    """The step of the newest checkpoint that the framework may resume from; 0: there is none."""
+    """The step of the newest checkpoint that the framework may resume from, or 0."""
     read: int = 0
-    """Checkpoints that stock has read."""
+    """The number of checkpoints that the framework's own reader has read."""
     digests: dict[int, str] = field(default_factory=dict)
-    """Of the contents, by step."""
+    """The digests of the contents, by step."""
     losses: list[str] = field(default_factory=list)
 
 
 def read_dcp(path: str) -> dict[str, Any]:
-    """All of a checkpoint of DCP, by stock."""
+    """Return all values of a DCP checkpoint, read by stock DCP."""
     state: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
     _load_state_dict(state, FileSystemReader(path), planner=planner, no_dist=True)
@@ -43,10 +43,10 @@ def read_all(kind: Kind, folder: Path, is_ours: bool, expected: dict[int, str]) 
     """Read each checkpoint in ``folder``.
 
     Args:
-        kind: Of the training.
-        folder: Of the training.
-        is_ours: Whether it saves through asyncckpt.
-        expected: The digests of the contents that they have to have, by step; empty: any.
+        kind: The kind of the training.
+        folder: The folder of the training.
+        is_ours: Whether the training saves through asyncckpt.
+        expected: The required digests of the contents, by step. Empty: no digest is required.
     """
     found = Findings()
     candidates = kind.candidates(folder)
@@ -71,7 +71,7 @@ def _read_one(
             damages = verify(path).damages if verifies else []
         except Exception as error:
             if before != _inode(path):
-                continue  # a worker that is still writing has put a newer one there, or removed it
+                continue  # a running worker replaced or removed the checkpoint
             found.losses.append(f"{path} is not whole: {type(error).__name__}: {error}")
             return
         break
@@ -98,7 +98,7 @@ def _inode(path: str) -> tuple[int, int] | None:
 
 
 def wait_for_step(kind: Kind, folder: Path, step: int) -> list[str]:
-    """Wait until the checkpoint of a ``step`` that all ranks had staged, or a later one, is there. What is lost."""
+    """Wait for the checkpoint of a ``step`` that all ranks staged, or for a later one. Return the losses."""
     deadline = time.monotonic() + LIMIT_S
     while max((each or 0 for each in kind.checkpoints(folder).values()), default=0) < step:
         if time.monotonic() > deadline:
@@ -108,9 +108,7 @@ def wait_for_step(kind: Kind, folder: Path, step: int) -> list[str]:
 
 
 def settle(kind: Kind, folder: Path) -> None:
-    """Wait until no worker writes in the folder of a training any more, and make what is left there of attempts old
-    enough to be removed.
-    """
+    """Wait until no worker writes in the folder of a training. Then age leftover attempts so that they are removed."""
     hour_ago = time.time() - 3600
     for root in kind.roots(folder):
         wait_for_attempts(str(root), LIMIT_S)

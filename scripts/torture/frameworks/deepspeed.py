@@ -1,4 +1,4 @@
-"""DeepSpeed's engine on two ranks, by ZeRO 1 and ZeRO 3; it resumes from the tag that ``latest`` names."""
+"""DeepSpeed's engine on two ranks, with ZeRO 1 and ZeRO 3. It resumes from the tag in ``latest``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _train(folder: Path, log: Log, options: Options | None, *, stage: int) -> No
         log.add_loss(step, training.run(step)[step])
         if step % EVERY == 0:
             engine.save_checkpoint(folder)
-    log.add_end(engine.optimizer.state_dict())  # with the parameters themselves
+    log.add_end(engine.optimizer.state_dict())  # includes the parameters
 
 
 def _checkpoints(folder: Path) -> dict[str, int | None]:

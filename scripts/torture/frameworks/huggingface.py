@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with a small Llama, which is resumed by ``resume_from_checkpoint=True``."""
+"""Hugging Face's Trainer with a small Llama. It resumes by ``resume_from_checkpoint=True``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _train(folder: Path, log: Log, options: Options | None) -> None:
     folder.mkdir(exist_ok=True)
     newest = get_last_checkpoint(folder)
     if newest is not None and newest.endswith(f"-{STEPS}"):
-        return  # transformers, resumed from the last step in the middle of an epoch, trains one step more
+        return  # transformers would train one more step after a resume from the last step in the middle of an epoch
     trainer = Logged(_model(), TrainingArguments(str(folder), **arguments, **(options or {})), train_dataset=_data())
     if options is not None:
         huggingface.enable(trainer)
@@ -62,7 +62,7 @@ def _model() -> Any:
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=32,
-        attention_dropout=0.2,  # so that the state of the random numbers matters
+        attention_dropout=0.2,  # so that the state of the random generators matters
     )
     return LlamaForCausalLM(config)
 

@@ -1,4 +1,4 @@
-"""A kind of training: what a framework's file says of itself."""
+"""The interface of a kind of training, which the file of each framework provides."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Any
 from torture.frameworks.log import Log
 
 STEPS = 12
-"""Of a training."""
+"""Steps of a training."""
 EVERY = 2
-"""Steps from one checkpoint to the next."""
+"""Steps between two checkpoints."""
 
 Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A tiny training by one framework, the same in each process, and how its checkpoints are found and read."""
+    """A tiny, deterministic training by one framework, and how to find and read its checkpoints."""
 
     world_size: int
     options: tuple[Options, ...]
-    """Ways to save through asyncckpt: one is drawn for each start."""
+    """Ways to save through asyncckpt. Each start uses a random one."""
     train: Callable[[Path, Log, Options | None], None]
-    """On a rank: train to the end, from what the framework itself finds in the folder, and tell the log. Without
-    options the framework saves itself, and keeps all."""
+    """Runs a rank: trains to the end, resumes from what the framework finds in the folder, and writes to the log.
+    Without options the framework itself saves, and keeps all checkpoints."""
     checkpoints: Callable[[Path], dict[str, int | None]]
-    """The paths of all that has the name of a checkpoint in the folder, each with the step that the name says."""
+    """Returns all paths with the name of a checkpoint in the folder, with the steps in their names."""
     candidates: Callable[[Path], list[str]]
-    """Those of them of which the framework resumes from one, by whatever it goes by."""
+    """Returns the checkpoints that the framework may resume from."""
     read: Callable[[str], tuple[int, Any]]
-    """The step of a checkpoint, and all in it that matters, read by stock functions. Raises whatever they raise."""
+    """Returns the step and the content of a checkpoint, read by stock functions. Raises any error of them."""
     root: str = ""
-    """Where the checkpoints are in the folder: a pattern."""
+    """A pattern for the folders with checkpoints within the folder."""
     verifies: bool = True
-    """Whether ``asyncckpt verify`` knows these checkpoints: it does not know single files."""
+    """Whether ``asyncckpt verify`` knows these checkpoints. It does not know single files."""
 
     def roots(self, folder: Path) -> list[Path]:
-        """The folders with checkpoints in that of a training."""
+        """Return the folders with checkpoints in the folder of a training."""
         return list(folder.glob(self.root)) if self.root else [folder]

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with two layers, on one process, and sharded over two; it is resumed by ``ckpt_path="last"``."""
+"""Lightning's Trainer with two layers, on one process, and sharded over two. It resumes by ``ckpt_path="last"``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Model(LightningModule):
         self._log_file = log
 
     def training_step(self, *_: object) -> torch.Tensor:
-        # Lightning begins an epoch anew when it goes on in the middle of one: the data are by the step.
+        # Lightning restarts an epoch when it resumes in the middle of one, so the data depend on the step only.
         seed = 10 * self.global_step + self.global_rank
         data = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed))
         loss: torch.Tensor = (self.layers(data).sum(1) - data.sum(1)).pow(2).mean()
@@ -54,7 +54,7 @@ def _train(folder: Path, log: Log, options: Options | None, *, sharded: bool) ->
         kind = ModelParallelStrategy if options is None else AsyncckptModelParallelStrategy
         how = {"devices": 2, "strategy": kind(data_parallel_size=2, tensor_parallel_size=1)}
     saving: dict[str, Any] = {"save_top_k": -1} if options is None else {"save_top_k": 1, **options}
-    # The files are named by their steps in words of Lightning's: step=4.ckpt.
+    # Lightning puts the step into the file name: step=4.ckpt.
     saves = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=EVERY, **saving)
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "barebones"), False)
     trainer = Trainer(accelerator="cpu", max_steps=STEPS, max_epochs=-1, callbacks=[saves], **quiet, **how)

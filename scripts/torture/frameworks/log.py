@@ -1,4 +1,4 @@
-"""What a rank tells of its training, in a file that a kill does not harm."""
+"""The log of a rank's training, in a file that survives a kill."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _STEP_S = 0.1
 
 
 class Log:
-    """Of one rank in one process. Each line is one write, so it is there whole, or not at all."""
+    """The log of one rank in one process. Each line is one write, so a kill leaves no partial line."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def add_loss(self, step: int, loss: float) -> None:
-        """The loss of a step, with all its bits. It takes a while, as steps do: saves take longer than these would."""
+        """Log the loss of a step, with all its bits, and sleep. Otherwise a save would take longer than many steps."""
         self._add(step=step, loss=loss.hex())
         time.sleep(_STEP_S)
 
     def add_end(self, state: Any) -> None:
-        """The training has ended with this state."""
+        """Log the final state of the training."""
         self._add(end=digest(state))
 
     def add_error(self, error: BaseException) -> None:
@@ -39,14 +39,14 @@ class Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """What has been told so far."""
+    """Return the lines logged so far."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def digest(state: Any) -> str:
-    """Of all values in a state, bit for bit."""
+    """Return a digest of all values in a state, bit for bit."""
     found = hashlib.blake2b(digest_size=16)
     _add_to(found, state)
     return found.hexdigest()

@@ -26,22 +26,22 @@ from torture.frameworks.kind import Kind, Options
 from torture.frameworks.log import Log, read_log
 
 RUN = "ASYNCCKPT_TORTURE_RUN"
-"""The variable that the workers of a run have, too."""
+"""The environment variable that identifies the workers of a run."""
 
 _PR_SET_PDEATHSIG = 1
 _fork = multiprocessing.get_context("fork")
 
 
 class Ranks:
-    """All ranks of a training, in processes of their own."""
+    """All ranks of a training, each in a process of its own."""
 
     def __init__(self, kind: Kind, run: Path, attempt: int, options: Options | None) -> None:
-        """Start them.
+        """Start the ranks.
 
         Args:
-            kind: Of the training.
-            run: The folder for all of this run; the training's own is ``training`` in there.
-            attempt: How often it was started before.
+            kind: The kind of the training.
+            run: The folder of this run. The training uses the folder ``training`` within.
+            attempt: The number of earlier starts.
             options: See ``Kind.train``.
         """
         self._run = run
@@ -57,11 +57,11 @@ class Ranks:
             process.start()
 
     def said(self) -> list[list[dict[str, Any]]]:
-        """What each rank has told."""
+        """Return the log of each rank."""
         return [read_log(log) for log in self._logs]
 
     def wait_for_step(self, rank: int, step: int, limit_s: float) -> bool:
-        """Wait until ``rank`` has come to ``step``, or a rank has ended. Returns whether it was in time."""
+        """Wait until ``rank`` reaches ``step``, or a rank ends. Return False after a timeout."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             if any(each.get("step", 0) >= step for each in read_log(self._logs[rank])) or self.ended():
@@ -70,13 +70,13 @@ class Ranks:
         return False
 
     def ended(self) -> bool:
-        """Whether a rank has ended."""
+        """Return whether a rank has ended."""
         return any(process.exitcode is not None for process in self.processes)
 
     def wait(self, limit_s: float, grace_s: float) -> bool:
-        """Wait for the end of all. As a launcher does, kill the others ``grace_s`` after one has failed.
+        """Wait for the end of all ranks. As a launcher does, kill the others ``grace_s`` after one has failed.
 
-        Returns whether they have ended in time.
+        Returns whether all ranks ended in time, or one failed.
         """
         deadline = time.monotonic() + limit_s
         while any(process.exitcode is None for process in self.processes) and time.monotonic() < deadline:
@@ -97,7 +97,7 @@ class Ranks:
             self.processes[rank].join()
 
     def workers(self, rank: int | None = None) -> list[int]:
-        """The ids of the workers of this run, of trainers that are dead, too; of one ``rank``: those that it has."""
+        """Return the ids of all workers of this run, even those of dead trainers, or only the workers of ``rank``."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -107,7 +107,7 @@ class Ranks:
         return found
 
     def kill_all(self, with_workers: bool, choice: random.Random) -> None:
-        """Kill all ranks at once, in any order among them, and with the workers of this run."""
+        """Kill all ranks in random order, and with ``with_workers`` also the workers of this run."""
         ids = [process.pid or 0 for process in self.processes if process.exitcode is None]
         ids += self.workers() if with_workers else []
         choice.shuffle(ids)
@@ -130,7 +130,7 @@ def _main(kind: Kind, run: Path, rank: int, port: int, log_path: Path, options: 
     tempfile.tempdir = None
     logging.getLogger("asyncckpt").setLevel(logging.INFO)
     logging.getLogger("asyncckpt").addHandler(logging.StreamHandler())
-    logging.getLogger("asyncckpt").propagate = False  # a framework may have a handler of its own
+    logging.getLogger("asyncckpt").propagate = False  # a framework may have its own handler
     torch.set_num_threads(1)
     log = Log(log_path)
     code = 0
@@ -140,13 +140,13 @@ def _main(kind: Kind, run: Path, rank: int, port: int, log_path: Path, options: 
         log.add_error(error)
         traceback.print_exc()
         code = 1
-    atexit._run_exitfuncs()  # which a process of multiprocessing does not call
+    atexit._run_exitfuncs()  # multiprocessing does not call them
     sys.stdout.flush()
     os._exit(code)
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function`` returns in a process of its own: it may start threads, beside which nothing can be forked."""
+    """Return the result of ``function`` in a child process, because a process with threads must not fork later."""
     ours, theirs = _fork.Pipe(duplex=False)
     process = _fork.Process(target=_answer, args=(theirs, function, args))
     process.start()

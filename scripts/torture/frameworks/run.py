@@ -1,4 +1,4 @@
-"""Runs of a training that is killed and resumed until it is through, beside one that nothing has happened to."""
+"""Runs of a training that is killed and resumed until its end, compared with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torture.frameworks.kind import EVERY, STEPS, Kind
 from torture.frameworks.ranks import Ranks, in_child
 from torture.tally import LIMIT_S
 
-# For what takes seconds on an idle machine: another takes longer.
+# A limit for operations that take seconds on an idle machine. A busy machine takes longer.
 _LIMIT_S = 180.0
-# How long a launcher leaves the other ranks when one has failed.
+# Seconds that a launcher leaves the other ranks after one has failed.
 _GRACE_S = 3.0
 
 _HOWS = {"a rank": 0.4, "all ranks": 0.25, "all ranks and workers": 0.2, "a worker": 0.15}
@@ -31,10 +31,10 @@ class Runs:
         """Train once without interruption, by the framework alone.
 
         Args:
-            kind: Of the training.
-            folder: For all of its files.
-            choice: Makes all choices.
-            say: Gets ("counted", what, how often) and ("lost", what).
+            kind: The kind of training.
+            folder: The folder for all files.
+            choice: Makes all random choices.
+            say: Receives ("counted", what, how often) and ("lost", what).
         """
         self.kind, self.folder, self.choice, self.say = kind, folder, choice, say
         run = folder / "unbroken"
@@ -44,7 +44,7 @@ class Runs:
         if not ranks.wait_for_step(0, 1, _LIMIT_S):
             raise RuntimeError(f"the unbroken training does not begin: {_tail(run)}")
         self.start_s = time.monotonic() - begun
-        """Until the first step."""
+        """Seconds until the first step."""
         if not ranks.wait(_LIMIT_S, 0) or any(process.exitcode for process in ranks.processes):
             raise RuntimeError(f"the unbroken training fails: {_tail(run)}")
         self.step_s = (time.monotonic() - begun - self.start_s) / STEPS
@@ -57,7 +57,7 @@ class Runs:
         shutil.rmtree(run)
 
     def one(self, number: int, kills: int) -> int:
-        """Train to the end, killed up to ``kills`` times. Returns how often it was."""
+        """Train to the end, with up to ``kills`` kills. Return the number of kills."""
         return Run(self, self.folder / f"run-{number}").train(kills)
 
 
@@ -70,12 +70,12 @@ class Run:
         self._staged = self._newest = 0
         self._trouble = False
         self._how: list[str] = []
-        """What has happened to it so far."""
+        """The events so far."""
         (folder / "scratch").mkdir(parents=True)
 
     def train(self, kills: int) -> int:
-        """Returns how often it was killed."""
-        # Some while it starts; few before there can be a checkpoint.
+        """Train to the end. Return the number of kills."""
+        # Some kills hit the start. Few come before there can be a checkpoint.
         steps, weights = range(STEPS - 1), [2, *[1] * EVERY, *[3] * (STEPS - 2 - EVERY)]
         targets = sorted(self._choice.choices(steps, weights, k=kills))
         killed = 0
@@ -87,7 +87,7 @@ class Run:
             if not was_killed:
                 self._count("ended before it was killed")
                 break
-            if self._choice.random() < 0.7:  # else it is started again at once
+            if self._choice.random() < 0.7:  # otherwise restart at once
                 self._check_folder(waits=self._choice.random() < 0.5)
         self._finish(len(targets))
         self._count("runs")
@@ -96,12 +96,12 @@ class Run:
         return killed
 
     def _start(self, attempt: int) -> Ranks:
-        options = self._choice.choice(self._kind.options)  # as if somebody had changed them between
+        options = self._choice.choice(self._kind.options)  # users may change options between starts
         self._how.append(f"started with {dict(options)}")
         return Ranks(self._kind, self._folder, attempt, options)
 
     def _kill(self, ranks: Ranks, target: int) -> bool:
-        """Kill at a moment around the ``target`` step; 0: while it starts. Returns whether it was in time."""
+        """Kill around the ``target`` step; 0: during the start. Return whether the training was still running."""
         choice, runs = self._choice, self._runs
         victim = choice.randrange(self._kind.world_size)
         how = choice.choices(list(_HOWS), list(_HOWS.values()))[0]
@@ -125,17 +125,17 @@ class Run:
             return self._kill_worker(ranks, victim)
         if how == "a rank":
             ranks.kill([victim])
-            time.sleep(choice.uniform(0, 0.5))  # until the launcher kills the others
+            time.sleep(choice.uniform(0, 0.5))  # a launcher needs time to kill the others
         ranks.kill_all("workers" in how, choice)
         self._count(f"kills of {how}")
         said = [[each["step"] for each in of_rank if "step" in each] for of_rank in ranks.said()]
         if "workers" not in how and all(said):
-            # What was saved before the step before last is staged, also where a save returns before that.
+            # Saves up to two steps back are staged, even if a save returns before it is staged.
             self._staged = max(self._staged, (min(max(steps) for steps in said) - 2) // EVERY * EVERY)
         return True
 
     def _wait_for_save(self, ranks: Ranks) -> None:
-        """Wait until a save is being written, for as long as a training may take to come to one."""
+        """Wait until a save is being written, at most as long as a training may take to reach a save."""
         deadline = time.monotonic() + self._runs.start_s + 2 * EVERY * self._runs.step_s
         while not self._is_writing() and not ranks.ended() and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -153,7 +153,7 @@ class Run:
         if not ranks.wait(_LIMIT_S, _GRACE_S):
             self._lose("the training hung after its worker was killed")
         self._count("kills of a worker")
-        # The other ranks may end with what the framework makes of a rank that is gone.
+        # The other ranks may end with the framework's error for a lost rank.
         errors = [each["error"] for said in ranks.said() for each in said if "error" in each]
         ours = [error[0] for error in errors if "CheckpointError" in error]
         if ours:
@@ -163,7 +163,7 @@ class Run:
         return True
 
     def _finish(self, attempt: int) -> None:
-        """Have it train to its end, and look at all there is then."""
+        """Train to the end, and check all results."""
         in_child(checks.settle, self._kind, self._training)
         self._check_folder(waits=True)
         ranks = self._start(attempt)
@@ -179,11 +179,11 @@ class Run:
             self._count("last trainings that had nothing to do")
         from_memory = (self._folder / "output").read_text().count("from memory\n") // self._kind.world_size
         self._count("resumes from memory", from_memory)
-        scratch = list((self._folder / "scratch").glob("asyncckpt-*"))  # the frameworks leave some, too
+        scratch = list((self._folder / "scratch").glob("asyncckpt-*"))  # frameworks leave other files
         self._count("scratch folders of killed ranks in $TMPDIR", len(scratch))
 
     def _check_end(self, ranks: Ranks) -> None:
-        """A training that has saved, and has ended well, leaves no worker, and nothing of saves that were killed."""
+        """Check the final state, and that neither workers nor files of killed saves are left."""
         if [[each["end"] for each in said if "end" in each] for said in ranks.said()] != self._runs.ends:
             self._lose("the training has ended with other values")
         for root in self._kind.roots(self._training):
@@ -196,7 +196,7 @@ class Run:
             self._lose(f"left over: the worker {worker}")
 
     def _check_said(self, ranks: Ranks) -> None:
-        """All losses are those of the unbroken training, and go on from a checkpoint that was good enough."""
+        """Check that all losses match the uninterrupted run, and that the resume used a recent enough checkpoint."""
         firsts = set()
         for rank, said in enumerate(ranks.said()):
             losses = [(each["step"], each["loss"]) for each in said if "step" in each]
@@ -235,7 +235,7 @@ class Run:
 
     def _lose(self, what: str) -> None:
         about = f"{self._folder.name}, {', '.join(self._how)}"
-        said = "" if self._trouble else f"\n{_tail(self._folder)}"  # once is enough
+        said = "" if self._trouble else f"\n{_tail(self._folder)}"  # print the output only once
         self._trouble = True
         self._runs.say(("lost", f"{about}: {what}{said}"))
 

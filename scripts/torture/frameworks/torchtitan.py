@@ -1,4 +1,4 @@
-"""torchtitan's Trainer with a Llama of one layer, on two ranks; it resumes from the latest by itself."""
+"""torchtitan's Trainer with a Llama of one layer, on two ranks. It resumes from its latest checkpoint by itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FOLDER = "checkpoint"
 
 
 def config() -> Any:
-    """What ``--config`` names: the training of the tests, with more words."""
+    """Return the configuration for ``--config``: the training of the tests, with more words."""
     titan.WORDS = 24_000
     made = titan.debug()
     schedule = dataclasses.replace(made.lr_scheduler, total_steps=STEPS)

@@ -1,4 +1,4 @@
-"""Trainings of frameworks are killed, and the framework resumes them: what the script calls."""
+"""Kill trainings of frameworks, and let the framework resume them. This is the entry point for the script."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torture.tally import Tally
 
 
 class _Place(NamedTuple):
-    """Where a kind of training is, and what has to be there for it."""
+    """The module of a kind of training, and its requirements."""
 
     module: str
     name: str
     needs: tuple[str, ...] = ()
-    """Modules that are installed."""
+    """Modules that must be installed."""
     peers: tuple[str, ...] = ()
-    """What ``scripts/peers.sh`` unpacks: the beginnings of the names of folders."""
+    """Prefixes of folder names that ``scripts/peers.sh`` must have unpacked."""
     python: tuple[int, int] = (3, 10)
     torch: tuple[int, int] = (2, 6)
 
@@ -40,7 +40,7 @@ _KINDS = {
     "huggingface-ranks": _Place("torture.frameworks.huggingface", "TWO_RANKS", _HUGGINGFACE),
     "lightning": _Place("torture.frameworks.lightning", "KIND", _LIGHTNING),
     "lightning-sharded": _Place("torture.frameworks.lightning", "SHARDED", _LIGHTNING),
-    # torchtitan 0.3 is for this Python, and a torch of its time.
+    # torchtitan 0.3 needs this Python, and a torch of the same age.
     "torchtitan": _Place("torture.frameworks.torchtitan", "KIND", (), _TORCHTITAN, (3, 11), (2, 13)),
     # FSDP2 of torch 2.6 does not train on a CPU.
     "verl": _Place("torture.frameworks.verl", "KIND", ("transformers", "accelerate"), ("verl-0.9",), torch=(2, 7)),
@@ -48,18 +48,18 @@ _KINDS = {
     "deepspeed-sharded": _Place("torture.frameworks.deepspeed", "SHARDED", (), _DEEPSPEED),
 }
 FRAMEWORKS = tuple(_KINDS)
-"""The names of all kinds."""
+"""The names of all kinds of training."""
 
 _PEERS = Path(sys.prefix, "peers")
 _TESTS = Path(__file__).parents[3] / "tests"
-# The longest that nothing may be heard of a run: some trainings, each of which has a limit of its own.
+# Maximum time without a message from a run. A run has several trainings, each with a limit of its own.
 _SILENCE_S = 900.0
-# Of a few runs for each kill one comes in time.
+# Maximum number of runs for each kill. Some runs end before a kill.
 _MOST_RUNS = 5
 
 
 def kill_trainings(tally: Tally, folder: Path, kills: int, choice: random.Random, name: str) -> None:
-    """Kill trainings of the kind ``name`` until there were so many kills. One that is not installed is only counted."""
+    """Kill trainings of the kind ``name`` ``kills`` times. Only count the kind if it is not installed."""
     if not _is_installed(name):
         tally.counts[f"{name}: not installed, no kills"] += 1
         return
@@ -96,10 +96,10 @@ def _torch_version() -> tuple[int, ...]:
 
 
 def _run(pipe: Connection, rank: int, name: str, folder: str, kills: int, seed: int) -> None:
-    """In a process that imports the framework, and starts no thread: ranks are forked from it."""
+    """Run trainings in a process that imports the framework and starts no thread, because it forks the ranks."""
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     place, choice, killed = _KINDS[name], random.Random(seed), 0
-    # With the trainings and stand-ins of the tests.
+    # The trainings and stand-ins of the tests are on the path, too.
     sys.path[:0] = [str(_TESTS), *(str(each) for prefix in place.peers for each in _PEERS.glob(f"{prefix}*"))]
     runs = Runs(getattr(importlib.import_module(place.module), place.name), Path(folder), choice, pipe.send)
     for number in range(_MOST_RUNS * kills):

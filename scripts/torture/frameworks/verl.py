@@ -1,7 +1,7 @@
-"""verl's FSDP engine on two ranks, and its trainer's driver, which resumes from the step that its tracker names.
+"""verl's FSDP engine on two ranks, and its trainer's driver. It resumes from the step in its tracker.
 
-The engine, the manager of its checkpoints and the trainers that save and load are verl's own; the model, the training
-and the way of the driver to its workers, a socket in the place of Ray, are those of the tests.
+The engine, the checkpoint manager, and the trainers that save and load are verl's own. The model, the training and the
+driver's connection to its workers (a socket in place of Ray) come from the tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ verl.WORDS = 96_000
 _RANKS = 2
 _TRACKER = "latest_checkpointed_iteration.txt"
 
-# It warns of each tensor of verl's own that is read where there are no ranks.
+# This logger warns of each tensor of verl's own checkpoints that is read without ranks.
 logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
 
 
@@ -58,7 +58,7 @@ def _train(folder: Path, log: Log, options: Options | None) -> None:
             _drive(folder, log, [listener.accept() for _ in range(_RANKS)], **(options or {}))
         return
     os.environ |= {"WORLD_SIZE": str(_RANKS), "LOCAL_WORLD_SIZE": str(_RANKS)}
-    random.seed(rank)  # the engine seeds all others
+    random.seed(rank)  # the engine seeds all other generators
     dist.init_process_group("gloo")
     engine = _Engine(log)
     engine.initialize()
@@ -69,7 +69,7 @@ def _connect(address: str) -> Connection:
     while True:
         try:
             return Client(address)
-        except ConnectionRefusedError:  # the driver is not there yet
+        except ConnectionRefusedError:  # the driver does not listen yet
             time.sleep(0.01)
 
 
@@ -97,11 +97,11 @@ def _candidates(folder: Path) -> list[str]:
 
 
 def _read(path: str) -> tuple[int, Any]:
-    """As much as verl's own checkpoints and ours have in common, which is all but how it is named."""
+    """Read the common content of verl's own checkpoints and asyncckpt's: all values, without names that differ."""
     if stored := _load(path, "model"):
         optimizers = _load(path, "optim")
         model = {name: _whole([each[name] for each in stored]) for name in stored[0]}
-        # In verl's own a parameter is a number.
+        # In verl's own checkpoints a parameter is a number.
         states = {
             name: {key: _whole([each["state"][number][key] for each in optimizers]) for key in state}
             for name, (number, state) in zip(model, optimizers[0]["state"].items(), strict=True)
@@ -119,7 +119,7 @@ def _read(path: str) -> tuple[int, Any]:
 
 
 def _load(path: str, part: str) -> list[Any]:
-    """The files of all ranks."""
+    """Load the files of all ranks."""
     files = sorted(Path(path).glob(f"{part}_world_size_{_RANKS}_rank_*.pt"))
     return [torch.load(file, weights_only=False) for file in files]
 

@@ -167,7 +167,7 @@ def test_functions_end_on_all_ranks_alike(tmp_path: Path, bad: int, outcome: str
 
 
 def _with_a_child(path: str, dies: bool) -> None:
-    """Simulate a function whose ``multiprocessing`` child keeps writing to slow storage."""
+    """Simulate a function with a ``multiprocessing`` child that keeps writing to slow storage."""
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     child.start()
     Path(path + ".partial").write_text(str(child.pid))

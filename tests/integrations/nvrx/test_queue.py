@@ -1,6 +1,6 @@
-"""nvrx's queue on our engine, and none of the faults known of nvrx's own.
+"""nvrx's queue on our engine, without the known faults of nvrx's own queue.
 
-The numbers of the faults (``w1`` ...) are those of a study of nvrx 0.7.0; W6 and W10 are about its speed.
+The faults (``w1`` ...) have their numbers from a study of nvrx 0.7.0. Faults W6 and W10 are about its speed.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def test_all_ranks_learn_of_a_killed_worker(tmp_path: Path, bad: int) -> None:
 
 
 def _poll_without_a_device(root: str) -> list[int]:
-    """Poll in a job whose process group sends only device tensors, like NCCL's."""
+    """Poll in a job with a process group that sends only device tensors, like NCCL's."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()

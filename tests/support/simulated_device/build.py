@@ -1,4 +1,4 @@
-"""Builds the library of the simulated device, once for each version of torch and of the sources."""
+"""Build the library of the simulated device, once for each version of torch and of the sources."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _LIMIT_S = 400.0
 
 
 def compiler() -> str | None:
-    """The compiler, if there is one."""
+    """Return the path of the compiler, or None if there is none."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def build() -> Path:
-    """Build the library, unless it is there; of several processes one does, and the others wait.
+    """Build the library, unless it exists. One process builds, and other processes wait.
 
-    Raises ``RuntimeError`` with what the compiler says, where it fails.
+    Raises:
+        RuntimeError: The compiler fails. The error has its output.
     """
     folder = _cache()
     library = folder / f"simulated-{_version()}.so"
@@ -41,13 +42,13 @@ def build() -> Path:
 
 
 def _cache() -> Path:
-    """Outside of the tree: every checkout of this user finds it."""
+    """Return the folder for libraries. It is outside the tree, so that all checkouts of this user share it."""
     at = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(at) / "asyncckpt-tests"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return _HERE / "build"  # which git ignores
+        return _HERE / "build"  # git ignores this folder
     return folder
 
 
@@ -67,7 +68,7 @@ def _compile(library: Path) -> None:
         *(f"-I{_HERE}", "-x", "c++", "-"),
         *(f"-L{found / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{found / 'lib'}", "-o", str(library)),
     ]
-    # As one source: most of the time goes into torch's headers, which are so read once.
+    # Compile all files as one source, because torch's headers take most of the time and are then read once.
     source = "".join(f'#include "{file.name}"\n' for file in sorted(_HERE.glob("*.cpp")))
     done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=_LIMIT_S)
     if done.returncode != 0:

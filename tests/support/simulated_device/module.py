@@ -1,4 +1,4 @@
-"""``torch.simulated``: what ``torch.cuda`` is for CUDA, as far as the tests and torch ask for it."""
+"""``torch.simulated``: the counterpart of ``torch.cuda``, as far as the tests and torch use it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stream(torch.Stream):
 
     @property
     def cuda_stream(self) -> int:
-        """The driver's handle, as CUDA's streams have it."""
+        """The driver's handle, as in CUDA's streams."""
         return int(self.stream_id)
 
     def record_event(self, event: Any = None) -> Any:
@@ -36,7 +36,7 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-    """An event. ``blocking``: as CUDA has it; all of these wait asleep."""
+    """An event. ``blocking`` exists as in CUDA, but all of these events block."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> Event:
         return super().__new__(cls, TYPE)
@@ -46,14 +46,14 @@ class Event(torch.Event):
 
 
 class Graph:
-    """What was queued on a stream while it was captured, to be queued again."""
+    """The captured work of a stream, for replay."""
 
     def __init__(self) -> None:
         self._number = -1
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """What is queued meanwhile on what is the current stream now is not done, but captured."""
+        """Capture the work that is queued on the current stream in the block, instead of running it."""
         stream = current_stream()
         _library.begin_capture()
         try:
@@ -67,7 +67,7 @@ class Graph:
 
 
 class device:
-    """Makes a device the calling thread's current one."""
+    """Makes a device the current device of the calling thread."""
 
     def __init__(self, which: Any) -> None:
         self._index = _index(which)
@@ -81,7 +81,7 @@ class device:
 
 @contextlib.contextmanager
 def use_stream(stream: Stream | None) -> Iterator[None]:
-    """Make ``stream`` its device's current one of the calling thread, and the device the current one."""
+    """Make ``stream`` the calling thread's current stream of its device, and the device the current device."""
     if stream is None:
         yield
         return
@@ -112,13 +112,13 @@ def empty_cache() -> None:
 
 
 def mem_get_info(which: Any = None) -> tuple[int, int]:
-    """Bytes that are free, and all."""
+    """Return the free bytes and the total bytes of the device."""
     total = _library.memory_limit(_index(which))
     return total - memory_reserved(which), total
 
 
 def memory_reserved(which: Any = None) -> int:
-    """Bytes of the device that this process holds."""
+    """Return the bytes of the device that this process holds."""
     return int(_library.memory_reserved(_index(which)))
 
 
@@ -131,7 +131,7 @@ def device_count() -> int:
 
 
 def is_used(index: int) -> bool:
-    """Whether this process has asked anything of the device: where CUDA would have a context."""
+    """Return whether this process has used the device, so that CUDA would have a context."""
     return bool(_library.is_used(index))
 
 
@@ -140,20 +140,18 @@ def is_initialized() -> bool:
 
 
 def is_available() -> bool:
-    """Whether torch is to choose it where nobody says which device is meant: never, for tests that know nothing of it
-    run in the same process.
-    """
+    """Return False, so that torch never chooses the device by default in other tests of the same process."""
     return False
 
 
 def copy_many(stream: int, to: array[int], source: array[int], sizes: array[int]) -> int:
-    """``cudaMemcpyBatchAsync``, on a stream of the current device."""
+    """Copy as ``cudaMemcpyBatchAsync`` does, on a stream of the current device."""
     with use_stream(_stream(stream, _index(None))):
         return int(_library.copy_many(*(each.buffer_info()[0] for each in (to, source, sizes)), len(to)))
 
 
 class Runtime:
-    """What ``torch.cuda.cudart()`` is for CUDA."""
+    """The counterpart of ``torch.cuda.cudart()``."""
 
     def __init__(self) -> None:
         self.cudaHostRegister = _library.host_register
@@ -168,7 +166,7 @@ _made = ModuleType(f"torch.{TYPE}")
 
 
 def register() -> None:
-    """Have torch know the module, which says that there is no device, as long as the library is not loaded."""
+    """Register the module with torch. Until the library is loaded, the module reports that there is no device."""
     if not hasattr(torch, TYPE):
         namespace: Any = _made
         namespace.is_available, namespace.device_count = is_available, lambda: 0
@@ -178,7 +176,7 @@ def register() -> None:
 
 
 def fill() -> None:
-    """Give the module all it has. The library is loaded already."""
+    """Fill the module with its functions. The library has to be loaded."""
     made = _made
     calls = (default_stream, synchronize, empty_cache, mem_get_info, memory_reserved)
     for each in (Stream, Event, Graph, device, current_stream, copy_many, *calls):
@@ -193,7 +191,7 @@ def fill() -> None:
     namespace.set_memory_limit, namespace.set_longest_delay = _library.set_memory_limit, _library.set_longest_delay
     namespace.sleep = _library.sleep
     _library.init()
-    # Before torch's own kernels are taken down: threads of the streams may be in the midst of one.
+    # Stop the streams before torch's kernels are torn down, because a stream's thread may be inside a kernel.
     atexit.register(_library.stop_all)
 
 
