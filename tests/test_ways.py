@@ -27,8 +27,8 @@ class Limit(NamedTuple):
     calls: int
 
 
-SAVE_IN_TRAINER = Limit(37, 250)
-SAVE_IN_WORKER = Limit(27, 440)
+SAVE_IN_TRAINER = Limit(37, 244)
+SAVE_IN_WORKER = Limit(27, 436)
 LOAD = Limit(42, 530)
 
 

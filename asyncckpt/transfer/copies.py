@@ -20,7 +20,7 @@ from asyncckpt.format.segment_layout import CheckpointLayout
 from asyncckpt.format.write_request import COPY_SLOTS, CopiedRank, HeldImage
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import OwnedSlots, State
-from asyncckpt.transfer.fetch import Fetch, Part, Previous, RateLimit
+from asyncckpt.transfer.fetch import Fetch, ImagePart, Previous, RateLimit
 from asyncckpt.transfer.holder import RemoteImage
 
 
@@ -69,7 +69,7 @@ class Incoming:
         previous = Previous(self._image(1 - self.slot), self._segment.digests[1 - self.slot])
         fetch = Fetch("an image", where, self._image(self.slot), len(spans.begins), spans.bounds, previous, limit)
         shift = self.source.layout.slots[request.slot]
-        digests = b"".join(fetch.run([Part(image, 0, shift)], pool))
+        digests = b"".join(fetch.run([ImagePart(image, 0, shift)], pool))
         self.finish(digests, spans.checksums(digests, self._image(self.slot)))
 
     def _image(self, slot: int) -> memoryview:

@@ -52,7 +52,7 @@ class RateLimit:
             time.sleep(max(0.0, at - time.monotonic()))
 
 
-class Part(NamedTuple):
+class ImagePart(NamedTuple):
     """A part of an image, and where to get it."""
 
     source: RemoteImage[Any]
@@ -94,7 +94,7 @@ class Fetch:
     previous: Previous | None = None
     limit: RateLimit = RateLimit(None)
 
-    def run(self, parts: Sequence[Part], pool: ThreadPoolExecutor, arrived: int = 0) -> Iterator[bytes]:
+    def run(self, parts: Sequence[ImagePart], pool: ThreadPoolExecutor, arrived: int = 0) -> Iterator[bytes]:
         """Fetch all spans in their order. Yield the digests of spans that have arrived, some spans at a time.
 
         After an exception no thread writes to the memory any more.
@@ -145,7 +145,7 @@ class Fetch:
         if spans:
             yield _Chunk(number + 1 - len(spans), spans, _some(digests, number + 1 - len(spans) - first, len(spans)))
 
-    def _get(self, part: Part, chunk: _Chunk) -> None:
+    def _get(self, part: ImagePart, chunk: _Chunk) -> None:
         """Copy or read the spans of a chunk, and check them."""
         digests = [_some(chunk.digests, number) for number in range(len(chunk.spans))]
         kept = [self._is_kept(chunk.first + number, digest) for number, digest in enumerate(digests)]
@@ -176,7 +176,7 @@ class Fetch:
         source, target = previous.memory[begin:end], self.memory[begin:end]
         memcpy(address_of(target), address_of(source), len(target))
 
-    def _read(self, part: Part, begin: int, end: int) -> None:
+    def _read(self, part: ImagePart, begin: int, end: int) -> None:
         target = self.memory[begin:end]
         self.limit.wait(len(target))
         part.source.read(begin + part.shift, target)

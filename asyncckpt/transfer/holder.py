@@ -133,14 +133,14 @@ class Holder:
         with contextlib.suppress(ValueError):
             self._open.remove(image)
         with contextlib.suppress(OSError), self._asking:
-            self._connection.send(requests.Close(lease))
+            self._connection.send(requests.EndLease(lease))
 
     def _read(self, opened: requests.Opened) -> Reading:
         try:
             return self._kind.read_from(self.address, self._key, opened)
         except OSError:
             with self._asking:
-                self._connection.send(requests.Close(opened.lease))
+                self._connection.send(requests.EndLease(opened.lease))
             raise
 
     def _ask(self, question: object, within: float = 0.0) -> object:

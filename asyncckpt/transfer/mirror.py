@@ -22,7 +22,7 @@ from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.format.segment_layout import WeightsLayout
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import HEADER_BYTES, LASTING, OwnedSlots, PublishedVersion
-from asyncckpt.transfer.fetch import STALL_S, Fetch, Part, Previous
+from asyncckpt.transfer.fetch import STALL_S, Fetch, ImagePart, Previous
 from asyncckpt.transfer.holder import Holder, RemoteImage
 from asyncckpt.transfer.requests import Locator, TransferAddress
 from asyncckpt.transfer.sealed_connection import KeyRefusedError
@@ -286,7 +286,7 @@ class Mirror:
         """
         parts, first = [], 0
         for source in sources:
-            parts.append(Part(source, first, -first * SPAN_BYTES))
+            parts.append(ImagePart(source, first, -first * SPAN_BYTES))
             first += sum(-(-nbytes // SPAN_BYTES) for nbytes in source.described)
         previous = None
         if self._last is not None and self._last.sizes == image.sizes:

@@ -8,7 +8,7 @@ Any number of connections may exist between the two.
     holder  Digests                   of at least one span; of none after a timeout; None if no more will arrive
     reader  ReadBytes                 of an open image, on this connection or another
     holder  bytes
-    reader  Close                     I have what I need of the image
+    reader  EndLease                  I have what I need of the image
     reader  NextImage                 which image have you staged since my last question?
     holder  NewestStaged              the newest one; none after a timeout
     reader  NextVersion               which is your newest version? I have read the version that I asked for before
@@ -69,7 +69,7 @@ class NotHeld:
 
 
 @dataclass(frozen=True)
-class Close:
+class EndLease:
     """Ends a lease."""
 
     lease: str

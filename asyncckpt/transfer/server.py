@@ -157,7 +157,7 @@ class TransferServer:
                         peer.send(requests.Digests(leased.digests(first, seconds)))
                 case requests.NextVersion():
                     peer.send(self._next_version(peer, message))
-                case requests.Close(name):
+                case requests.EndLease(name):
                     with self._lock:
                         lease = self._leases.pop(name, None)
                     if lease is not None:
