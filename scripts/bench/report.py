@@ -30,90 +30,90 @@ HEADINGS = {
 }
 EXPLANATIONS = {
     "save": (
-        "*Blocked* is the time the trainer stands still, in the call and for what it has to do itself when "
-        "all is written (medians of warm saves). *Free* is when the tensors may change again; where that is "
-        "later than the call, a copy goes on beside the training. *Durable* is when data and metadata are on "
-        "storage: torch_checkpointing and torchsnapshot do not sync their files, so the suite does, and that "
-        "counts. The first save, with its planning and taking of memory, is apart; asyncckpt's `prepare` and "
-        "what its peers have of the kind were called before. *memcpy* is one thread's; that of all cores is "
-        "shown too."
+        "*Blocked* is the time that the trainer stands still: in the call, and for its own work when all is written "
+        "(medians of warm saves). *Free* is the time until the tensors may change again; if it is longer than the "
+        "call, a copy goes on beside the training. *Durable* is the time until data and metadata are on storage. "
+        "torch_checkpointing and torchsnapshot do not sync their files, so the suite does, and the sync counts. The "
+        "first save, with its planning and allocation, has a column of its own; asyncckpt's `prepare` and similar "
+        "calls of its peers were made before. *memcpy* uses one thread; the limit for all cores is shown too."
     ),
     "unchanged": (
-        "A base that is frozen, and what changes beside it, each byte of it before each save. asyncckpt copies all of "
-        "it in each call, and links the file of what is frozen, which is named by `Config(assume_unchanged=...)`; *all "
-        "is written* is the same with `link_unchanged=False`. Medians of the saves after the second; the first two are "
-        "in a table of their own. *Written* are the files of a checkpoint that no other has, *on disk* what they take "
-        "there. *Memory* is shared memory that the workers hold, *images* how often the state would fit in. *CPU* is "
-        "what was computed from the call until all was durable, by all threads. With several ranks, the call and "
-        "durable are of the slowest, the rest is of all together."
+        "The state has a frozen base and a changing part; each byte of the changing part changes before each save. "
+        "asyncckpt copies both in each call, and links the file of the frozen base, which "
+        "`Config(assume_unchanged=...)` names; *all is written* is the same with `link_unchanged=False`. The figures "
+        "are medians of the saves after the second; the first two have a table of their own. *Written* are the bytes "
+        "of files that no other checkpoint has, *on disk* their space there. *Memory* is the shared memory of the "
+        "workers, *images* the number of states that would fit into it. *CPU* is the time of all threads from the "
+        "call until all is durable. With several ranks, the slowest rank gives call and durable; the other figures "
+        "are sums."
     ),
     "loop": (
-        "The time of a block of training steps with a save at its beginning, less that of as many steps "
-        "without, in pairs that take turns; the block is long enough for the save to be durable in it. So "
-        "this counts all that a save takes from the training: the call, copies in threads, the interpreter's "
-        "lock, cores and memory bandwidth taken by other processes, waiting for a copy before the optimizer's "
-        "step. The step is forward, backward and AdamW of a small model, and a change to every tensor of the "
-        "state. With one training thread a core is left free, as in training on a GPU; with all of them none "
-        "is. The noise of the machine is in the quartiles."
+        "The time of a block of training steps with a save at its beginning, less that of as many steps without, in "
+        "pairs that take turns; the block is long enough for the save to be durable in it. So this counts the whole "
+        "cost of a save for the training: the call, copies in threads, the interpreter's lock, cores and memory "
+        "bandwidth taken by other processes, waiting for a copy before the optimizer's step. The step is forward, "
+        "backward and AdamW of a small model, and a change to every tensor of the state. With one training thread a "
+        "core is left free, as in training on a GPU; with all of them none is free. The quartiles show the noise of "
+        "the machine."
     ),
     "load": (
-        "Into a state that is there, files out of the page cache before. asyncckpt checks every byte, its "
-        "peers none. *Memory* is that of the worker of a trainer that was killed. Under FSDP2 each rank fills its "
-        "shards; the slowest counts, and the limits are those of all ranks at once."
+        "Loads into an existing state; the files are not in the page cache. asyncckpt checks every byte, its peers "
+        "none. *Memory* loads from the worker of a killed trainer. Under FSDP2 each rank fills its shards; the "
+        "slowest rank counts, and the limits are measured on all ranks at once."
     ),
     "store": (
-        "S3 as moto serves it, in a process of its own on this machine, over loopback without TLS. moto is written "
-        "in Python, is slow, reads all of an object to hand out a range of it, and shares the cores with all that is "
+        "S3 as moto serves it, in a process of its own on this machine, over loopback without TLS. moto is written in "
+        "Python, is slow, reads all of an object to hand out a range of it, and shares the cores with all that is "
         "measured: so the figures show how the ways compare, and what they have beside the store, not what a store "
         "does. *Blocked* and *durable* are as above. *Upload* is the faster of two ways to send the same bytes from "
         "memory by obstore in the same turns: one PUT, and parts of 16 MiB, eight at a time. The peers are DCP "
         "through fsspec and s3fs, and through the S3StorageWriter of s3torchconnector, at their defaults; their "
         "`async_save` keeps its stager and caches its plans. Older steps are removed between the turns. The ranged "
         "read is of 8 MiB at a time, by four threads, into memory of its own; asyncckpt checks every byte that it "
-        "loads. All that was loaded is compared."
+        "loads. The suite compares all loaded tensors."
     ),
     "export": (
-        "A checkpoint that becomes others, until these are on storage, all out of the page cache before. The limit "
-        "reads and writes the bytes once, past the page cache, by four threads. asyncckpt checks the bytes of its own "
-        "checkpoints, and takes checksums of those that it writes; torch's own way is `dcp_to_torch_save`. What comes "
-        "out is compared."
+        "The time to write a checkpoint in another form, until it is on storage; nothing is in the page cache before. "
+        "The limit reads and writes the bytes once, past the page cache, by four threads. asyncckpt checks the bytes "
+        "of its own checkpoints, and takes checksums of the bytes that it writes; torch's own way is "
+        "`dcp_to_torch_save`. The suite compares the results."
     ),
     "telemetry": (
-        "Calls of `save` with nobody listening, and with all adapters (Prometheus, OpenTelemetry, TensorBoard, Weights "
-        "& Biases offline) and the worker's file of metrics, in turns. *Longer by* is the median of the differences of "
-        "turns that follow each other."
+        "Calls of `save` with nobody listening, and with all adapters (Prometheus, OpenTelemetry, TensorBoard, "
+        "Weights & Biases offline) and the worker's file of metrics, in turns. *Longer by* is the median of the "
+        "differences of turns that follow each other."
     ),
     "frameworks": (
-        "Short trainings of a stack of linear layers by AdamW, with one save in the middle, in turns. *Blocked* is the "
-        "call that saves. *Lost* is what the steps from the save on took more than as many before it, until well after "
-        "the checkpoint was there. *Durable* is from the call until it is on storage; the suite syncs what the "
+        "Short trainings of a stack of linear layers by AdamW, with one save in the middle, in turns. *Blocked* is "
+        "the call that saves. *Lost* is what the steps from the save on took more than as many before it, until well "
+        "after the checkpoint was there. *Durable* is from the call until it is on storage; the suite syncs what the "
         "framework leaves in the page cache, after the training, and that counts."
     ),
     "scale": ("In each cell the call, and until when it is durable."),
     "cost": (
-        "Counted in the trainer and all processes it has started, from before a save until it is durable and all has "
-        "come to rest. On a loaded machine the CPU grows, too, as cores wait for memory: look at the ratios. *CPU* is "
-        "what all threads computed, beside that of one copy and one direct write of the bytes, which nobody can do "
-        "without, and of these and a checksum (medians); *user* and *system* are means. *Page faults* are pages that "
-        "were touched anew. *Calls* are those that read and write, *written* what was sent to storage. Each runs by "
-        "itself, after three saves that do not count."
+        "Costs of the trainer and all processes that it has started, from before a save until it is durable and all "
+        "processes rest. On a loaded machine the CPU time grows, because cores wait for memory: look at the ratios. "
+        "*CPU* is the time of all threads. Beside it stand the time of one copy and one direct write of the bytes, "
+        "which every save needs, and of these with a checksum (medians); *user* and *system* are means. *Page faults* "
+        "are newly touched pages. *Calls* are calls that read and write, *written* the bytes sent to storage. Each "
+        "contestant runs alone, after three saves that do not count."
     ),
     "memory": (
-        "Beside the state itself, in all processes of each; what the trainer had before its first save is "
-        "taken off. *Steady* is a second after the last save. Shared memory is counted once however many "
-        "processes map it; what is private is anonymous memory. The page cache is what the files of the last "
-        "checkpoint have left in it."
+        "Memory of all processes of a contestant, without the state itself and without the trainer's memory before "
+        "its first save. *Steady* is a second after the last save. Shared memory counts once, whatever number of "
+        "processes map it; private memory is anonymous memory. The last column is the page cache with files of the "
+        "last checkpoint."
     ),
     "ranks": ("Real jobs, joined by gloo, of one state that is sharded over their ranks."),
     "simulation": (
-        "The first rank's real code, on what so many ranks would send it; DCP's coordinator on the same "
-        "plans. For asyncckpt it is work of the worker, in the background."
+        "The first rank's real code, on what so many ranks would send it; DCP's coordinator on the same plans. For "
+        "asyncckpt it is work of the worker, in the background."
     ),
     "publish": (
-        "Into memory where readers find them; and what a reader needs to have all tensors. With asyncckpt a version is "
-        "there as a whole, and others stay; the rest is what people do instead: `copy_` into tensors that are shared "
-        "(of which a reader may see half), new memory each time, as for verl's engine with a cache in the host's "
-        "memory, or a file that is written and opened again. The save that was *just staged* is not counted."
+        "The time to publish weights for readers, and the time of a reader to have all tensors. asyncckpt publishes "
+        "whole versions, and older versions stay. The alternatives are `copy_` into shared tensors (a reader may see "
+        "a half-written state), new memory each time, as for verl's engine with a cache in the host's memory, or a "
+        "file that is written and opened again. The save that was *just staged* is not counted."
     ),
     "hosts": (
         "Hosts are network namespaces of this machine, each with a link of a rate, and share its cores and memory. "
@@ -122,16 +122,16 @@ EXPLANATIONS = {
         "and others read from it."
     ),
     "vllm": (
-        "A real engine on the CPU, its worker in a process of its own. *Held* is how long the trainer is, *update* how "
-        "long the engine takes from then until it has the weights. vLLM's transfers between processes want CUDA; on a "
-        "CPU it has `reload_weights`, of a file that the trainer writes (and does not sync)."
+        "A real engine on the CPU, its worker in a process of its own. *Held* is how long the trainer is, *update* "
+        "how long the engine takes from then until it has the weights. vLLM's transfers between processes want CUDA; "
+        "on a CPU it has `reload_weights`, of a file that the trainer writes (and does not sync)."
     ),
 }
 PEERS = (
     "The peers are at the settings that make them fast: DCP's `async_save` keeps its stager and caches its "
     "plans; nvrx has a warm worker, cached structure and two threads; torch_checkpointing has its staging "
-    "memory beforehand, its lock around the optimizer's step, and direct I/O where the file system takes it as "
-    "it is, unaligned. They come with the extra `bench`, nvrx by `scripts/peers.sh`; one that is missing, or "
+    "memory beforehand, its lock around the optimizer's step, and direct I/O if the file system takes it "
+    "unaligned. They come with the extra `bench`, nvrx by `scripts/peers.sh`; one that is missing, or "
     "fails, is left out with a note. After a run the last checkpoint of each is loaded back and compared."
 )
 COMMANDS = """    python scripts/bench all                  # all of this page, but for the next six
@@ -212,7 +212,7 @@ def section(found: Result) -> str:
     for place in places:
         if place.get("sharing") == "file_system":
             parts.append(
-                "Those that share each tensor by itself do so by name: this machine has too few descriptors for that."
+                "Contestants that share each tensor by itself share it by name: this machine has too few descriptors."
             )
         for name, why in place.get("left_out", {}).items():
             where = f" ({place['state']['tensors']:,} tensors)" if len(places) > 1 else ""
