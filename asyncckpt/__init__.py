@@ -76,7 +76,7 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> object:
     value: object
     if name == "__version__":
-        from importlib import metadata  # here, because the import would make the start of each worker an eighth longer
+        from importlib import metadata  # here, because this import adds an eighth to the start time of a worker
 
         try:
             value = metadata.version(__name__)

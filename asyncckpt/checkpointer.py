@@ -86,7 +86,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._recent = RecentSaves()
         self._staging: list[Save] = []  # saves that may still read tensors
         self._terminated = self._is_terminating = self._has_saved = False
-        self._began = 0.0  # first rank: when a run began that has loaded nothing
+        self._began = 0.0  # first rank: the begin of a run that has loaded nothing
         self._had_sigterm: Any = None
         self.loaded: Loaded | None = None
         """The result of the last ``load``: its step, and its source. It is None before a load."""
@@ -99,7 +99,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def prepare(self, state_dict: StateDict | FileSet) -> None:
         """Do the work of the first save of ``state_dict`` now: start the worker, plan, allocate and touch memory.
 
-        Best called before the first training step. Raises as ``save`` does.
+        Call this before the first training step. Raises as ``save`` does.
         """
         self._engine.prepare(state_dict, path=step_folder(self._tiers.roots[0], 0))
 
@@ -108,7 +108,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Returns when the tensors are copied. The checkpoint holds their values of this moment, and the caller may change
         them. (With ``Config.overlap`` the copy goes on: see ``guard``.) The worker writes in the background. The handle
-        reports the outcome; a failure that no handle was asked for is raised by ``wait`` or ``close``.
+        reports the outcome. If no handle was asked for a failure, ``wait`` or ``close`` raises the failure.
 
         If a load has gone back to an older step, a later step that exists is renamed when that step is saved again.
 

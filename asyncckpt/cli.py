@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     """Run a command. Raises ``OSError`` if stdout cannot be written."""
-    if argv[:1] == ["demo"]:  # has its own options, and needs torch
+    if argv[:1] == ["demo"]:  # the demo has its own options, and needs torch
         return demo.main(argv[1:])
     args = _parser().parse_args(argv)
     answers = Answers(args.json)
@@ -66,14 +66,14 @@ def _run(argv: list[str]) -> int:
 
 
 def _become_worker(_: Answers, root: str, args: argparse.Namespace) -> None:
-    # Other commands need none of this.
+    # Imported here, because other commands do not need these modules.
     from asyncckpt.link.endpoint import endpoint_name
     from asyncckpt.link.process import WorkerOptions, become_worker
     from asyncckpt.publication import job_of_checkpoints
 
     job = job_of_checkpoints(root, args.job_id)
     where = endpoint_name(job, args.rank)
-    # The trainer brings the rest.
+    # The trainer sends the other options when it attaches.
     become_worker(WorkerOptions(nice=0, io_class="none", linger=args.wait, endpoint=where, job=job, rank=args.rank))
 
 

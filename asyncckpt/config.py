@@ -1,4 +1,4 @@
-"""How checkpoints are made: one frozen dataclass, filled in code, from the command line or from the environment."""
+"""Options for saves and loads: one frozen dataclass, set in code, from the command line or from the environment."""
 
 from __future__ import annotations
 
@@ -26,152 +26,166 @@ IOClass = Literal["none", "best-effort", "idle"]
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All there is to choose. Raises ``ValueError`` for what makes no sense.
+    """All options. Raises ``ValueError`` if a value is invalid, ``TypeError`` if it has another type.
 
-    Every field but ``keep`` can also be set by an environment variable, ``ASYNC_CKPT_SLOTS`` for
-    ``slots`` and so on. Three are called as Megatron-LM calls its options: ``CKPT_ASSUME_CONSTANT_STRUCTURE``,
+    Every field except ``keep`` can also be set by an environment variable, such as ``ASYNC_CKPT_SLOTS`` for ``slots``.
+    Three variables have the names of Megatron-LM's options: ``CKPT_ASSUME_CONSTANT_STRUCTURE``,
     ``ASYNC_CKPT_CPU_PRIORITY`` (``nice``) and ``ASYNC_CKPT_IO_PRIORITY`` (``io_class``).
     """
 
     slots: int | None = None
-    """Images of the state held in shared memory, each as large as the state. With two, one save can be staged while
-    the one before is being written. None: one, and another while saves overlap, if there is memory for it."""
+    """Number of slots in shared memory. Each slot holds one image of the state, and is as large as the state. With two
+    slots, a save can be staged while the previous save is written. None: one slot, and a second one while saves
+    overlap, if there is enough memory."""
 
     when_busy: WhenBusy = "wait"
-    """If all slots have a save that is not committed: ``wait`` for one, ``skip`` this save, or take the place of the
-    newest that is staged but not yet being written (``latest``; where there is none it waits)."""
+    """What a save does if every slot holds a save that is not committed. ``wait``: wait for a free slot. ``skip``: skip
+    this save. ``latest``: replace the newest save that is staged and not yet being written, or wait if there is
+    none."""
 
     overlap: bool = False
-    """Return from ``save`` before the tensors are copied. They must then stay as they are until ``Save.wait_staged``
-    returns, or ``Save.synchronize_staging``, which has devices' streams wait instead of the host, and which
-    ``Checkpointer.guard(optimizer)`` calls before each optimizer step. What a forward pass changes (the running
-    statistics of a batch norm) it changes before that."""
+    """Return from ``save`` before the tensors are copied. The tensors must not change until ``Save.wait_staged`` or
+    ``Save.synchronize_staging`` returns. ``synchronize_staging`` makes the streams of devices wait instead of the host.
+    ``Checkpointer.guard(optimizer)`` calls it before each optimizer step. This is too late for tensors that a forward
+    pass changes, such as the running statistics of a batch norm."""
 
     keep_last: int | None = None
-    """Checkpoints of this training to keep in a root: older ones are removed once a newer is durable, so that there has
-    to be room for one more. None: all."""
+    """Number of checkpoints of this training to keep in a root. Older checkpoints are removed when a newer one is
+    durable, so that the storage needs room for one more. None: keep all."""
 
     keep_every: int | None = None
-    """Of the older ones, keep those of a step that is a multiple of this for good."""
+    """Never remove the checkpoint of a step that is a multiple of this number."""
 
     keep: Callable[[int], bool] | None = None
-    """The same for any choice: called on the first rank with the step of each save, whether to keep it for good."""
+    """Like ``keep_every``, for any rule. Called on the first rank with the step of each save. If it returns True, the
+    checkpoint is never removed."""
 
     link_unchanged: bool = True
-    """What has not changed since the last durable save is not written again: the new checkpoint has the same file, by a
-    hard link (on an object store, by a copy that the store makes). Whole files are linked. Frozen parameters, and what
-    ``assume_unchanged`` names, have a file of their own. Each checkpoint is whole all the same, and can be removed by
-    itself; a damaged file is damaged in all that share it."""
+    """Do not write a file again if its content has not changed since the last durable save. The new checkpoint gets the
+    same file by a hard link. On an object store, the store makes a copy. Only whole files are linked, so that frozen
+    parameters, and tensors that match ``assume_unchanged``, have a data file of their own. Every checkpoint is still
+    complete, and can be removed alone. If a shared file is damaged, all checkpoints with that file are damaged."""
 
     rewrite_unchanged_every: int = 100
-    """After so many saves in a row that took a file by link it is written again, changed or not."""
+    """Maximum number of saves in a row that link a file. The next save writes the file again, changed or not."""
 
     assume_unchanged: Sequence[str] = ()
-    """Patterns of names (``fnmatch``: "base_model.*", say), in the environment with commas between them. The tensors
-    that they match are likely to stay the same, and go to a data file of their own, which is linked while no tensor in
-    it changes. If one changes, the file is written again. Frozen parameters of a module that stands in the state itself
-    need no pattern. A dict that ``state_dict()`` or DCP's ``get_model_state_dict`` made has lost ``requires_grad``."""
+    """Patterns of tensor names (``fnmatch``, such as "base_model.*"). In the environment they are separated by commas.
+    The matching tensors are expected to stay the same, and have a data file of their own. The file is linked while none
+    of its tensors changes, and is written again if one does. Frozen parameters need no pattern if the state contains
+    their module. They need one if the state contains a dict from ``state_dict()`` or DCP's ``get_model_state_dict``,
+    because such a dict has lost ``requires_grad``."""
 
     local_root: str | None = None
-    """A folder on fast disks: a ``Checkpointer`` saves there, in a folder of its own, and uploads steps to its root in
-    the background. All ranks have to see it: this is for jobs of one host, or for fast disks that hosts share."""
+    """A folder on fast disks. A ``Checkpointer`` saves to a subfolder of it, and uploads steps to its root in the
+    background. All ranks must see the folder, so that this works for jobs of one host, and for fast disks that hosts
+    share."""
 
     local_keep_last: int = 2
-    """Checkpoints to keep in the local folder; ``keep_last``, ``keep_every`` and ``keep`` are about the root."""
+    """Number of checkpoints to keep in the local folder. ``keep_last``, ``keep_every`` and ``keep`` are for the
+    root."""
 
     upload_every: int | None = None
-    """With ``local_root``: those of a step that is a multiple of this are uploaded. None: all, if the root keeps up."""
+    """With ``local_root``: upload the steps that are a multiple of this number, and the steps that ``keep_every`` or
+    ``keep`` keeps. None: upload all steps, if the root keeps up."""
 
     failure: Failure = "raise"
-    """What happens when a save fails: the next call does its work and raises the failure, if nobody was told of it
-    (``raise``), or it is logged and counted, and the training goes on (``warn``); then ``save`` itself raises nothing
-    but ``ClosedError`` either, and returns a handle of a save that has failed."""
+    """What happens if a save fails. ``raise``: the next call does its work, and then raises the failure if it was not
+    reported yet. ``warn``: the failure is logged and counted, and the training goes on. ``save`` itself then raises
+    only ``ClosedError``; for other errors it returns the handle of a failed save."""
 
     linger: float = 600.0
-    """Seconds for which the worker of a trainer that has died stays, with the newest states in its memory, for a
-    trainer that is started in its place. 0: it leaves when all is written."""
+    """Seconds for which the worker of a dead trainer stays, with the newest states in memory, for the trainer that is
+    started next. 0: the worker exits when all is written."""
 
     job_id: str | None = None
-    """Of which job this trainer is. A root is of the first job that saves to it; another one is refused there
-    (``JobTakenError``), to save and to load. None: of any. One job at a time saves to a root in any case."""
+    """Name of the job of this trainer. A root belongs to the first job that saves to it. Any other job gets
+    ``JobTakenError`` there when it saves or loads. None: the name is not checked. In any case, only one job at a time
+    saves to a root."""
 
     progress: bool = True
-    """Show how far a load is that takes longer than some seconds: a bar on stderr, on the first rank, if that is a
+    """Show a progress bar for loads that take longer than a few seconds: on stderr of the first rank, if that is a
     terminal."""
 
     timeout: float = 600.0
-    """Seconds after which a wait for the worker (for memory, for its end) gives up with an error."""
+    """Maximum seconds to wait for the worker, as for memory or for its exit. A longer wait raises an error."""
 
     commit_timeout: float = 1800.0
-    """Seconds a save may take until it is committed. Then it fails, on all ranks, naming those that did not finish. A
-    save that waits for a free slot waits for as long."""
+    """Maximum seconds until a save is committed. A slower save fails on all ranks, and the error names the ranks that
+    did not finish. A save waits about as long for a free slot."""
 
     assume_constant_structure: bool = False
-    """Promise that a structure, once saved, never changes: then the ranks of a job do not ask each other before a save
-    whether they all still have it. A rank that finds it changed raises, and that save fails on all ranks. One that is
-    alone has nobody to ask, and plans anew."""
+    """Promise that the structure of a state never changes once it is saved. The ranks of a job then do not ask each
+    other before a save whether all still have that structure. If a rank finds another structure, it raises an error,
+    and the save fails on all ranks. A job with one rank has no other ranks to ask, and makes a new plan."""
 
     differing_replicas: DifferingReplicas = "warn"
-    """What happens when ranks have different values under one name, of which one is saved for all: a warning, once a
-    name, or that save fails on all ranks and nothing is committed (``raise``). The first saves compare a sample of
-    each value, and every tenth save compares some. Running statistics of BatchNorm may differ by right."""
+    """What happens if ranks have different values under one name, and one of these values is saved for all ranks.
+    ``warn``: log a warning, once for each name. ``raise``: fail the save on all ranks, and commit nothing. The first
+    saves compare a sample of each value, and later every tenth save compares some values. The running statistics of
+    BatchNorm may differ legitimately."""
 
     host: str | None = None
-    """Name or address of the first rank's host, for the other ranks' workers. None: ``$MASTER_ADDR``, as torchrun sets
-    it, or what the host calls itself."""
+    """Name or address of the first rank's host, for the workers of other ranks. None: ``$MASTER_ADDR`` (set by
+    torchrun), or else the name that the host has for itself."""
 
     address: str | None = None
-    """Name or address of this host, for the workers of other hosts. None: what ``$ASYNC_CKPT_ADDRESS`` says, or else
-    the address by which it reaches the first rank's."""
+    """Name or address of this host, for the workers of other hosts. None: ``$ASYNC_CKPT_ADDRESS``, or else the address
+    from which this host reaches the first rank's host."""
 
     transport: Transport = "sockets"
-    """How images travel between hosts: ``sockets``, sealed with the job's key; or ``nixl`` (RDMA, EFA, TCP; pip install
-    'asyncckpt[nixl]', on all hosts), which authenticates nobody and is for a trusted fabric alone: bind it to that with
-    ``UCX_NET_DEVICES``."""
+    """Transport of images between hosts. ``sockets``: authenticated by the job's key, and not encrypted. ``nixl``:
+    RDMA, EFA or TCP; needs pip install 'asyncckpt[nixl]' on all hosts. ``nixl`` has no authentication, and is only for
+    a trusted fabric: restrict it to that fabric with ``UCX_NET_DEVICES``."""
 
     replicas: int = 0
-    """On how many other hosts each image is copied in the background while it is written, so that as many hosts may be
-    lost together with their memory (see ``Save.wait_replicated``). Each host has memory for two images more of as many
-    others. ``Checkpointer.prepare`` refuses what does not fit."""
+    """Number of other hosts that get a copy of each image in memory. The copies are made in the background, while the
+    image is written. Then this number of hosts may be lost with their memory (see ``Save.wait_replicated``). Each host
+    holds copies for this number of other hosts, and needs memory for two images of each. ``Checkpointer.prepare``
+    raises an error if there is too little memory."""
 
     replica_rate: float | None = None
-    """Bytes a second that a worker fetches at most for copies. None: as many as come."""
+    """Maximum bytes per second that a worker fetches for copies. None: no limit."""
 
     domain: str | None = None
-    """What this host shares with others so that all of that may be lost at once (a rack, say): copies go to another.
-    None: what ``$ASYNC_CKPT_DOMAIN`` says, or else this machine, with all containers on it."""
+    """Failure domain of this host, such as the name of its rack. All hosts of a domain may be lost at once, so that
+    copies go to another domain. None: ``$ASYNC_CKPT_DOMAIN``, or else this machine with all its containers."""
 
     start_timeout: float = 60.0
-    """Seconds the worker process may take to start. It takes a tenth of one on an idle machine."""
+    """Maximum seconds for the start of the worker process. On an idle machine the start takes 0.1 seconds."""
 
     worker_restarts: int = 5
-    """How many workers may die one after the other, with no save committed in between, until no other is started."""
+    """Number of restarts of a worker in a row, with no save committed in between. If the worker dies again after that,
+    no other is started."""
 
     restart_pause: float = 1.0
-    """Seconds for which no worker is started after the second death in a row; twice that after each further one. A save
-    that comes earlier fails at once."""
+    """Seconds after the second death of a worker in a row during which no worker is started. Each further death doubles
+    this pause. A save during the pause fails at once."""
 
     direct_io: bool = True
-    """Write past the page cache (``O_DIRECT``) where the file system allows."""
+    """Bypass the page cache (``O_DIRECT``) if the file system allows it."""
 
     io_threads: int = 2
-    """Threads of the worker that write and checksum. More pays off on file systems that spread a file over servers."""
+    """Number of threads with which the worker writes and computes checksums. More threads help on file systems that
+    spread a file over several servers."""
 
     nice: int = 10
-    """How far the worker stands back for the training in the use of cores, 0 to 19."""
+    """Niceness of the worker, 0 to 19. With a higher value the worker leaves more of the cores to the training."""
 
     io_class: str = "best-effort"
-    """The worker's I/O scheduling class: ``none`` (as the trainer's), ``best-effort`` (its lowest level), ``idle``."""
+    """I/O scheduling class of the worker: ``none`` (that of the trainer), ``best-effort`` (its lowest level) or
+    ``idle``."""
 
     on_event: Callable[[Any], object] | str | Sequence[Callable[[Any], object] | str] = ()
-    """Who is told what becomes of saves and loads: a function of an ``asyncckpt.events.Event``, or several; the
-    adapters of ``asyncckpt.telemetry`` are such. Each is called on a thread of its own: none can have a save fail, or
-    hold it up. A text names one, as "module:function", or "module:Class" for an object of that; in the environment,
-    some such texts with commas between."""
+    """Listeners for events of saves and loads: a function that takes an ``asyncckpt.events.Event``, or a sequence of
+    functions. The adapters of ``asyncckpt.telemetry`` are such functions. Each listener is called on a thread of its
+    own. A listener cannot make a save fail, and cannot block it. A listener may be given by its name:
+    "module:function", or "module:Class" for an instance of a class. In the environment such names are separated by
+    commas."""
 
     metrics_folder: str | None = None
-    """A folder in which the worker keeps a file of Prometheus metrics up to date, for node_exporter's textfile
-    collector. It stays when the trainer has died."""
+    """A folder in which the worker maintains a file of Prometheus metrics, for node_exporter's textfile collector. The
+    file stays if the trainer has died."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -181,7 +195,7 @@ class Config:
                 wanted, plain, words = _KINDS[kind]
                 if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
                     raise TypeError(f"Config.{field.name} is {words}, not {value!r}")
-                object.__setattr__(self, field.name, plain(value))  # a number of numpy's cannot be written down
+                object.__setattr__(self, field.name, plain(value))  # numpy's numbers cannot be serialized
         checks = {
             "slots": self.slots is None or 1 <= self.slots <= 16,
             "when_busy": self.when_busy in get_args(WhenBusy),
@@ -223,14 +237,15 @@ class Config:
 
     @property
     def listeners(self) -> tuple[Callable[[Any], object], ...]:
-        """All who are told of events."""
+        """Return all listeners for events."""
         given = (self.on_event,) if callable(self.on_event) or isinstance(self.on_event, str) else self.on_event
         return tuple(_named(each) if isinstance(each, str) else each for each in given)
 
     @classmethod
     def given(cls, config: Config | None) -> Config:
-        """``config``, or, where that is None, what the environment says. Raises ``TypeError`` where it is no such
-        thing, ``ValueError`` as ``from_env``.
+        """Return ``config``, or the configuration of the environment if ``config`` is None.
+
+        Raises ``TypeError`` if ``config`` has another type, and ``ValueError`` as ``from_env`` does.
         """
         if not isinstance(config, Config | None):
             raise TypeError(f"config is a Config, not a {type(config).__name__}: Config(keep_last=3), say")
@@ -238,14 +253,14 @@ class Config:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] = os.environ) -> Config:
-        """What the environment variables say. Raises ``ValueError``, naming the variable."""
+        """Return the configuration of the environment variables. Raises ``ValueError``, which names the variable."""
         return cls.from_args(argparse.Namespace(), environment)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Config:
-        """What stands in ``args``, else in the environment, else the defaults.
+        """Return the configuration of ``args``; for missing options, of the environment, or else the defaults.
 
-        ``args`` is what a parser with ``add_arguments`` has made, or Megatron-LM's own. Raises ``ValueError``.
+        ``args`` comes from a parser with ``add_arguments``, or is Megatron-LM's own. Raises ``ValueError``.
         """
         for variable in environment:
             if variable.startswith(_PREFIX):
@@ -255,14 +270,14 @@ class Config:
 
 
 def is_switched_on(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``--async-ckpt-use-cpu-shm`` was given, or ``$ASYNC_CKPT_USE_CPU_SHM`` says so. Raises ``ValueError``."""
+    """Return whether ``--async-ckpt-use-cpu-shm`` or ``$ASYNC_CKPT_USE_CPU_SHM`` is set. Raises ``ValueError``."""
     return bool(_SWITCH.find(args, environment))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` the options of this package that it has not yet, for ``Config.from_args`` and ``wrap_save``.
+    """Add the options of this package to ``parser``, for ``Config.from_args`` and ``wrap_save``.
 
-    What Megatron-LM has is called as there.
+    Options that the parser has already are left alone. Options that Megatron-LM has, too, have the same names.
     """
     group = parser.add_argument_group("asyncckpt", "checkpoints staged in CPU shared memory")
     for option in (_SWITCH, *_OPTIONS.values()):
@@ -273,13 +288,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind = {"action": argparse.BooleanOptionalAction}
         if option.choices:
             kind = {"choices": option.choices}
-        with contextlib.suppress(argparse.ArgumentError):  # it is there: this is Megatron-LM's parser
+        with contextlib.suppress(argparse.ArgumentError):  # Megatron-LM's parser has this option already
             group.add_argument(option.flag, default=None, help=option.help, **kind)
 
 
 @functools.cache  # once a process
 def _warn_unless_known(variable: str) -> None:
-    """Warn of a variable of the environment that nobody reads: its name is probably misspelled."""
+    """Warn about an environment variable that is not known: its name is probably misspelled."""
     known = [option.variable for option in (_SWITCH, *_OPTIONS.values())] + list(_OTHER_VARIABLES)
     if variable in known:
         return
@@ -291,9 +306,9 @@ def _warn_unless_known(variable: str) -> None:
     )
 
 
-@functools.cache  # an adapter is there once, whatever number of engines tells it
+@functools.cache  # all engines share one instance of an adapter
 def _named(name: str) -> Any:
-    """Who listens by that name. Raises ``ValueError``."""
+    """Return the listener of that name. Raises ``ValueError``."""
     module, _, attribute = name.strip().partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -310,14 +325,14 @@ def _truth(text: str) -> bool:
 
 
 def _io_class(text: str) -> str:
-    """By its name, or by its number, as ``ionice`` and Megatron-LM have it. Of real time we make our best effort."""
+    """Return the I/O class from its name, or its number as for ``ionice`` and Megatron-LM. Real time is best effort."""
     numbers = {"0": "none", "1": "best-effort", "2": "best-effort", "3": "idle"}
     return numbers.get(text, text)
 
 
 @dataclass(frozen=True)
 class _Option:
-    """One thing to choose: on the command line, if it has a ``help``, and by the variable of the same name."""
+    """An option: an environment variable, and also a command line flag of the same name if there is a ``help``."""
 
     flag: str
     parse: Callable[[str], Any]
@@ -349,7 +364,7 @@ _SWITCH = _Option(
     " later one",
 )
 
-# What has a variable and no option.
+# Fields with an environment variable, but without a command line flag. Each has a function that parses it.
 _VARIABLES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(
         (
@@ -370,14 +385,14 @@ _PREFIX = "ASYNC_CKPT_"
 _OTHER_VARIABLES = ("ASYNC_CKPT_COPY_MANY", "ASYNC_CKPT_RUNTIME_DIR", "ASYNC_CKPT_VERL_PUBLISH")
 """Variables of the package that set no field of ``Config``."""
 
-# What fields of a type take, what is kept of that, and in words.
+# For each type of a field: the accepted type, the function that converts the value, and the type in words.
 _KINDS: dict[str, tuple[type, Callable[[Any], Any], str]] = {
     "int": (numbers.Integral, int, "a whole number"),
     "float": (numbers.Real, float, "a number"),
     "bool": (bool, bool, "True or False"),
     "str": (str, str, "a text"),
 }
-# By their names in ``Config``.
+# Options by the names of their fields in ``Config``.
 _OPTIONS = {
     "assume_constant_structure": _Option(
         "--ckpt-assume-constant-structure",

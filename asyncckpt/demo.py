@@ -32,7 +32,7 @@ OURS, DCP = "asyncckpt", "torch.distributed.checkpoint.save"
 
 
 class Training:
-    """The model, its optimizer and its batches; the same on every start."""
+    """A model, its optimizer and its batches, which are the same on every start."""
 
     def __init__(self, size: str) -> None:
         """Build the model, and run step 0, so that the optimizer has its state. ``size``: a key of ``_SIZES``."""
@@ -86,7 +86,7 @@ class Training:
 
 
 def _train(args: argparse.Namespace, root: str, last: int, is_killed: bool, reports: Connection) -> None:
-    """Train up to step ``last``, from the newest checkpoint in ``root``, and send one report; or die by SIGKILL."""
+    """Train from the newest checkpoint in ``root`` to step ``last``. Send one report. ``is_killed``: die after that."""
     import asyncckpt
 
     os.setsid()  # Ctrl-C is for the parent, and the parent ends this process
@@ -140,7 +140,7 @@ def _costs(training: Training, checkpointer: Any, saves: int, folder: str) -> di
 
 
 def _child(*arguments: Any, exit_status: int = 0) -> dict[str, Any]:
-    """Run ``_train`` in a process of its own. Return its report; exit if the process does not end as it should."""
+    """Run ``_train`` in a process of its own. Return its report. Exit if it ends with another status."""
     context = multiprocessing.get_context("fork")
     reports, theirs = context.Pipe()
     process = context.Process(target=_train, args=(*arguments, theirs), daemon=True)

@@ -194,8 +194,8 @@ def unless_interrupt(*kinds: type[E]) -> tuple[type[E], ...]:
 
 @contextmanager
 def interrupts_as_they_are() -> Iterator[None]:
-    """Raise an exception of a signal handler as it was raised, not the error of this package that it became."""
-    handled = sys.exc_info()[1]  # the caller may be handling it, and save for that reason
+    """Raise the original exception of a signal handler, instead of the ``CheckpointError`` that it has caused."""
+    handled = sys.exc_info()[1]  # a caller may save while it handles an exception
     try:
         yield
     except CheckpointError as error:
@@ -208,7 +208,7 @@ def interrupts_as_they_are() -> Iterator[None]:
 
 
 def encode(error: CheckpointError) -> bytes:
-    """Return one line of JSON. Text from a network is never unpickled."""
+    """Return ``error`` as one line of JSON. Text from a network is never unpickled."""
     return json.dumps({"kind": type(error).__name__, "message": error.message, **error._where()}).encode()
 
 

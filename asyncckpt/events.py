@@ -47,13 +47,13 @@ EventPhase = Literal[
 Phases of a save, in this order:
 
 - ``planned``. ``source`` is "kept" if the plan was reused, otherwise "new".
-- ``staged``: the tensors may change.
-- ``written`` to storage by this rank.
+- ``staged``: the caller may change the tensors.
+- ``written``: this rank has written its part to storage.
 - ``replicated``: other hosts have copies of all ranks' images (``Config.replicas``). This may come after the end.
-- The end: ``committed`` on all ranks, ``failed``, or ``skipped`` for another save (``Config.when_busy``).
+- The end: ``committed`` on all ranks, ``failed``, or ``skipped`` (``Config.when_busy``).
 
-The image of a save is ``published`` to readers of weights. A committed checkpoint is ``uploaded`` from the local folder
-to the root. After ``upload failed`` the upload is retried.
+``published``: readers of weights see the image of a save. ``uploaded``: a committed checkpoint was copied from the
+local folder to the root. After ``upload failed`` the upload is retried.
 
 Phases of a load: ``loaded`` (``source``: "memory", "local" or "storage") and ``load failed``. Phases of a worker:
 ``worker started``; ``worker restarted`` after a crash; ``memory taken over`` from the worker of a dead trainer.

@@ -1,4 +1,4 @@
-"""Names for people who write an integration: they change only with a line in the changelog, as ``asyncckpt``'s do.
+"""Names for authors of integrations. As for ``asyncckpt``, each change of a name is in the changelog.
 
 An integration imports this module, ``asyncckpt``, and ``asyncckpt.config``, ``errors``, ``events``, ``telemetry`` and
 ``weights``. Everything else in the package may change at any time.
@@ -87,7 +87,7 @@ logger = logging.getLogger(__name__)
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """Return ``path`` from the root of the file system on, where "~" is the user's home.
+    """Return the absolute path of ``path``. "~" is the user's home.
 
     Raises:
         StorageError: The path is an address on an object store, or no file system can have it.
@@ -105,9 +105,10 @@ def load_held(
 
     Args:
         engine: The engine that saves. Workers are found by its ``job``.
-        choose: Called on the first rank with whole images, the newest first. Each has the ``request`` of its save, with
-            path, step and attempt, and says whether that is ``committed``. Returns the one to load, if any.
-        fill: Loads the checkpoint, given its path and its ``source``, which are for ``load``.
+        choose: Called on the first rank with the attempts that have the images of all ranks, the newest first. Each
+            attempt has the ``request`` of its save (path, step, attempt), and whether the save is ``committed``.
+            Returns the attempt to load, or None.
+        fill: Loads the checkpoint. Its arguments are the path and the ``source`` for ``load``.
 
     Returns:
         The step that was loaded; None if memory has no such checkpoint, and nothing was loaded.
@@ -133,10 +134,10 @@ def load_held(
 
 
 def shared_memory(nbytes: int, purpose: str, hint: str) -> Segment:
-    """Return a new file of shared memory, which other processes get by its descriptor.
+    """Return a new file of shared memory. Its descriptor can be passed to other processes.
 
     Args:
-        nbytes: Its size in bytes.
+        nbytes: The size in bytes.
         purpose: Use of the memory, for the error.
         hint: Advice for the error.
 
@@ -148,10 +149,12 @@ def shared_memory(nbytes: int, purpose: str, hint: str) -> Segment:
 
 
 def give_up(timeout: float) -> None:
-    """End all waits of this process's engines and publishers at once, so that it can begin anew; any thread may call.
+    """End all waits of this process's engines and publishers at once, so that the process can begin anew.
+
+    Any thread may call.
 
     Args:
-        timeout: Seconds that this may take.
+        timeout: Maximum duration in seconds.
     """
     deadline = time.monotonic() + timeout
     for supervisor in known_supervisors():

@@ -47,10 +47,10 @@ class Loss:
 class Advice:
     """Suggested interval between saves, and its measurements. All values are seconds, except ``saves``, a count.
 
-    ``stall_s`` and ``durable_s`` are medians over that many ``saves``: how long a call blocks the training, and how
-    long after the call the checkpoint is durable. Both leave out waits for a free slot. ``mtbf_s``: mean time between
-    failures. ``restart_s``: duration of a restart; None if it is unknown and left out. Intervals count from call to
-    call.
+    ``stall_s`` and ``durable_s`` are medians over that many ``saves``: the time that a call blocks the training, and
+    the time from the call until the checkpoint is durable. Both leave out waits for a free slot. ``mtbf_s``: mean time
+    between failures. ``restart_s``: duration of a restart; None if it is unknown and left out. Intervals count from
+    call to call.
     """
 
     stall_s: float
@@ -98,7 +98,7 @@ class Advice:
 
     @property
     def is_bound_by_storage(self) -> bool:
-        """Return whether the time until a save is durable decides, not Daly's interval."""
+        """Return whether the time until a save is durable is the limit, instead of Daly's interval."""
         return self.durable_s > self.daly_s
 
     def loss(self, interval_s: float) -> Loss:

@@ -1,8 +1,8 @@
 """Versions of published weights. Their numbers ensure that no reader takes older weights for newer ones.
 
 A version is a number that the publishing trainer chooses, usually its step. Versions grow within an *epoch*. A
-restarted trainer begins a new epoch, and readers can see the change. A trainer that goes back on purpose begins one,
-too.
+restarted trainer begins a new epoch, and readers can see the change. A trainer that goes back on purpose also
+begins a new epoch.
 """
 
 from __future__ import annotations

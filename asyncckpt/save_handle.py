@@ -151,8 +151,9 @@ class _SaveFuture(Future[str]):
 class SaveState:
     """State of one save, from the call until it has ended.
 
-    The tensors are first *queued* for copying (tensors of the host are copied then), and then *staged*. In the end the
-    save is *done*: committed or failed. A save may fail, and so be done, while its tensors are still being copied.
+    The tensors are first *queued* for copying, and then *staged*. Host tensors are already copied when they are queued.
+    In the end the save is *done*: committed or failed. A save may fail, and so be done, while its tensors are still
+    being copied.
     """
 
     _last_call = 0.0
@@ -179,12 +180,12 @@ class SaveState:
         self._lock = threading.Lock()
 
     def copies_queued(self, fences: Sequence[Callable[[], None]]) -> None:
-        """Note that the host's tensors are copied, and the devices' tensors are once ``fences`` are passed."""
+        """Note that the host's tensors are copied. The devices' tensors are copied once ``fences`` are passed."""
         self.fences = fences
         self.queued.set()
 
     def release_tensors(self) -> None:
-        """Note that the tensors are not read any more: they are staged, or never will be."""
+        """Note that nothing reads the tensors any more: they are staged, or never will be."""
         self.queued.set()
         self.staged.set()
 
@@ -201,7 +202,7 @@ class SaveState:
         for call in following:  # before ``done`` is set, because a waiter may then wait for these calls
             _actions.add(call)
         self.done.set()
-        # Not on this thread: a waiter that was interrupted may have left the future locked.
+        # On another thread, because an interrupted waiter may have left the future locked.
         if (future := self._future) is not None and not _completions.add(partial(future.complete, self)):
             future.end(self)
 
@@ -273,12 +274,12 @@ class Save:
     def of_another(
         cls: type[_AnySave], path: str | os.PathLike[str], upload: Future[Any], staging: Future[Any] | None = None
     ) -> _AnySave:
-        """Return the handle of a save that somebody else makes.
+        """Return the handle of a save that another library makes.
 
         Args:
             path: The folder or the file.
-            upload: Ends with the save.
-            staging: Ends when the tensors are copied; None: they are.
+            upload: A future that ends with the save.
+            staging: A future that ends when the tensors are copied; None: the tensors are copied already.
         """
         state = SaveState(path, None)
         state.is_reported = True
@@ -399,14 +400,14 @@ class Save:
             fence()
 
     def mark_reported(self) -> None:
-        """Note that the holder of the handle asks for a failure: no later call of the engine raises it."""
+        """Note that the caller asks the handle for the failure: no later call of the engine raises the failure."""
         self._state.is_reported = True
 
     @property
     def timings(self) -> dict[str, float]:
         """Return the seconds of each phase that the save has reached.
 
-        Of the trainer: ``plan_s`` (checking that the structure is as planned, or planning), ``slot_s`` (waiting for a
+        Of the trainer: ``plan_s`` (comparing the structure with the plan, or planning), ``slot_s`` (waiting for a
         free slot), ``copy_s``, and ``stall_s``, the whole call of ``save``. Of the worker: ``write_s``, which includes
         ``checksum_s`` and ``sync_s`` (such as ``fsync``), then ``commit_s``. ``copy_from_s``, ``write_from_s`` and so
         on are the starts of these phases, counted from the call. ``durable_s`` is the time from the call until the

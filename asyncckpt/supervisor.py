@@ -50,9 +50,9 @@ _CLOSED = "this checkpointer is closed; make a new one"
 _TAKEN_OVER = "another one of this process for the same folder or address has taken over from this one: use that"
 _GIVEN_UP = "this was given up, as its process begins anew; make a new one"
 
-# Keyed by id: all supervisors can be listed in one step, while other threads add and remove some.
+# Keyed by id: all supervisors can be listed in one step, while other threads add and remove supervisors.
 _open: weakref.WeakValueDictionary[int, Supervisor] = weakref.WeakValueDictionary()
-# Whether a save has failed without an exception that told this process.
+# Whether a save has failed without an exception in this process.
 _has_lost = False
 # Supervisors that were given up, until they are closed. A successor needs the locks on their memory.
 _given_up: dict[int, Supervisor] = {}
@@ -94,11 +94,11 @@ class Supervisor:
                 cannot be found.
             on_death: Called when the worker has died, before another is started. The memory of the dead worker has no
                 owner.
-            hand_over: Goes on in what the previous trainer has left. The last argument says whether the worker is that
-                of the previous trainer.
+            hand_over: Continues in the memory of the previous trainer. The last argument says whether the worker is the
+                previous one, too.
             close: Closes the owner, at the end of the process, or when something else in the process wants a worker for
                 the same job. The argument says whether the worker lingers. May raise ``CheckpointError``.
-            replace: Calls ``running`` for a worker that has died, and takes memory for the next save. Called on a
+            replace: Calls ``running`` for a worker that has died, and allocates memory for the next save. Called on a
                 thread of its own. May raise ``CheckpointError``.
             claim: The folder that the first rank's worker locks; None: no folder.
             ranks: Returns the ranks once they have met, or None; None: no ranks, and the supervisor is never given up.
@@ -119,8 +119,8 @@ class Supervisor:
         """The listeners for events of the owner and of the worker."""
         self.client: WorkerClient | None = None
         """The worker, once it is started. It may have died."""
-        # Workers that were started and are not known to have ended. An exception during a start leaves one that is not
-        # ``client``.
+        # Workers that were started and are not known to have ended. An exception during a start leaves a worker that is
+        # not ``client``.
         self._begun: list[WorkerClient] = []
 
     def register(self) -> None:
@@ -142,7 +142,7 @@ class Supervisor:
             self.check_open()  # ``give_up`` may have left the worker just now, so that it is not dead
             self._on_death()
             self.client.close(self._config.timeout)
-            self.client = None  # no worker is known to run any more, see ``_leave_unfinished``
+            self.client = None  # from here on no worker is in use, see ``_leave_unfinished``
             self._record_death()
         if self.client is None:
             self._check_limit(rank)
@@ -231,7 +231,7 @@ class Supervisor:
         if self._ranks is not None:
             self._over = self._over or _GIVEN_UP
             _given_up[id(self)] = self
-            if id(self) not in _open:  # its own thread has closed it meanwhile, and nobody would close it again
+            if id(self) not in _open:  # its own thread has closed it meanwhile; nobody closes it again
                 _given_up.pop(id(self), None)
             if self.client is not None:
                 self.client.detach(timeout)
@@ -254,10 +254,10 @@ class Supervisor:
 
         If workers die one after the other, the next save starts another.
         """
-        is_dead = self.client is not None and not self.client.alive  # otherwise it died in a call that says so
+        is_dead = self.client is not None and not self.client.alive  # otherwise a call has reported the death
         if is_dead and self._deaths == 0 and not self._over:
             self._replacer = threading.Thread(target=self._replace_dead, name="asyncckpt-replace", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no thread can be started now
+            with contextlib.suppress(RuntimeError):  # the process cannot start a thread now
                 self._replacer.start()
 
     def _replace_dead(self) -> None:
@@ -269,7 +269,7 @@ class Supervisor:
             logger.info("the worker is not replaced before the next save: %s", error)
 
     def _leave_unfinished(self) -> None:
-        """Let workers linger that are not ``client``, because an exception came while they were started."""
+        """Let workers linger that are not ``client``: an exception has interrupted their start."""
         for client in [each for each in self._begun if each is not self.client]:
             client.detach()
             self._begun.remove(client)
@@ -292,7 +292,7 @@ class Supervisor:
         self.listeners.tell(Event(phase=phase, rank=rank, path=path, seconds=seconds, nbytes=nbytes))
 
     def __del__(self) -> None:
-        for client in getattr(self, "_begun", ()):  # also if the close was interrupted
+        for client in getattr(self, "_begun", ()):  # even if the close was interrupted
             client.abandon()
         if not getattr(self, "_over", True) and getattr(self, "client", None) is not None:
             warnings.warn("what saves or publishes was not closed", ResourceWarning, stacklevel=2, source=self)
@@ -317,7 +317,7 @@ class Supervisor:
     def _start(self, rank: int) -> WorkerClient:
         config, self._has_begun, self._owner = self._config, True, os.getpid()
         self._leave_unfinished()
-        if threading.current_thread() is not self._replacer:  # which nobody has asked to take over from others
+        if threading.current_thread() is not self._replacer:  # the replacer must not take over from others
             self._close_others()
         options = WorkerOptions(
             direct_io=config.direct_io,
@@ -345,9 +345,9 @@ class Supervisor:
             if options.endpoint is not None and (words := take_log(options.endpoint)):
                 logger.warning("what the worker of the trainer before this one had to say: %s", words)
         except BaseException as error:
-            if is_interrupt(error) or is_attached:  # it has the memory of the previous trainer
+            if is_interrupt(error) or is_attached:  # the worker has the memory of the previous trainer
                 client.detach()
-            with contextlib.suppress(SaveTimeoutError):  # the worker ends by itself; the error at hand says why
+            with contextlib.suppress(SaveTimeoutError):  # the worker exits by itself; the other error is raised
                 client.close(config.timeout)
             raise
         return client
@@ -359,7 +359,7 @@ class Supervisor:
         """
         listeners, timeout = self.listeners, self._config.timeout
 
-        def tell_uploaded(uploaded: Uploaded) -> None:  # without a reference to ``self``
+        def tell_uploaded(uploaded: Uploaded) -> None:  # must not keep ``self`` alive
             listeners.tell(uploaded.event(options.rank))
 
         deadline: float | None = None
@@ -377,7 +377,7 @@ class Supervisor:
                         process,
                     )
                 return client, process is not None
-            except JobTakenError:  # another trainer was faster, or its worker is just leaving
+            except JobTakenError:  # another trainer was faster, or its worker is exiting
                 deadline = deadline or time.monotonic() + timeout
                 if options.endpoint is None or time.monotonic() > deadline:
                     raise
@@ -407,10 +407,10 @@ class Supervisor:
             if is_taken_over and other._has_begun and not other._over:
                 logger.warning("what this process had for the same folder or address is closed: it is used anew")
                 other._over = _TAKEN_OVER
-            if other._over:  # also if it has only loaded, because nothing else would end its threads
+            if other._over:  # even if it has only loaded: nothing else would end its threads
                 other.close_owner("as another takes over", linger=True)
             elif is_taken_over:
-                other._forget_predecessor()  # it has only loaded, and may go on loading
+                other._forget_predecessor()  # the other has only loaded, and may load again
 
     def close_owner(self, when: str, *, linger: bool) -> None:
         """Close the owner of the worker. An error is logged, and noted for the exit status of the process."""
@@ -418,7 +418,7 @@ class Supervisor:
             self._close_owner(linger)
         except CheckpointError as error:
             logger.error("while closing %s: %s", when, str(error))
-            if not isinstance(error, ClosedError):  # a worker that was left goes on with the saves
+            if not isinstance(error, ClosedError):  # after a ``ClosedError`` the worker goes on with the saves
                 note_loss()
 
 
@@ -462,7 +462,7 @@ class _FailingStream:
 
 @atexit.register
 def _close_all() -> None:
-    # A shell or a notebook goes on after an error.
+    # In a shell or a notebook, ``last_value`` is the error of an earlier command.
     by_error = isinstance(getattr(sys, "last_value", None), Exception) and not hasattr(sys, "ps1")
     for each in known_supervisors():
         each.close_owner("at the end of the process", linger=by_error)

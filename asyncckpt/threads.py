@@ -1,4 +1,4 @@
-"""Threads, in a process that may have reached its limit of threads."""
+"""Threads in a process that may have reached its limit of threads, and locks that survive signal handlers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def process_limit() -> str:
-    """Return the limit of threads and processes, and how to look it up, as a part of an error text."""
+    """Return a part of an error text: the limit of threads and processes, and how to look it up."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     number = "no number" if limit == resource.RLIM_INFINITY else f"{limit:,}"
     return (
@@ -44,14 +44,14 @@ def start(thread: threading.Thread) -> None:
         raise no_thread(error) from error
 
 
-# Seconds after which a call is made again for which there was no memory.
+# Seconds before a call is repeated that ran out of memory.
 _AGAIN_S = 0.01
 
 
 def make_all(calls: SimpleQueue[Callable[[], object] | None]) -> None:
-    """Make the calls of a queue in their order, until None comes. To be run on a thread of its own.
+    """Make the calls of a queue in their order, until None comes. Run this on a thread of its own.
 
-    Each call is made as ``make`` does.
+    Each call is made by ``make``.
     """
     call = None
     while True:
@@ -66,7 +66,7 @@ def make_all(calls: SimpleQueue[Callable[[], object] | None]) -> None:
 
 
 def make(call: Callable[[], object]) -> None:
-    """Make a call, and again if there was no memory for it: somebody waits for it. Any other exception is logged."""
+    """Make a call. If it runs out of memory, repeat it, because another thread waits for it. Log other exceptions."""
     while True:
         try:
             call()
@@ -79,28 +79,28 @@ def make(call: Callable[[], object]) -> None:
 
 
 def settle(tasks: Iterable[Future[Any]]) -> None:
-    """Cancel the tasks that have not begun, and wait until the others have ended, well or not.
+    """Cancel the tasks that have not begun, and wait until the others have ended or failed.
 
     ``concurrent.futures.wait`` takes the locks of all tasks, one after the other. An exception meanwhile (no memory,
-    Ctrl-C) leaves some of the locks taken, and the threads of the pool wait for them for ever.
+    Ctrl-C) leaves some of the locks taken, and the threads of the pool wait for the locks for ever.
     """
     for task in [each for each in tasks if not each.cancel()]:
         task.exception()
 
 
 def wait_done(task: Future[Any], timeout: float) -> None:
-    """Wait at most ``timeout`` seconds for the end of a task. An exception meanwhile leaves no lock taken."""
+    """Wait at most ``timeout`` seconds for the end of a task. An interrupted wait leaves no lock taken."""
     with contextlib.suppress(NotDoneError, CancelledError):
         task.exception(timeout)
 
 
 class Pool(ThreadPoolExecutor):
-    """A pool of as many threads as can be started. ``submit`` raises ``CheckpointError`` if there is none."""
+    """A pool that works with fewer threads at the limit. ``submit`` raises ``CheckpointError`` if no thread starts."""
 
     _has_threads = False
 
     def start(self, threads: int) -> None:
-        """Start so many threads now. In a process without memory, the start of a thread may wait for ever."""
+        """Start that many threads now, because a start may block for ever once the process has run out of memory."""
         filled = Flag()
         for _ in range(threads):
             self.submit(filled.wait)
@@ -120,17 +120,17 @@ _LOOK_AGAIN_S = 1.0
 
 
 class Turn:
-    """One thread at a time is in an object."""
+    """A lock that lets one thread at a time into an object, and refuses calls from within a call."""
 
     def __init__(self) -> None:
         self._lock, self._owner = threading.RLock(), os.getpid()
 
     def take(self) -> threading.RLock:
-        """The lock. It is left whatever happens: no code of ours does that.
+        """Return the lock, for a ``with`` statement. ``RLock`` is in C, so that no interrupt leaves it locked.
 
-        Raises ``CheckpointError`` where this thread has it: all would be found as the interrupted call has left it.
+        Raises ``CheckpointError`` if this thread holds the lock: the state is that of an interrupted call.
         """
-        if self._owner != os.getpid():  # a thread that is not in this fork may have it for ever
+        if self._owner != os.getpid():  # a thread of the parent process may hold the lock for ever
             self._lock, self._owner = threading.RLock(), os.getpid()
         if self._lock._is_owned():  # type: ignore[attr-defined]
             raise CheckpointError(

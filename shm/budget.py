@@ -17,7 +17,7 @@ _GIB = 1 << 30
 def available_bytes(cgroup_root: Path = _CGROUP) -> int:
     """Return the bytes that can be taken now: the minimum over the host and each enclosing cgroup.
 
-    Raises ``OutOfMemoryError`` if the host does not tell.
+    Raises ``OutOfMemoryError`` if the host does not report its memory.
     """
     try:
         limits = [psutil.virtual_memory().available]
@@ -36,7 +36,7 @@ def require(nbytes: int, purpose: str, hint: str, cgroup_root: Path = _CGROUP) -
     """Raise ``OutOfMemoryError`` unless enough memory can be taken.
 
     Args:
-        nbytes: Number of bytes. ``RESERVE_BYTES`` have to stay free beyond them.
+        nbytes: Number of bytes to take. A further ``RESERVE_BYTES`` have to stay free.
         purpose: Purpose of the memory; part of the error's text.
         hint: Advice for the user; part of the error's text.
         cgroup_root: Mount point of the cgroups.

@@ -25,7 +25,7 @@ class HostedSegment:
         self.segment = segment
         self.layout: SegmentLayout | None = None
         self.taken_end = 0
-        """End of the memory that was taken later, when the trainer asked for more, in bytes."""
+        """End of the memory taken after the trainer asked for more, in bytes."""
         self.constants: tuple[int, ...] = ()
         """Checksums of the layout's constant regions."""
 

@@ -1,6 +1,6 @@
 """Memory on huge pages, for fast direct I/O.
 
-A device takes a limited number of physical pages in a request, and the kernel looks at each page. Writing 1 GiB from
+A request to a device has a limited number of physical pages, and the kernel looks at each page. Writing 1 GiB from
 pages of 4 KiB took 0.38 s and 44 ms of a core. From huge pages it took 0.23 s and 8 ms. Nearly every host gives huge
 pages to private memory. Memory files get them only if the host is configured for them (``shmem_enabled``), or if a
 process asks for each page (``MADV_COLLAPSE``, Linux 6.1).
@@ -117,7 +117,7 @@ class HostMemory(NamedTuple):
 
 
 def own_buffer(nbytes: int) -> memoryview:
-    """Return this thread's buffer, of at least ``nbytes`` bytes. It is reused by later calls until the thread ends."""
+    """Return this thread's buffer, of at least ``nbytes`` bytes. Later calls in this thread may reuse the buffer."""
     buffer: memoryview | None = getattr(_own, "buffer", None)
     if buffer is None or len(buffer) < nbytes:
         buffer = _own.buffer = huge_buffer(round_up(nbytes))
@@ -131,7 +131,7 @@ def only_private() -> bool:
 
 
 def _setting(name: str) -> str:
-    """Return the host's choice for a setting, which is marked by brackets."""
+    """Return the host's choice for a setting. The kernel marks the choice by brackets."""
     try:
         with open(f"{_SETTINGS}/{name}") as file:
             return file.read().partition("[")[2].partition("]")[0]

@@ -27,8 +27,8 @@ def compiled(beside: str, name: str, kind: type[ctypes.CDLL] = ctypes.CDLL) -> A
     return None if path is None else kind(path)
 
 
-# Arguments: target, source, number of bytes. Not ctypes.memmove, which makes an int of the pointer it returns. Other
-# threads run during the copy.
+# Arguments: target, source, number of bytes. Other threads run during the copy. ctypes.memmove is slower, because it
+# makes an int of the returned pointer.
 memcpy = ctypes.CDLL(None).memcpy
 # This variant keeps Python's lock, for small copies. Otherwise each copy would wait to get the lock back.
 memcpy_holding = ctypes.PyDLL(None).memcpy
@@ -63,7 +63,7 @@ IS_COMPILED = _copy_many is not None
 def copy_many(to: array[int], source: array[int], sizes: array[int]) -> None:
     """Copy ``sizes[i]`` bytes from address ``source[i]`` to address ``to[i]``, for all i. All arrays are of type "Q".
 
-    The copied bytes bypass the CPU caches, so use this for data that nobody reads soon.
+    The copied bytes bypass the CPU caches, so use this function for data that is not read soon.
     """
     if _copy_many is not None:
         _copy_many(*(each.buffer_info()[0] for each in (to, source, sizes)), len(to))
@@ -120,7 +120,7 @@ class Destinations:
     def only(self, begin: int, end: int) -> Destination | None:
         """Return the only destination that overlaps bytes ``begin`` to ``end``; None if there are none or several."""
         first, last = self._touched(begin, end)
-        if self.tied or last != first + 1:  # the caller checks bytes there, so no other part may write them
+        if self.tied or last != first + 1:  # the caller checks bytes in the target, so no other part may write them
             return None
         return Destination(self._begins[first], self._ends[first], self._addresses[first])
 

@@ -86,7 +86,7 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 class Segment:
     """A mapped memory file. The owner (the worker) calls ``create``, all other processes call ``attach``.
 
-    ``view`` is the memory. ``slots.py`` says who may write where and when.
+    ``view`` is the memory. ``slots.py`` explains which process may write to which part, and when.
     """
 
     def __init__(self, file: Descriptor, nbytes: int, *, writable: bool = True) -> None:
@@ -110,7 +110,7 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int, *, touch: bool = False) -> Segment:
-        """Create a memory file that nobody can shrink or grow.
+        """Create a memory file with a fixed size, which no process can change.
 
         Args:
             name: Name shown in ``/proc/PID/maps``.
@@ -172,7 +172,7 @@ class Segment:
         return address_of(self.view)
 
     def private_view(self) -> memoryview:
-        """Return a private, writable mapping. Pages written there are copies that go with the last view."""
+        """Return a private, writable mapping. Pages written there are copies, and are freed with the last view."""
         return _mapped(self.fileno(), self.nbytes, writable=True, shared=False)
 
     def touch(self, end: int | None = None, begin: int = 0) -> None:
@@ -232,12 +232,12 @@ class Segment:
         """
         self._file.close()
         if not self.closed:
-            with contextlib.suppress(BufferError):  # a view is left, and its end unmaps the memory
+            with contextlib.suppress(BufferError):  # a view is left; the memory is unmapped with the last view
                 self.view.release()
             self.closed = True
 
     def leave_to_parent(self) -> None:
-        """Release the memory in a forked child, even if views of it are left. Nobody may use those views any more."""
+        """Release the memory in a forked child, even if views are left. The views must not be used any more."""
         if not self.closed:
             # Replace this mapping by an inaccessible mapping, so that the addresses stay taken until all views are
             # gone.
@@ -246,7 +246,7 @@ class Segment:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_file"):  # not closed by its owner; the mapping is freed by itself
+        if hasattr(self, "_file"):  # the owner has not called ``close``; the mapping is freed by itself
             self._file.close()
 
     def __enter__(self) -> Segment:
@@ -257,11 +257,11 @@ class Segment:
 
 
 def _mapped(fd: int, nbytes: int, *, writable: bool, shared: bool = True) -> memoryview:
-    """Map a file. The mapping is removed with its last view, even if an exception comes before anybody has a view.
+    """Map a file. The mapping is removed with its last view, even if an exception comes before the caller has a view.
 
     Python's ``mmap`` object reserves the addresses and unmaps them, and the file is mapped in its place. ``mmap`` is
-    not given the file, because it would duplicate the descriptor, which nobody could close in a fork. A large mapping
-    begins at a huge page.
+    not given the file, because it would duplicate the descriptor, and a fork could not close the duplicate. A large
+    mapping begins at a huge page.
     """
     unit = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
     view = memoryview(mmap.mmap(-1, nbytes + unit - PAGE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE))

@@ -1,21 +1,22 @@
 """The header page of a segment: the state of each slot, and the version published in it.
 
-A slot holds one image. Its life is FREE -> STAGING -> STAGED -> WRITING -> FREE. The states stand in shared memory so
+A slot holds one image. Its states are FREE -> STAGING -> STAGED -> WRITING -> FREE. The states are in shared memory, so
 that the worker still knows them after the trainer has died. A STAGED slot holds a whole state, and the worker writes
-it. The worker finishes a WRITING slot and discards a STAGING slot (``worker/saves.py``, ``finish``). A FREE slot keeps
-its image, which a new trainer may load, until the slot is taken again.
+this state. After the trainer's death the worker finishes a WRITING slot and discards a STAGING slot
+(``worker/saves.py``, ``finish``). A FREE slot keeps its image, which a new trainer may load, until the slot is taken
+again.
 
-While a slot is STAGING, the page also says how many bytes of its image have arrived. The bytes that have arrived do not
-change any more. The trainer sets their number, and the worker writes up to it.
+While a slot is STAGING, the page also has the number of bytes of its image that have arrived. Arrived bytes do not
+change any more. The trainer sets the number, and the worker writes the image up to this number.
 
-The page also holds the version that is *published* in a slot (see ``OwnedSlots``). It stays published, whether or
-not its save succeeds, until the owner of the slots withdraws it to write another image there. The owner is a trainer,
-or a worker that keeps images of other hosts.
+The page also holds the version that is *published* in a slot (see ``OwnedSlots``). The version stays published, even if
+its save fails, until the owner of the slots withdraws it to write another image there. The owner is a trainer, or a
+worker that keeps images of other hosts.
 
 The trainer may change FREE -> STAGING -> STAGED, and STAGING -> FREE if staging failed. The worker may change STAGED ->
 WRITING -> FREE, and any state -> FREE for a save that is given up. Each change is one aligned 8-byte store, the last
 store of its step. A process killed between two stores leaves one of the states above, never a mixture. Only the owner
-writes the published version, and there, too, the last store of a step decides.
+writes the published version, and the last store of that step makes the version valid.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from asyncckpt.shm.segment import PAGE, Descriptor, Segment
 logger = logging.getLogger(__name__)
 
 HEADER_BYTES = PAGE
-# The state, its save, the bytes that have arrived; then the published version: epoch, version, rolled back, folder,
-# ranks.
+# The words of a slot: its state, the save, the number of bytes that have arrived. Then the published version: epoch,
+# version, rolled back, folder, ranks.
 _STATE, _SAVE_ID, _ARRIVED, _EPOCH, _VERSION, _ROLLED_BACK, _FOLDER, _RANKS = range(8)
 _WORDS_PER_SLOT = 8
 MAX_SLOTS = HEADER_BYTES // (8 * _WORDS_PER_SLOT)
@@ -116,7 +117,7 @@ class SlotTable:
     def publish(self, slot: int, published: PublishedVersion) -> None:
         """Owner: publish a version in ``slot``. Readers may read the slot from now on."""
         first = slot * _WORDS_PER_SLOT
-        self.withdraw(slot)  # if this process dies in between, readers must not see a mixture
+        self.withdraw(slot)  # if this process dies before the last store, readers must not see a mixture
         self._words[first + _EPOCH] = published.epoch
         self._words[first + _VERSION] = published.version
         self._words[first + _ROLLED_BACK] = published.rolled_back
@@ -179,7 +180,7 @@ class Claims:
             self.close()
 
     def claim(self, slot: int, *readers: Readers) -> bool:
-        """Claim ``slot`` against ``readers`` (by default all kinds). Return False if one of them has a lease on it.
+        """Claim ``slot`` against ``readers`` (by default all kinds). Return False if such a reader has a lease on it.
 
         While the slot is claimed, these readers get no lease. Returns True if the slot is claimed already.
         """
@@ -223,7 +224,7 @@ _all_claims: weakref.WeakSet[Claims] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """Close all claims. A fork (e.g. a data loader's worker) must not keep a claim of a trainer that has died."""
+    """Close all claims. A fork (e.g. a data loader's worker) must not keep the claims of a dead trainer."""
     for claims in list(_all_claims):
         claims.close()
 
@@ -233,20 +234,20 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 LASTING = 2
 """Number of slots of weights that always keep their memory: the newest version, and the slot to publish next. Further
-slots exist while readers keep older versions. Their memory may be given back."""
+slots exist while readers keep older versions. The memory of further slots may be given back."""
 
 
 class OwnedSlots:
     """The slots of a segment, as their owner sees them. The owner writes to a slot only while it has claimed it.
 
-    An owner names the slots that it would claim in an order of its own, so what it protects comes last, or not at all.
-    It uses ``count`` slots, a number that it may change.
+    The owner lists the slots to claim in its own order, with protected slots last or left out. The owner uses ``count``
+    slots, and may change this number.
     """
 
     def __init__(self, segment: Segment, count: int, *, tries_again: bool = False) -> None:
         """Use the header page of ``segment``. The images may be in other segments.
 
-        ``tries_again``: whether ``grow`` asks for memory again after it was refused. That may take seconds.
+        ``tries_again``: whether ``grow`` asks for memory again after a refusal. The new request may take seconds.
         """
         self.count = count
         self._table = SlotTable(segment.view)
@@ -258,9 +259,9 @@ class OwnedSlots:
         return dict(sorted(self._table.publications(self.count).items()))
 
     def claim(self, slot: int) -> bool:
-        """Claim ``slot`` and withdraw its version. Return False, without a claim, if anybody reads the slot.
+        """Claim ``slot`` and withdraw its version. Return False, without a claim, if a reader has a lease on the slot.
 
-        Nobody can read the slot until it is offered again.
+        No reader gets a lease until the slot is offered again.
         """
         if not self._claims.claim(slot):
             return False
@@ -268,7 +269,7 @@ class OwnedSlots:
         return True
 
     def claim_first(self, slots: Iterable[int]) -> int | None:
-        """Claim the first of ``slots`` that nobody reads, and return it; None if all are being read."""
+        """Claim the first of ``slots`` without a reader, and return it; None if all are being read."""
         return next(filter(self.claim, slots), None)
 
     def claim_next(
@@ -289,7 +290,8 @@ class OwnedSlots:
             take: Takes memory for a slot. Raises ``OutOfMemoryError``.
             most: The maximum number of slots with memory.
             is_free: Returns False for a slot that is in use without a lease.
-            preference: The published slot with the least of these numbers is claimed first; of equal ones the oldest.
+            preference: Returns a number for a published slot. The slot with the least number is claimed first; of
+                equal numbers the oldest slot.
 
         Raises:
             OutOfMemoryError: There is no memory for even one slot.
@@ -309,7 +311,7 @@ class OwnedSlots:
         slot = next((slot for slot in range(self.count) if slot not in taken), self.count)
         if slot >= most or (self._is_refused and not self._tries_again):
             return None
-        self.count = max(self.count, slot + 1)  # before: an exception may come when the slot has its memory
+        self.count = max(self.count, slot + 1)  # set first, because an exception may come after the memory is taken
         try:
             take(slot)
         except OutOfMemoryError as error:

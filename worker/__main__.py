@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 # Launchers send these signals to every process of a job, also to announce the end of its time (for example Slurm's
 # --signal=USR1@90). The worker ignores them, and ends after its trainer ends and all staged images are written.
 _FOR_TRAINERS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
-# Without a first trainer, these end the worker.
+# These signals end a worker that has no first trainer yet.
 _ENDING = signal.SIGTERM, signal.SIGINT
 
 
 def main(argv: list[str]) -> int:
-    """Serve trainers, one after the other, until one closes, or no other comes in time. Return the exit status."""
+    """Serve trainers, one after the other, until a trainer closes, or none comes in time. Return the exit status."""
     if (said := parse(argv)) is None:
         sys.exit("this is how asyncckpt starts a worker: start one by `asyncckpt worker`")
     for each in _FOR_TRAINERS:
         if said.fd is not None or each not in _ENDING:
             signal.signal(each, signal.SIG_IGN)
-    # A thread that has written its chunk must continue at once, not after 5 ms of another thread's checksums.
+    # A thread that has written its chunk must continue at once, not after 5 ms of checksums by another thread.
     sys.setswitchinterval(0.0002)
     threading.excepthook = lambda args: _end(args.exc_value)
     logging.getLogger("concurrent.futures").addHandler(_LostResult(logging.CRITICAL))
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     with contextlib.suppress(ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    _lower_priority(said.options)  # before there are other threads, which have the same then
+    _lower_priority(said.options)  # before other threads start, because threads inherit the priority
     first, name, linger = None, said.options.endpoint, said.options.linger
     if said.fd is not None:
         first = Trainer(SocketConnection(socket.socket(fileno=said.fd)), said.trainer, said.options)
@@ -81,7 +81,8 @@ def main(argv: list[str]) -> int:
             with watched(trainer.pid) as pidfd:
                 is_stuck = not session.run(pidfd, trouble, lingers=its.linger > 0)
             trainer.is_over.set()
-            # While a trainer is there, nothing can make the worker leave. From now on it only saves others a read.
+            # A worker with a trainer ignores SIGTERM. Without a trainer, it only spares other processes a read from
+            # storage, so SIGTERM may end it.
             signal.signal(signal.SIGTERM, lambda *_: endpoint_service.terminate())
             trainer = None if is_stuck else endpoint_service.next_trainer()
             session.close_metrics()
@@ -100,12 +101,12 @@ def main(argv: list[str]) -> int:
         logging.error("storage does not answer; leaving a write behind")
         os._exit(1)
     for uploader in uploaders.values():
-        uploader.close()  # no trainer waits for it
+        uploader.close()  # waits for uploads; no trainer waits for this process
     return 0
 
 
 def _opened(endpoint_service: EndpointService, trainer: int) -> str | None:
-    """Take the endpoint. Return the reason if there can be none. Raises ``JobTakenError``."""
+    """Take the endpoint. Return the reason if that is not possible. Raises ``JobTakenError``."""
     try:
         endpoint_service.open(trainer)
     except OSError as error:
@@ -114,7 +115,7 @@ def _opened(endpoint_service: EndpointService, trainer: int) -> str | None:
 
 
 def _useless(why: str) -> int:
-    """Say why a worker that was started ahead of its trainer cannot serve one. Return the exit status."""
+    """Log why a worker that was started before its trainer cannot serve any trainer. Return the exit status."""
     logging.error("%s", why)
     return 2
 
@@ -139,7 +140,7 @@ def _end(error: BaseException | None) -> NoReturn:
 
 
 class _LostResult(logging.Handler):
-    """End the process, because a pool had no memory for the result of a task: somebody would wait for it for ever."""
+    """End the process if a pool had no memory for the result of a task. A thread would wait for that result forever."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _end(record.exc_info[1] if record.exc_info else None)
@@ -157,12 +158,12 @@ def _metrics_file(options: WorkerOptions) -> MetricsFile | None:
 def _lower_priority(options: WorkerOptions) -> None:
     """Lower the priority of this thread, and of threads that it starts, in favor of the training. Never raise it.
 
-    If the host refuses, only log that: the checkpoint matters more.
+    If the host refuses, only log that, because the checkpoint matters more.
     """
     try:
         if options.nice > os.getpriority(os.PRIO_PROCESS, 0):
             os.setpriority(os.PRIO_PROCESS, 0, options.nice)
-        process = psutil.Process()  # fails if /proc is that of another PID namespace
+        process = psutil.Process()  # fails if /proc belongs to another PID namespace
         is_idle = process.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
         if options.io_class == "best-effort" and not is_idle:
             process.ionice(psutil.IOPRIO_CLASS_BE, 7)

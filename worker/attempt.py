@@ -1,9 +1,9 @@
-"""All or nothing: from a slot, as it fills, to a committed checkpoint or a single file.
+"""Attempts: write a slot, while it is being staged, to a committed checkpoint or a single file. All or nothing.
 
 The parts of a checkpoint become durable in this order: the data files and their indexes on every rank, and DCP's
 ``.metadata`` on the first rank; then the manifest and the final name, on the first rank. A single file gets its bytes,
-then its name. So everything with a final name is complete. ``asyncckpt/protocol/commit.py`` decides when the name is
-given, and the storage decides how.
+then its name. So everything with a final name is complete. ``asyncckpt/protocol/commit.py`` decides when to set the
+final name, and the storage decides how.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from asyncckpt.worker.staged_image import ImageFile, StagedImage, UnwrittenFile,
 class Attempt(ABC):
     """The execution of one write request.
 
-    All ranks call ``write`` and ``seal``. After all ranks have done so, the first rank calls ``commit``. In the end all
-    ranks call ``release`` or ``discard``.
+    All ranks call ``write`` and ``seal``. After that the first rank calls ``commit``. In the end all ranks call
+    ``release`` or ``discard``.
 
-    ``opened``: the attempt on storage. ``direct``: whether the page cache was bypassed. ``timings``: those of the
-    image. ``written_at``: the time when the image was durable, by ``time.perf_counter``.
+    ``opened``: the attempt on storage. ``timings``: the timings of the image. ``written_at``: the time when the image
+    was durable, by ``time.perf_counter``.
     """
 
     opened: OpenAttempt
@@ -81,9 +81,10 @@ class Attempt(ABC):
 
     @abstractmethod
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
-        """Write the slot's image durably, on the threads of ``pool``; then the slot may be used again.
+        """Write the slot's image durably, on the threads of ``pool``. After that the slot may be used again.
 
-        Returns the checksums of its spans. Raises ``StorageError``, or the reason why the image does not arrive.
+        Returns the checksums of the image's spans. Raises ``StorageError``, or the reason why the image will not
+        arrive.
         """
 
     @abstractmethod
@@ -92,7 +93,7 @@ class Attempt(ABC):
 
     @abstractmethod
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
-        """First rank: finalize the checkpoint. ``reports``: those of all ranks, in the order of the ranks.
+        """First rank: finalize the checkpoint. ``reports``: the reports of all ranks, in the order of the ranks.
 
         Raises ``StorageError`` or ``CheckpointExistsError``.
         """
@@ -118,13 +119,13 @@ class Attempt(ABC):
     def complete_archive(
         self, image: memoryview, begin: int, sizes: Region, pickle_bytes: int, file: ImageFile | UnwrittenFile
     ) -> tuple[int, list[int]]:
-        """Complete an archive in the slot as its bytes arrive, and write the complete part.
+        """Complete an archive in the slot while its bytes arrive, and write the complete part.
 
         Args:
             image: The memory of the archive.
             begin: The start of the archive in the slot, in bytes.
-            sizes: As in ``ArchiveData``.
-            pickle_bytes: Size of its pickle, in bytes.
+            sizes: See ``ArchiveData``.
+            pickle_bytes: Size of the archive's pickle, in bytes.
             file: The file to write.
 
         Returns:
@@ -149,7 +150,10 @@ class FileAttempt(Attempt):
     layout: TorchFileLayout
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
-        """Complete the archive in the slot, and write it. Returns no checksums: nobody loads it from memory."""
+        """Complete the archive in the slot, and write it.
+
+        Returns no checksums, because no process loads the archive from memory.
+        """
         image = self.image(0, self.layout.data_bytes)
         is_huge = self.staged_image.hosted.is_huge
         with ImageFile(self.opened.create("", large=True), pool, image, is_huge) as file:
@@ -163,7 +167,7 @@ class FileAttempt(Attempt):
         return array("Q")
 
     def seal(self) -> bytes:
-        """Return an empty report: the file is complete by itself."""
+        """Return an empty report, because the file is complete by itself."""
         return b"{}"
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
@@ -175,8 +179,8 @@ class _LargeFile:
     """A large file of an attempt.
 
     ``image``: its staged bytes. ``bounds``: the boundaries of its spans, after all bytes have arrived. ``digests``: the
-    digests of the spans; empty if not computed. ``links``: number of saves in a row that have linked the file; 0: it
-    is written.
+    digests of the spans; empty if not computed. ``links``: number of saves in a row that have linked the file; 0: this
+    save writes the file.
     """
 
     large: LargeFile
@@ -189,7 +193,7 @@ class _LargeFile:
 
 @dataclass
 class FolderAttempt(Attempt):
-    """An attempt at one rank's part of a folder of files with a manifest. ``durable``: the files that it may link."""
+    """An attempt at one rank's part of a folder of files with a manifest. ``durable``: files that may be linked."""
 
     layout: CheckpointLayout | FileSetLayout
     durable: DurableFiles
@@ -197,7 +201,7 @@ class FolderAttempt(Attempt):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._files: dict[str, dict[str, Any]] = {}  # the written files, for the manifest
-        self._tails: list[bytes] = []  # of the indexes of large files
+        self._tails: list[bytes] = []  # the tails of the indexes of large files
         self._linkable: dict[str, DurableFile] = {}
 
     @property
@@ -208,13 +212,13 @@ class FolderAttempt(Attempt):
     @property
     @abstractmethod
     def _metadata(self) -> Sequence[tuple[str, Region]]:
-        """First rank: ``.metadata`` for each folder of DCP's."""
+        """First rank: DCP's ``.metadata`` for each folder."""
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
-        """Write the image as it arrives, but first check the files that have probably not changed."""
+        """Write the image while it arrives. First try to link the files that have probably not changed."""
         checksums = array("Q")
         if not self.layout.data_bytes:
-            self.staged_image.wait_beyond(-1, 0)  # for the trainer's message
+            self.staged_image.wait_beyond(-1, 0)  # wait until the image is staged
         with contextlib.ExitStack() as opened:
             written: list[tuple[_LargeFile, ImageFile | None]] = []
             for each in self._large:
@@ -226,7 +230,8 @@ class FolderAttempt(Attempt):
                     its.bounds = its.bounds or self._follow(each, output)
                     output.write_rest(its.bounds[-1])
                 written.append((its, output))
-            # Not while the trainer copies, which needs the memory and the cores. The disk is ten times slower.
+            # Compute checksums only after the trainer has copied, because copying needs the memory bandwidth and the
+            # cores. The disk is ten times slower anyway.
             begun = time.perf_counter()
             for its, _ in written:
                 checksums += self._note(its)
@@ -259,7 +264,7 @@ class FolderAttempt(Attempt):
         return file.links > 0
 
     def _note(self, file: _LargeFile) -> array[int]:
-        """Note a file that has arrived whole, for the manifest and its index. Return its checksums."""
+        """Note a complete file for the manifest and the index. Return its checksums."""
         bounds, image = file.bounds, file.image
         if self.request.most_links and not file.digests:
             file.digests = b"".join(digest_of(image[begin:end]) for begin, end in pairwise(bounds))
@@ -284,7 +289,7 @@ class FolderAttempt(Attempt):
         super().release()
 
     def _follow(self, file: LargeFile, output: ImageFile | UnwrittenFile) -> Sequence[int]:
-        """Write a whole file as it arrives. Return the boundaries of its spans; the last one is its size."""
+        """Write a whole file while it arrives. Return the boundaries of its spans. The last boundary is its size."""
         if not isinstance(file, SpannedFile):
             raise NotImplementedError(type(file))
         output.follow(lambda nbytes, whole: min(self.wait_beyond(file.begin + nbytes) - file.begin, whole))
@@ -301,7 +306,7 @@ class FolderAttempt(Attempt):
         return index_name(self.request.rank, number)
 
     def _write_beside(self) -> None:
-        """Write the small files while the large files are being written. They may have a twentieth of the bytes."""
+        """Write the small files in parallel with the large files, because they may have a twentieth of all bytes."""
         for number, (each, tail) in enumerate(zip(self._large, self._tails, strict=True)):
             self._write_small(self._index_name(number), self.region(each.index_head), tail)
         for folder, region in self._metadata if self.request.rank == 0 else ():
@@ -317,7 +322,8 @@ class FolderAttempt(Attempt):
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
         request = self.request
-        check_same_call([Call(*report["call"]) for report in reports])  # with constant structure no rank has asked
+        # With constant structure, the trainers have not compared their calls.
+        check_same_call([Call(*report["call"]) for report in reports])
         self._check_plans(reports)
         files = merged(report["files"] for report in reports)
         path = os.path.dirname(request.path)
@@ -341,8 +347,8 @@ class FolderAttempt(Attempt):
     def discard(self) -> None:
         """Remove the whole attempt on the first rank, and this rank's files on the others.
 
-        Only the first rank finalizes, so it cannot remove files that are finalized at the same time. The other ranks
-        name their files by the path of the attempt, which does not exist any more after the attempt is finalized.
+        The first rank cannot remove finalized files, because it is the only rank that finalizes. Another rank removes
+        its files under the path of the attempt, and that path does not exist after the attempt is finalized.
         """
         self.opened.discard(None if self.request.rank == 0 else self._names())
 
@@ -367,7 +373,7 @@ class FolderAttempt(Attempt):
         self._files[name] = {"bytes": nbytes, "xxh3": digest.hexdigest()}
 
     def _check_plans(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Check that the parts of all ranks have one structure. With constant structure no rank has asked another."""
+        """Check that all ranks have saved the same structure. With constant structure, the trainers do not check it."""
         plans = [report["plan"] for report in reports]
         known = next((plan for plan in plans if plan != ANY_PLAN), ANY_PLAN)
         for rank, plan in enumerate(plans):
@@ -427,7 +433,7 @@ class FileSetAttempt(FolderAttempt):
         return self.layout.metadata
 
     def write(self, pool: ThreadPoolExecutor) -> array[int]:
-        """Create the first index at once. It marks the folder as ours, even if the folder has other files."""
+        """Create the first index, then write the image. The index marks the folder as ours beside other files."""
         self._first_index = super()._create(self._index_name(0)) if self._large else None
         return super().write(pool)
 
@@ -478,7 +484,7 @@ def begin_attempt(storage: Storage, staged_image: StagedImage, durable: DurableF
         case CheckpointLayout() | FileSetLayout():
             beside = sum(region.nbytes for region in layout.constants())
             beside += sum(len(data) for _, data in request.small_files)
-            # If there are other hosts, their locks may be invisible here. But no attempt outlives its timeout.
+            # The locks of other hosts may be invisible here. But no attempt outlives its timeout.
             sees_all = request.world_size == 1 and storage.has_locks
             orphan_s = None if request.rank > 0 else _ORPHAN_S if sees_all else request.timeout
             if not storage.has_locks and orphan_s is not None and not storage.may_put(request.path, request.existing):

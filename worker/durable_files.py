@@ -1,8 +1,8 @@
 """Remember the large files of the last durable save of each structure, so that the next save can link them.
 
 A file of the next save is linked if it has the same name and the same bytes (``OpenAttempt.link``). Digests of 128 bits
-of each span decide whether the bytes are the same. Only one thing is a guess: whether to compare a file before it is
-written. A file is compared if it was the same last time, or if it is new and the trainer calls it frozen.
+of each span decide whether the bytes are the same. A comparison costs time, so only promising files are compared: files
+that were the same last time, and new files that the trainer calls frozen.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class DurableFile:
         bounds: The bounds of its spans, in bytes.
         digests: The digests of its spans, of 128 bits each.
         source: The source for a link; None: the file cannot be linked.
-        links: The number of saves in a row that have linked it.
-        is_expected: The next save is expected to have the same file.
+        links: The number of saves in a row that have linked the file.
+        is_expected: Whether the next save is expected to have the same file.
     """
 
     bounds: array[int]
@@ -79,12 +79,12 @@ class DurableFiles:
             }
 
     def forget(self, segment: int) -> None:
-        """Forget the files that were staged in a segment, which is released."""
+        """Forget the files of a segment that is released."""
         with self._lock:
             self._files.pop(segment, None)
 
 
 def _is_expected(file: DurableFile, last: DurableFile | None, *, is_frozen: bool) -> bool:
-    if last is None or last.bounds != file.bounds:  # another layout says nothing of this one
+    if last is None or last.bounds != file.bounds:  # a file with another layout cannot be compared
         return is_frozen
     return last.digests == file.digests

@@ -1,7 +1,8 @@
 """A worker's services at its endpoint: answer processes that did not start it, and linger for the next trainer.
 
 Readers can always see publications. After the trainer's death, a process that loads gets a list of the images, and the
-memory. The first save of a restarted trainer attaches to the worker by the same connection: that is the next session.
+memory. At its first save, a restarted trainer attaches to the worker over such a connection. This begins the next
+session.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Trainer:
-    """A trainer that this worker serves, or is to serve next.
+    """A trainer that this worker serves, or serves next.
 
     Args:
-        connection: The connection to it.
-        pid: Its process id; 0 if it is in another container.
-        options: The options of its session.
-        surroundings: Where it runs; None: this worker was started there.
-        stderr: The descriptor that its worker is to write stderr to; None: this worker does so from its start.
-        is_over: Set when its session has ended.
+        connection: The connection to the trainer.
+        pid: The trainer's process id; 0 if the trainer is in another container.
+        options: The options of the session.
+        surroundings: The surroundings to take over; None: the worker has them already.
+        stderr: The descriptor for the worker's stderr; None: the worker has it already.
+        is_over: Set when the session has ended.
     """
 
     connection: SocketConnection
@@ -71,10 +72,10 @@ class Trainer:
 
 
 class EndpointService:
-    """Answers at one endpoint, on a thread for each process that connects.
+    """Answer processes at one endpoint, each process on its own thread.
 
-    The life of the worker is a machine (``asyncckpt/protocol/worker_life.py``). All threads give it events, one at a
-    time. The main thread begins sessions, and ends the worker.
+    The life of the worker is a state machine (``asyncckpt/protocol/worker_life.py``). All threads give events to the
+    machine, one event at a time. The main thread begins sessions, and ends the worker.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class EndpointService:
         """Do not listen yet.
 
         Args:
-            name: The name of the endpoint. Without a name nobody connects.
+            name: The name of the endpoint; None: no process can connect.
             fingerprint: The fingerprint of this worker, see ``process.fingerprint``.
             linger: Seconds to wait for the next trainer; 0: the worker ends with its trainer.
             segment_store: The memory to show.
@@ -112,9 +113,9 @@ class EndpointService:
         self._on_restart: Callable[[], object] = lambda: None
 
     def open(self, trainer: int) -> None:
-        """Take the endpoint. Raises ``JobTakenError``, or ``OSError`` if there can be no endpoint.
+        """Take the endpoint. Raises ``JobTakenError``, or ``OSError`` if an endpoint is not possible.
 
-        ``trainer``: the process id of the first trainer; 0: none has come.
+        ``trainer``: the process id of the first trainer; 0: no trainer has come.
         """
         if self._name is not None:
             self._endpoint = Endpoint(self._name, trainer)
@@ -126,8 +127,8 @@ class EndpointService:
         """Note that a session begins.
 
         Args:
-            trainer: Its trainer.
-            unended_saves: Returns its saves that have not ended.
+            trainer: The trainer of the session.
+            unended_saves: Returns the session's saves that have not ended.
             on_restart: Called when the job was restarted.
         """
         self._trainer, self._is_terminated = trainer.pid, False
@@ -137,12 +138,12 @@ class EndpointService:
         self._segment_store.begin_session()
 
     def trainer_gone(self, *, closed: bool) -> None:
-        """Note that the trainer is gone, and that all it has staged is known. ``closed``: it has closed."""
+        """Note that the trainer is gone, and all its staged images are known. ``closed``: whether it has closed."""
         self._handle(SessionFinishing(closed))
 
     def next_trainer(self) -> Trainer | None:
         """Wait for the first or next trainer. Return None if the worker has to end."""
-        if self._endpoint is None:  # nobody would find this worker
+        if self._endpoint is None:  # no trainer could find this worker
             self._handle(RetireAsked(None))
         self._handle(SessionEnded())
         while True:
@@ -158,7 +159,7 @@ class EndpointService:
         self._is_terminated = True
 
     def close(self) -> None:
-        """Give the endpoint back, and disconnect all processes. They may be waiting for this."""
+        """Release the endpoint, and disconnect all processes. A process may be waiting for the end of this worker."""
         if self._endpoint is not None:
             self._endpoint.close()
         for peer in list(self._peers.values()):
@@ -195,7 +196,7 @@ class EndpointService:
 
     def _answer(self, peer: SocketConnection) -> None:
         """Answer a process until it leaves. Raises ``EOFError`` or ``OSError`` when it leaves."""
-        while isinstance(message := receive(peer), endpoint_messages.AskStatus):  # keeps no worker
+        while isinstance(message := receive(peer), endpoint_messages.AskStatus):  # does not keep the worker
             send(peer, self._status())
         who = next(self._numbers)
         self._peers[who] = peer
@@ -222,7 +223,7 @@ class EndpointService:
                     case endpoint_messages.OpenSegment(number):
                         self._send_descriptor(peer, self._segment_store.open(number, os.O_RDONLY))
                     case endpoint_messages.AskImages():
-                        on_restart = self._on_restart  # of this session, should the next one begin just now
+                        on_restart = self._on_restart  # read first, because the next session may begin just now
                         if not (has_trainer := self._has_trainer):  # the peer belongs to the restarted job
                             on_restart()
                         images = self._segment_store.summaries(with_own=not has_trainer)
@@ -244,9 +245,9 @@ class EndpointService:
         return self._life.state is LifeState.SERVING
 
     def _attach(self, who: int, asked: endpoint_messages.Attach, stderr: Descriptor) -> str | None:
-        """Serve a trainer to the end of its session, once it comes next. Return the reason why it gets no session.
+        """Wait for the begin and the end of a trainer's session. Return the reason if the trainer gets no session.
 
-        Raises ``EOFError`` if it has to look again.
+        Raises ``EOFError`` if the trainer has to look again.
         """
         self._forget_dead_next()
         peer, trouble, options, surroundings = self._peers[who], None, WorkerOptions(), None
@@ -264,7 +265,7 @@ class EndpointService:
         match answers.get():
             case Refuse(_, why):
                 del self._asking[who]
-                if self._life.session == 0:  # somebody has started this worker for that one
+                if self._life.session == 0:  # this worker was started in advance for that trainer
                     logger.warning("the trainer %d gets no session, and starts another worker: %s", trainer.pid, why)
                 return why
             case LookAgain():
@@ -273,14 +274,14 @@ class EndpointService:
         return None
 
     def _forget_dead_next(self) -> None:
-        """Note that the next trainer is gone, if it is: its thread waits for its turn, and does not see that."""
+        """Forget the next trainer if it is gone. Its thread waits for the session to begin, and cannot notice that."""
         if (who := self._life.next_peer) is not None:
             peer = self._peers.get(who)
             if peer is None or not peer.has_other_end():
                 self._handle(PeerLeft(who))
 
     def _follow(self, locator: str) -> endpoint_messages.Followed:
-        """Mirror a publication, unless a trainer is here, or comes next."""
+        """Mirror a publication, unless this worker has a trainer, or a trainer waits for the next session."""
         with self._following:
             if (self._has_trainer or self._life.next_peer is not None) and not self._serving.follows:
                 return endpoint_messages.Followed("a trainer publishes here")
@@ -294,13 +295,13 @@ class EndpointService:
 
     def _show(self, peer: SocketConnection) -> tuple[int, ...]:
         """Send the inventory. Return the numbers of the segments in it."""
-        session = self._life.session  # first: another may begin meanwhile
+        session = self._life.session  # read first, because another session may begin meanwhile
         if self._has_trainer:
             send(peer, endpoint_messages.TrainerAlive(os.getpid(), self._trainer))
             return ()
         images = self._segment_store.held_images()
         published, held = self._segment_store.published_alone(), self._segment_store.held_segments()
-        # If one trainer of several has died, its host may be lost. Nobody should wait for the saves on that host.
+        # If one of several trainers has died, its host may be lost. So the next trainer must not wait for their saves.
         waited_for = [each for each in self._unended_saves() if each.world_size == 1 or self._life.is_closed]
         saves = tuple(each.path for each in waited_for)
         facts = os.getpid(), session, held, images, published, saves, self._serving.follows
@@ -309,7 +310,7 @@ class EndpointService:
 
     def _send_descriptor(self, peer: SocketConnection, fd: int | None) -> None:
         if fd is None:
-            raise EOFError  # released meanwhile, so the reader has to start over
+            raise EOFError  # the segment was released meanwhile, so the reader has to start over
         try:
             peer.send_descriptor(fd)
         finally:

@@ -1,6 +1,6 @@
 """A file of Prometheus metrics that a worker keeps up to date, for node_exporter's textfile collector.
 
-The file needs no port. It is removed when the trainer closes in order, and stays when the trainer or the worker dies.
+The file needs no port. The worker removes the file when the trainer closes. The file stays after a crash.
 Then the age of the last durable step keeps growing, and an alert can use that age. The next worker of the training
 continues with the last durable step, and counts anew.
 """
@@ -76,7 +76,7 @@ class MetricsFile:
         self._listener.tell(uploaded.event(self._rank))
 
     def close(self, *, in_order: bool) -> None:
-        """Write pending events, and stop. ``in_order``: the training needs the worker no more."""
+        """Write pending events, and stop. ``in_order``: whether the trainer has closed, so that the file is removed."""
         self._listener.close(_CLOSE_S)
         if in_order or not self._stays:
             with contextlib.suppress(OSError):
@@ -93,9 +93,9 @@ class MetricsFile:
 
     def _note(self, event: Event) -> None:
         self._has_committed |= event.phase == "committed"
-        if not self._has_committed:  # each time: the worker of a dead trainer may have just written
+        if not self._has_committed:  # every time, because a dead trainer's worker may have written the file just now
             self._carry_over()
-        if event.phase != "worker started":  # would show restarts, which a worker cannot count
+        if event.phase != "worker started":  # this event adds a counter of restarts, which a worker cannot count
             self._metrics(event)
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)

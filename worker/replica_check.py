@@ -1,4 +1,4 @@
-"""The comparison of values that are the same on all ranks, of which one rank saves each."""
+"""Compare values that should be the same on all ranks. Only one rank saves each of these values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 5
 
 
 class ReplicaCheck:
-    """Compare the digests of all ranks, before a save is committed. Warn of each name once."""
+    """Compare the digests of all ranks before a save is committed. Warn of each name only once."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -24,7 +24,7 @@ class ReplicaCheck:
 
         Args:
             request: The save.
-            digests: By name, of each rank, in the order of the ranks.
+            digests: The digests of each rank by name, in the order of the ranks.
 
         Raises:
             UnsavableStateError: There are such names, and the request refuses them.

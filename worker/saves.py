@@ -1,12 +1,12 @@
-"""The saves of a worker: carries out what the machines decide (``asyncckpt/protocol/saves.py``).
+"""The saves of a worker: carry out the actions of the state machines (``asyncckpt/protocol/saves.py``).
 
-All events go into one queue, and one thread gives them to the machines: what the trainer has said, what this worker has
-written, what the other ranks have set in the store, what storage has done, and time. Other threads write, wait for
-storage, wait for the first rank, and remove old checkpoints. They change no state of a save, and report what they have
-found to the queue.
+All events go into one queue, and one thread gives them to the machines. The events are messages of the trainer,
+finished writes, fields of the store that other ranks have set, results from storage, and the passing of time. Other
+threads write, wait for storage, wait for the first rank, and remove old checkpoints. The other threads do not change
+the state of a save, but report their results as events.
 
-No trainer takes part in a commit. A save is expected from the moment it begins, so that the failure of another rank is
-noticed even while this one is stuck in a write.
+No trainer takes part in a commit. The worker watches a save from its begin, so it notices the failure of another rank
+even while its own writer is stuck.
 """
 
 from __future__ import annotations
@@ -69,18 +69,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the first rank's worker waits at its end, for others that may still ask how the last save ended.
+# Seconds that the first rank's worker waits at its end, because other ranks may still ask for the end of the last save.
 _LEAVE_S = 5.0
-# Seconds to tell the first rank's worker at the end of failures (otherwise it waits for this rank until its timeout),
-# and that this rank has left, which is less important. A worker that is gone refuses at once.
+# Seconds at the end to tell the first rank's worker of failures (otherwise it waits for this rank until its timeout),
+# and to tell it that this rank has left, which is less important. A dead worker's host refuses at once.
 _TELL_S, _TELL_LEFT_S = 10.0, 1.0
-# Seconds that the storage may take to say how a save has ended.
+# Timeout in seconds for storage to tell the end of a save.
 _RESOLVE_S = 30.0
 # Maximum time that a write may continue after its save has failed, if the trainer is gone.
 _STUCK_S = 30.0
 # Interval at which the machines look at the time while a save is under way.
 _TICK_S = 0.25
-# Number of events after which time passes even if there are more: a report that has arrived counts before a deadline.
+# Maximum number of events that the machines handle before a due tick. Waiting events come before the tick, so that a
+# report that has arrived counts before a deadline.
 _MOST_EVENTS = 1000
 _REVOKED = (
     "the files of this save were removed while it was written: another rank has failed it, or somebody has removed them"
@@ -89,7 +90,7 @@ _NOT_KNOWN = "the first rank could not ask storage whether this was saved"
 
 
 class _Stored(NamedTuple):
-    """A field that another process has set in the store of this worker."""
+    """A field that a client has set in the store of this worker."""
 
     key: str
     field: int
@@ -111,10 +112,10 @@ class SavesOfTrainer:
 
         Args:
             storage_for: Returns the storage of a path.
-            segment_store: The memory. It is told which images are complete, and their checksums.
-            send: Sends to the trainer.
-            on_end: Called when a save has ended. It tells the trainer.
-            io_threads: Number of threads that write at once.
+            segment_store: The memory. The saves note complete images and their checksums there.
+            send: Sends a message to the trainer.
+            on_end: Called when a save has ended. The function tells the trainer.
+            io_threads: Number of threads that write in parallel.
         """
         self._storage_for, self._segment_store = storage_for, segment_store
         self._send, self._on_end = send, on_end
@@ -124,7 +125,7 @@ class SavesOfTrainer:
         self.replicator: Replicator | None = None
         """Copies the images of other hosts, if the ranks have copies on other hosts."""
         self._rendezvous: messages.Rendezvous | None = None
-        self._rounds: Rounds | None = None  # other ranks than the first
+        self._rounds: Rounds | None = None  # on all ranks but the first
         self._store: Store | None = None  # first rank
         self._secret = b""
         self._patience = Patience(PATIENCE_S)
@@ -133,17 +134,17 @@ class SavesOfTrainer:
         self._machines = machines.WorkerSaves()
         self._events: SimpleQueue[machines.SaveEvent | _Stored] = SimpleQueue()
         self._trainer_left = Flag()
-        # By the number of the save: those that may still be committed, those whose end is not told, their images, what
-        # was written here and has not ended.
+        # By the number of the save: requests of saves that may still be committed, requests of saves whose end the
+        # trainer has not been told, their images, and attempts that have not ended.
         self._open: dict[int, WriteRequest] = {}
         self._untold: dict[int, WriteRequest] = {}
         self._images: dict[int, StagedImage] = {}
         self._attempts: dict[int, Attempt] = {}
-        self._kept: dict[int, Attempt] = {}  # of ended saves that are not told
+        self._kept: dict[int, Attempt] = {}  # attempts of ended saves that the trainer has not been told
         self._to_write: SimpleQueue[StagedImage | None] = SimpleQueue()
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._to_hear: SimpleQueue[WriteRequest | None] = SimpleQueue()
-        # No commit waits for the removal of old checkpoints.
+        # A separate thread removes old checkpoints, so that no commit waits for a removal.
         self._last_step: int | None = None
         self._next_step: int | None = None
         self._prunable: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -153,7 +154,7 @@ class SavesOfTrainer:
             self._started("storage", self._work),
             self._started("prune", self._prune),
         ]
-        self._pool.start(io_threads)  # before a save begins
+        self._pool.start(io_threads)  # start all threads before a save begins
 
     def _started(self, name: str, target: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=target, name=f"asyncckpt-{name}", daemon=True)
@@ -172,19 +173,19 @@ class SavesOfTrainer:
         return messages.Hosting(self._store.port, self._store.address)
 
     def join(self, rendezvous: messages.Rendezvous, timeout: float) -> None:
-        """Commit with the other ranks, from the next save on. ``timeout``: seconds that the store may take."""
+        """Commit with the other ranks, from the next save on. ``timeout``: timeout in seconds of calls to the store."""
         self._rendezvous = rendezvous
         if rendezvous.rank > 0 and self._rounds is None:
             self._rounds = Rounds(rendezvous, timeout, self._patience)
             self._workers.append(self._started("hear", partial(self._hear, self._rounds)))
 
     def hurry(self) -> None:
-        """Note that the trainer is gone. Nobody starts the store again for its saves."""
+        """Note that the trainer is gone. So no trainer restarts the store for its saves."""
         self._patience.end()
         self._events.put(commit.TrainerGone())
 
     def restarted(self) -> None:
-        """Note that the job was started again. Ranks without trainer and worker are not waited for any more."""
+        """Note that the job was restarted. Stop waiting for ranks without a trainer and a worker."""
         self._events.put(commit.Restarted())
 
     def begin(self, request: WriteRequest) -> None:
@@ -207,11 +208,11 @@ class SavesOfTrainer:
         self._events.put(machines.ImageStaged(message.save_id))
 
     def post(self, event: machines.SaveEvent) -> None:
-        """Give an event to the machines. Does not wait."""
+        """Post an event for the machines. Does not wait."""
         self._events.put(event)
 
     def cancel(self, save_id: int, reason: CheckpointError) -> None:
-        """Cancel a save for the trainer, for ``reason``. The answer says whether it was cancelled in time."""
+        """Cancel a save for the trainer, for ``reason``. ``Cancelled`` tells the trainer whether this was in time."""
         self._events.put(machines.ImageCancelled(save_id, reason))
 
     def forget(self, segment: int) -> None:
@@ -219,12 +220,12 @@ class SavesOfTrainer:
         self._durable.forget(segment)
 
     def stop_copying(self) -> None:
-        """Copy nothing any more. The copies that are here stay."""
+        """Stop copying images of other hosts. Complete copies stay."""
         if self.replicator is not None:
             self.replicator.close()
 
     def finish(self) -> None:
-        """Write all staged images after the trainer's end, also images that it did not report, and no more."""
+        """After the trainer's end, write exactly the staged images, including images that it has not reported."""
         staged = [save for save, each in self._images.copy().items() if each.is_marked_staged()]
         self._events.put(machines.TrainerLeft(frozenset(staged)))
         self._trainer_left.wait()
@@ -242,7 +243,7 @@ class SavesOfTrainer:
         return tuple(self._untold.values())
 
     def close(self, why: str) -> None:
-        """Wait until all saves have ended, then leave the other ranks, which are told the reason ``why``."""
+        """Wait until all saves have ended, then leave the other ranks. ``why``: the reason to tell the other ranks."""
         rank, ranks = (0, 1) if self._rendezvous is None else (self._rendezvous.rank, self._rendezvous.world_size)
         self._events.put(commit.Finish(rank, ranks, _LEAVE_S, RankFailedError(why, rank=rank)))
         self._loop.join()
@@ -255,14 +256,14 @@ class SavesOfTrainer:
         for thread in self._workers[1:]:
             thread.join()
         if self._rounds is not None:
-            # If this fails, the first rank's worker waits a little longer, and nothing is lost.
+            # If this fails, the first rank's worker only waits a little longer.
             with _logged("leaving", logging.INFO), self._rounds.probe(_TELL_LEFT_S) as rounds:
                 rounds.leave()
         if self._store is not None:
             self._store.close()
 
     def _on_stored(self, key: str, field: int, value: bytes) -> None:
-        """Note that another process has set a field of the store. Does not wait."""
+        """Note that a client has set a field of the store. Does not wait."""
         self._events.put(_Stored(key, field, value))
 
     # The thread of the machines
@@ -299,7 +300,7 @@ class SavesOfTrainer:
                 self._to_write.put(None)
 
     def _translated(self, stored: _Stored) -> machines.SaveEvent | None:
-        """Return what a field of the store means; None: nothing for a save."""
+        """Translate a field of the store into an event; None if the field does not concern a save."""
         key, field, value = stored
         match key.split("/")[2:]:
             case ["left"]:
@@ -403,7 +404,7 @@ class SavesOfTrainer:
         while (staged := self._to_write.get()) is not None:
             with staged.hosted.used():  # the trainer may release the segment as soon as the slot is free
                 self._write(staged)
-        self._pool.shutdown()  # not after an error: a thread without memory may never end, and the worker has to
+        self._pool.shutdown()  # not after an error, because a thread without memory may never end, but the worker must
 
     def _write(self, staged: StagedImage) -> None:
         request, attempt = staged.request, None
@@ -418,18 +419,18 @@ class SavesOfTrainer:
             finally:
                 self._events.put(machines.LetGo(save))
             report = attempt.seal()
-        except MemoryError:  # perhaps nobody was told that the slot is free: the worker ends
+        except MemoryError:  # end the worker, because the event that frees the slot may be lost
             raise
         except Exception as error:
             if not isinstance(error, CheckpointError):  # otherwise the outcome of the save reports the error
                 logger.exception("writing %s failed", request.path)
             if attempt is not None:
                 self._attempts[save] = attempt
-                # Its files go first, and then its folder.
+                # A removal begins with the files of the attempt, and ends with its folder. So check for both.
                 is_revoked = isinstance(error.__cause__, FileNotFoundError) or attempt.opened.is_revoked()
                 if request.world_size > 1 and isinstance(error, StorageError) and is_revoked:
-                    error = RankFailedError(_REVOKED, rank=0)  # which removes them
-            error.__traceback__ = None  # the traceback would keep its memory alive long after the segment is released
+                    error = RankFailedError(_REVOKED, rank=0)  # rank 0 removes the files of a failed save
+            error.__traceback__ = None  # a traceback would keep the image's memory after the segment is released
             self._events.put(commit.PartFailed(save, located_in(request, error)))
         else:
             attempt.written_at = time.perf_counter()
@@ -446,14 +447,14 @@ class SavesOfTrainer:
                 self._replicas.check(request, [report.get("replicas", {}) for report in decoded])
             self._next_step = request.step
             self._attempts[save].commit(decoded)
-        except MemoryError:  # the worker ends
+        except MemoryError:  # end the worker
             raise
         except Exception as failure:
             error = located_in(request, failure)
         self._events.put(commit.Finalized(save, error))
 
     def _follow_up(self, save: int) -> None:
-        """Advance the pointer, and rename old checkpoints, which are removed later."""
+        """Advance the pointer, and rename old checkpoints. Another thread removes them later."""
         request, trouble = self._untold[save], None
         self._last_step = request.step
         try:
@@ -482,7 +483,7 @@ class SavesOfTrainer:
             attempt.discard()
 
     def _tell(self, save: int, error: CheckpointError | None, trouble: CheckpointError | None) -> None:
-        request = self._untold.pop(save)  # first: after the message, somebody may ask which saves have not ended
+        request = self._untold.pop(save)  # before the message: after it, a process may ask for the unended saves
         attempt = self._kept.pop(save, None)
         if error is not None:
             failure = located_in(request, error)
@@ -519,7 +520,7 @@ class SavesOfTrainer:
                 self._events.put(event)
 
     def _heard_of(self, request: WriteRequest, rounds: Rounds) -> commit.CommitEvent | None:
-        """Wait for the outcome of a save; None: it has ended here. Let the first rank hear from this rank often."""
+        """Wait for the outcome of a save; None if the save has ended here. Ask often, to show that this rank lives."""
         save = request.save_id
         try:
             outcome = rounds.hear(
@@ -547,7 +548,7 @@ def _failed(kind: str, save: int, error: CheckpointError) -> machines.SaveEvent:
 
 
 def located_in(request: WriteRequest, error: BaseException) -> CheckpointError:
-    """Return ``error`` as an error of that save on this rank."""
+    """Return ``error`` as an error of the save of ``request``, with path, rank and step."""
     return located(error, path=request.path, rank=request.rank, step=request.step)
 
 

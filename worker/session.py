@@ -60,9 +60,9 @@ class Session:
             segment_store: The memory.
             endpoint_service: Answers other processes.
             serving: Serves images to other hosts.
-            io_threads: Number of threads that write at once.
-            uploaders: The uploaders of all sessions, by their local folders. The session adds its own.
-            metrics: Notified of the ends of saves and uploads.
+            io_threads: Number of threads that write in parallel.
+            uploaders: The uploaders of all sessions, by their local folders. The session adds its uploader.
+            metrics: The metrics file, which counts the ends of saves and uploads.
         """
         self._metrics, self._uploaders = metrics, uploaders
         self._is_closed = False
@@ -82,12 +82,13 @@ class Session:
         self._taking: list[threading.Thread] = []
 
     def run(self, trainer: Collection[int], trouble: str | None, *, lingers: bool) -> bool:
-        """Serve until the trainer closes or dies, and until all is written.
+        """Serve until the trainer closes or dies, and until all staged images are written.
 
         Args:
-            trainer: A pidfd, or nothing. It shows the death of the trainer even if a fork holds the socket.
+            trainer: A pidfd of the trainer, or nothing. The pidfd shows the death of the trainer even if a fork holds
+                the socket.
             trouble: The reason why other processes cannot find this worker; None: they can.
-            lingers: Whether the images are kept after a death.
+            lingers: Whether the images are kept after the trainer's death.
 
         Returns:
             Whether all threads have ended. If not, storage does not answer, and the process should end itself.
@@ -99,7 +100,7 @@ class Session:
             self._metrics.begin()
         why = self._serve(trainer)
         self._is_closed = why == _CLOSED
-        if why != _CLOSED:  # no trainer receives the log any more
+        if why != _CLOSED:  # the trainer does not receive the log any more
             logging.getLogger().removeHandler(to_trainer)
             self._endpoint_service.redirect_log()
             self._saves.hurry()
@@ -108,7 +109,7 @@ class Session:
         self._saves.stop_copying()
         self._saves.finish()
         for thread in self._taking:
-            thread.join()  # the next trainer may give that memory back
+            thread.join()  # finish before the next trainer, which may give this memory back
         if self._is_closed or not lingers:
             self._segment_store.drop_images()
         self._endpoint_service.trainer_gone(closed=self._is_closed)
@@ -144,7 +145,7 @@ class Session:
             except (EOFError, OSError) as error:
                 if isinstance(error, ConnectionError) or not self._connection.has_other_end():
                     return "its trainer is gone"
-                raise  # the operating system has refused something
+                raise  # an error of the operating system, and the trainer lives
             if any(each in ready for each in trainer):
                 return "its trainer has died"
 
@@ -253,7 +254,7 @@ class Session:
             self._segment_store.take(request.segment, request.begin, request.end)
         except CheckpointError as failure:
             error = failure
-        except (KeyError, OSError) as failure:  # released meanwhile
+        except (KeyError, OSError) as failure:  # the segment was released meanwhile
             error = CheckpointError(f"the memory is not there any more: {failure}")
         self._send(messages.Taken(request.segment, error))
 
@@ -273,13 +274,13 @@ class Session:
             with self._sending:
                 send(self._connection, message)
         except ConnectionError:
-            pass  # the trainer is gone; the loop notices that by itself
+            pass  # the trainer is gone, which the loop in ``_serve`` notices
         except OSError:
-            self._connection.hang_up()  # otherwise the trainer would wait for this message
+            self._connection.hang_up()  # otherwise the trainer would wait for the lost message
 
 
 class _LogHandler(logging.Handler):
-    """Sends log records to the trainer, except records with ``is_told``: another message reports their content."""
+    """Send log records to the trainer. Skip records with ``is_told``, because another message reports their content."""
 
     def __init__(self, send: Callable[[messages.FromWorker], object]) -> None:
         super().__init__()

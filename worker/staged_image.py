@@ -1,7 +1,7 @@
-"""The image that the trainer stages, and the file that it is written to while the rest is still being copied.
+"""The image that the trainer stages, and the file that the worker writes while the trainer still copies.
 
 A few threads write large aligned pieces and keep the disk busy. Another thread makes checksums of all spans. This file
-knows no tensors.
+does not depend on tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncckpt.threads import Flag, settle
 # Polling interval for more data. Frequent enough to always have something to write, at tens of gigabytes a second.
 _POLL_S = 0.002
 BUFFER_BYTES = 4 << 20
-# Bytes for which one thread makes digests at once.
+# Bytes for which one task makes digests.
 _GROUP_BYTES = 16 << 20
 
 
@@ -49,7 +49,7 @@ class StagedImage:
     def __post_init__(self) -> None:
         self._is_complete = False
         self._failure: CheckpointError | None = None
-        self._told = Flag()  # one of the two
+        self._told = Flag()  # set when the image is complete or has failed
 
     def complete(self) -> None:
         """Note that the image is complete."""
@@ -62,12 +62,12 @@ class StagedImage:
         self._told.set()
 
     def is_marked_staged(self) -> bool:
-        """Return whether the header page says that the image is staged. For a trainer that can no longer say so."""
+        """Return whether the header page says that the image is staged. A dead trainer cannot report this."""
         request, slots = self.request, self.hosted.slots
         return slots.state(request.slot) is State.STAGED and slots.save_id(request.slot) == request.save_id
 
     def check_kept(self) -> None:
-        """Raise ``CheckpointError`` if its slot was taken for another save. The bytes read may be of both saves."""
+        """Raise ``CheckpointError`` if another save has taken the slot. Then the bytes read may be a mixture."""
         if self.hosted.slots.save_id(self.request.slot) != self.request.save_id:
             raise CheckpointError("another save was staged in its place while it was being written: please report this")
 
@@ -76,7 +76,7 @@ class StagedImage:
         self.hosted.slots.set(self.request.slot, state)
 
     def wait_beyond(self, nbytes: int, whole: int) -> int:
-        """Wait until more than the first ``nbytes`` of the ``whole`` image have arrived. Return how many have.
+        """Wait until more than the first ``nbytes`` of the ``whole`` image have arrived. Return the number that has.
 
         Bytes that have arrived do not change. Raises ``CheckpointError`` if the rest will not arrive: the image was
         cancelled, the trainer has died, or the save has failed. Every save has a timeout, so this wait ends too.
@@ -89,14 +89,15 @@ class StagedImage:
             if not self.can_succeed():
                 raise CheckpointError("the save failed while it was being staged")
             arrived = self.hosted.slots.arrived(self.request.slot)
-            # The last byte arrives before the slot is STAGED, and only that state commits the trainer.
+            # Never return ``whole`` here: the last byte arrives before the slot is STAGED, and the trainer may still
+            # cancel the save.
             if nbytes < arrived < whole:
                 return arrived
             self._told.wait(_POLL_S)
 
 
 class UnwrittenFile:
-    """Replaces an ``ImageFile`` if nothing is written before the image is complete."""
+    """A stand-in for ``ImageFile`` if nothing is written before the image is complete."""
 
     def __init__(self, image: memoryview) -> None:
         self._image = image
@@ -137,7 +138,7 @@ class ImageFile:
         Args:
             file: The file, which this object owns from now on.
             pool: The threads that write.
-            image: Whole pages, from the begin of a page on.
+            image: The memory of the image: whole pages, from the begin of a page on.
             is_huge: Whether the pages are huge pages.
         """
         self._file, self._pool, self._image = file, pool, image
@@ -146,7 +147,7 @@ class ImageFile:
         self._begin = self._good = 0
 
     def advance(self, end: int) -> None:
-        """Write all whole pieces before ``end``, in bytes. The image must be final up to there.
+        """Write all whole pieces before ``end``, in bytes. The image must be final up to ``end``.
 
         Raises ``StorageError`` if an earlier piece could not be written.
         """
@@ -178,7 +179,10 @@ class ImageFile:
             self._submit(end)
 
     def finish(self, nbytes: int) -> None:
-        """Write the unwritten rest of the first ``nbytes`` of the image, and wait. Raises ``StorageError``."""
+        """Write the unwritten rest of the first ``nbytes`` of the image, and wait for all writes.
+
+        Raises ``StorageError``.
+        """
         self.write_rest(nbytes)
         for piece in self._pieces[self._good :]:
             piece.result()

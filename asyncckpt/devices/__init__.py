@@ -1,1 +1,1 @@
-"""Devices: streams and events of each kind of device, pinned host memory for direct copies, graphs."""
+"""Devices: streams and events of each kind of device, pinned host memory for direct copies, and graph captures."""

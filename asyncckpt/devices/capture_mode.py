@@ -1,9 +1,9 @@
 """The capture mode of a thread: the calls that CUDA allows it while another thread captures a graph.
 
-By default a capture forbids every thread to make calls that could wait for, or change, the captured work: waiting for
-an event, allocating or pinning memory. A forbidden call fails, and ends the capture. The calls of this library concern
-no graph, and a thread can declare that. Untested on a device: written from the documentation of
-``cudaThreadExchangeStreamCaptureMode``.
+By default a capture forbids all threads to make calls that could wait for, or change, the captured work. Examples are
+waiting for an event, and allocating or pinning memory. A forbidden call fails, and ends the capture. The calls of this
+library concern no graph, and a thread can declare that by ``cudaThreadExchangeStreamCaptureMode``. This module is
+untested on a device, and written from the documentation of that call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Graphs of a device: during a capture, queued work is recorded but not done; a replay calls no Python code."""
+"""Check for graph captures. During a capture, work is recorded but not executed. A replay calls no Python code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_capturing() -> bool:
 
 
 def check_not_capturing() -> None:
-    """Raise ``CheckpointError`` if copies, and their streams, would become a part of a graph."""
+    """Raise ``CheckpointError`` if a capture would record the copies of a save into a graph."""
     if is_capturing():
         raise CheckpointError(
             "a graph is being captured on this stream: nothing is copied now, and each replay would copy over what is"
@@ -25,7 +25,7 @@ def check_not_capturing() -> None:
 
 
 def check_guarded_capture(*, copies_are_under_way: bool) -> None:
-    """Check at the start of a guarded optimizer step whether it is captured; if so, warn that replays do not wait.
+    """Warn that replays do not wait for copies, if a guarded optimizer step is being captured. Call this at its start.
 
     Raises ``CheckpointError`` while copies are under way, because the graph would wait for events from outside it.
     """

@@ -1,8 +1,9 @@
 """The device interface: streams, events and pinned host memory of each kind of device.
 
 ``kind_of`` finds the kind of a device by its type. One class serves all kinds, because torch has a similar module for
-each type of device. Differences are passed to it, above all how to pin memory (``pinners.py``). Tensors on a device
-without a kind are staged by plain, synchronous copies, after all work of the device is done.
+each type of device. Differences between the types are arguments of the class, for example the calls that pin memory
+(``pinners.py``). Tensors on a device without a kind are staged by synchronous copies, after all work of the device is
+done.
 
 No other module of the package uses ``torch.cuda``, except for NCCL. ``torch.accelerator`` and ``torch.Event`` are no
 replacement: they know one type of device in a process, and a wait for such an event spins.
@@ -36,7 +37,7 @@ class DeviceEvent(Protocol):
     """A point in the work of a stream."""
 
     def synchronize(self) -> None:
-        """Block the host, asleep, until the stream has reached this point."""
+        """Block the calling thread, asleep, until the stream has reached this point."""
 
 
 class DeviceStream(Protocol):
@@ -52,7 +53,7 @@ class DeviceKind(Protocol):
     pinner: Pinner | None
 
     def is_initialized(self) -> bool:
-        """Return whether this process uses devices of the kind. The call itself starts no device."""
+        """Return whether this process uses devices of the kind. The call itself initializes no device."""
 
     def used(self) -> Sequence[torch.device] | None:
         """Return the devices of the kind that this process uses; None: unknown."""
@@ -64,14 +65,14 @@ class DeviceKind(Protocol):
         """Return a new stream of ``device``."""
 
     def use(self, device: torch.device, stream: DeviceStream | None = None) -> AbstractContextManager[None]:
-        """Make ``device`` and, if given, its ``stream`` the calling thread's current ones.
+        """Make ``device``, and ``stream`` if given, current for the calling thread.
 
         The thread's calls then disturb no capture of another thread. A thread that does not select a device may open a
-        context on the first one.
+        context on the first device.
         """
 
     def record(self, stream: DeviceStream) -> DeviceEvent:
-        """Return an event for the completion of all work that ``stream`` has so far."""
+        """Return an event for the completion of all work that is queued on ``stream`` so far."""
 
     def synchronize(self) -> None:
         """Block the host until all work is done on all devices of the kind that this process uses."""
@@ -80,20 +81,20 @@ class DeviceKind(Protocol):
         """Return whether the calling thread's current stream, on its current device, is being captured in a graph."""
 
     def copies_many(self, device: torch.device) -> bool:
-        """Return whether ``copy_many`` works on ``device``. The call itself starts no device."""
+        """Return whether ``copy_many`` works on ``device``. The call itself initializes no device."""
 
     def copy_many(
         self, device: torch.device, stream: DeviceStream, to: array[int], source: array[int], sizes: array[int]
     ) -> bool:
         """Queue copies by one call, each of ``sizes[i]`` bytes from address ``source[i]`` to ``to[i]``.
 
-        Call this inside ``use``. Returns False if the driver refuses; then queue all of them in another way. From then
-        on, ``copies_many`` is False.
+        Call this inside ``use``. Returns False if the driver refuses. Then queue all copies in another way, because
+        from then on ``copies_many`` is False.
         """
 
 
 ReadyEvents = dict[torch.device, DeviceEvent]
-"""For devices with a kind: the event for the completion of the current stream's work at the time of the save."""
+"""For each device with a kind, an event for the completion of the current stream's work at the time of the save."""
 
 
 class TorchDevices:
@@ -108,16 +109,17 @@ class TorchDevices:
         relaxed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         copy_many: Callable[[int], CopyMany | None] = lambda index: None,
     ) -> None:
-        """Look up nothing yet: the module may be loaded later, or never.
+        """Look up nothing yet, because the module of torch may be loaded later, or never.
 
         Args:
             device_type: The name of the type in torch.
-            pinner: Pins host memory for the devices; None: impossible, and copies go through the driver's own buffers.
-            is_used: Returns whether this process uses the device of that index. A wait for an unused device would open
-                a context there, of some hundred MB. With None, torch does not tell.
-            event: Arguments for an event on which the host waits asleep.
+            pinner: Pins host memory for the devices; None: pinning is impossible, so copies go through the driver's own
+                buffers.
+            is_used: Returns whether this process uses the device with an index; None: torch does not tell. A wait for
+                an unused device would open a context of some hundred MB there.
+            event: Arguments for an event for which the host waits asleep.
             relaxed: Returns a context in which the thread disturbs no capture of another thread.
-            copy_many: Returns the call for many copies to and from the device of that index; None if there is none.
+            copy_many: Returns the call for many copies to and from the device with an index; None: there is none.
         """
         self.pinner = pinner
         self._type = device_type
@@ -197,12 +199,12 @@ def _has_cuda_context(index: int) -> bool:
 _ASLEEP = MappingProxyType({"blocking": True})
 
 KINDS: dict[str, DeviceKind] = {
-    # torch treats ROCm as CUDA; its answers about contexts are unreliable (pytorch #59750)
+    # torch presents ROCm as CUDA, but its answers about contexts are unreliable there (pytorch #59750)
     "cuda": TorchDevices(
         *("cuda", CudaPinner(), None if torch.version.hip else _has_cuda_context, _ASLEEP, relaxed, cuda_copy_many)
     ),
-    "xpu": TorchDevices("xpu", None),  # Intel's; SYCL has no call that pins existing memory
-    "npu": TorchDevices("npu", AscendPinner(), event=_ASLEEP),  # Ascend's, by torch_npu
+    "xpu": TorchDevices("xpu", None),  # Intel; SYCL has no call that pins existing memory
+    "npu": TorchDevices("npu", AscendPinner(), event=_ASLEEP),  # Ascend, by torch_npu
 }
 """The kinds of devices, by ``torch.device.type``."""
 
@@ -213,22 +215,22 @@ def kind_of(device: torch.device) -> DeviceKind | None:
 
 
 def use(device: torch.device) -> AbstractContextManager[None]:
-    """Return ``DeviceKind.use``, or an empty context if the device has no kind."""
+    """Return the context of ``DeviceKind.use``, or an empty context if the device has no kind."""
     kind = kind_of(device)
     return contextlib.nullcontext() if kind is None else kind.use(device)
 
 
 def ready_events(tensors: Sequence[torch.Tensor]) -> ReadyEvents:
-    """Return the events of the devices of ``tensors``, and perhaps of other devices, on the calling thread's streams.
+    """Record events on the calling thread's current streams, for the devices of ``tensors`` and perhaps other devices.
 
-    Call this on the thread of the user's call, because the events are of its current streams. If a device has no kind,
+    Call this on the thread of the user's call, because current streams differ between threads. If a device has no kind,
     wait until all its work is done.
     """
     unknown = _module_of_unknown()
     used = [kind.used() for kind in KINDS.values() if kind.is_initialized()]
     devices: Iterable[torch.device]
     if unknown is None and None not in used:
-        devices = chain.from_iterable(each or () for each in used)  # faster than asking each tensor, 0.2 us each
+        devices = chain.from_iterable(each or () for each in used)  # faster than the device of each tensor, 0.2 us each
     else:
         devices = set(map(_device, tensors))
     events: ReadyEvents = {}
@@ -243,7 +245,7 @@ def ready_events(tensors: Sequence[torch.Tensor]) -> ReadyEvents:
 
 
 def first_device(tensors: Sequence[torch.Tensor], ready: ReadyEvents) -> torch.device | None:
-    """Return the device of the first of ``tensors`` that is on a ``ready`` device; None: there is none."""
+    """Return the device of the first tensor on a ``ready`` device; None if there is no such tensor."""
     return next((device for device in map(_device, tensors) if device in ready), None) if ready else None
 
 
@@ -257,9 +259,9 @@ def wait_for(device: torch.device) -> None:
 
 
 def synchronize_used() -> None:
-    """Wait until all accelerators that this process uses have done their work. Starts no accelerator.
+    """Wait until all accelerators that this process uses have done their work. Initializes no accelerator.
 
-    If an accelerator has no kind, only its current device is waited for.
+    If the accelerator has no kind, wait only for its current device.
     """
     for kind in KINDS.values():
         if kind.is_initialized():
@@ -275,7 +277,7 @@ def is_unknown_used() -> bool:
 
 
 def _module_of_unknown() -> Any:
-    """Return torch's module of this machine's accelerator, if it has no kind and is used; otherwise None."""
+    """Return torch's module of this machine's accelerator, if the accelerator is used and has no kind; else None."""
     try:
         accelerator = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6 raises this if there is none

@@ -1,4 +1,4 @@
-"""Pinned memory: the driver of a device knows it, so that the device copies to it and from it directly."""
+"""Pinned memory: host memory registered with a device's driver, so that the device accesses the memory directly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_REFUSALS = 64
 _PAUSE_S = 0.001
 """Seconds between two registrations.
 
-Without the pause, a launch of another thread waits for several of them in a row.
+Without the pause, a kernel launch of another thread would wait for several registrations in a row.
 """
 
 
@@ -30,11 +30,11 @@ class Memory(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """Return all bytes. The memory stays mapped as long as the view exists."""
+        """Return a view of all bytes. The memory stays mapped as long as the view exists."""
 
     @property
     def address(self) -> int:
-        """Return the address of the first byte, at the start of a page."""
+        """Return the address of the first byte, a multiple of the page."""
 
     @property
     def nbytes(self) -> int:
@@ -42,26 +42,26 @@ class Memory(Protocol):
 
 
 class PinnedMemory:
-    """Memory registered with a driver, in ranges that no tensor crosses: a copy into two ranges is refused.
+    """Memory registered with a driver, in several ranges. No copy may cross two ranges, because the driver refuses it.
 
-    Memory that the driver refuses is copied through the driver's own buffers, which is slower but correct. This is
-    logged.
+    If the driver refuses to register memory, this is logged, and copies go through the driver's own buffers, which is
+    slower but correct.
     """
 
     def __init__(self, memory: Memory, cuts: Sequence[int], device: torch.device, end: int | None = None) -> None:
         """Register ``memory``, if the kind of ``device`` supports pinning.
 
         Args:
-            memory: The memory; it has to stay mapped until ``close`` has been called.
-            cuts: Offsets in bytes where a range may end; rounded down to pages.
-            device: Any device that this process uses. The calls are made in its context, and open no other.
-            end: End of the memory to register, in bytes; None: all. One of ``cuts``, and a multiple of the page.
+            memory: The memory. It has to stay mapped until ``close`` is called.
+            cuts: Offsets in bytes where a range may end. They are rounded down to pages.
+            device: Any device that this process uses. The calls run in its context, and open no other context.
+            end: End of the memory to register, in bytes: one of ``cuts``, and a multiple of the page. None: all.
 
         Raises:
             CheckpointError: The driver mistakes the memory for other memory, so that copies would be lost.
         """
         self.end = 0
-        """The end of the registered memory, in bytes."""
+        """The end of the memory that is registered, or was refused, in bytes."""
         self._memory, self._cuts = memory, cuts
         self.addresses: list[int] = []  # the starts of the registered ranges
         self._refusals = 0
@@ -73,9 +73,10 @@ class PinnedMemory:
         self.extend(memory.nbytes if end is None else end)
 
     def extend(self, end: int) -> None:
-        """Register more memory, up to byte ``end``. Do nothing if that is registered.
+        """Register more memory, up to byte ``end``. Do nothing if the memory is registered already.
 
-        Args, and raises, as ``__init__``. After an error nothing is registered, and the next call begins at 0.
+        ``end`` and the errors are as in ``__init__``. After an error no memory is registered, and the next call begins
+        at 0.
         """
         if self._pinner is None or end <= self.end:
             return
@@ -105,7 +106,7 @@ class PinnedMemory:
         logger.info("pinned %d bytes in %.2f s", end - begin - refused, time.perf_counter() - started)
 
     def cut_back(self, end: int) -> None:
-        """Unregister the memory from byte ``end`` on. A range has to end there."""
+        """Unregister the memory from byte ``end`` on. A range has to end at ``end``."""
         self.end = min(self.end, end)
         self._unpin(self._memory.address + end)
 
@@ -128,11 +129,11 @@ class PinnedMemory:
         with kinds.use(self._device):
             while self._pinner is not None and self.addresses and self.addresses[-1] >= begin:
                 code = self._pinner.unregister(self.addresses.pop())
-                if code != 0:  # usually of a lost device, for which all calls fail
+                if code != 0:  # usually because the device is lost, so that all calls fail
                     logger.warning("unpinning memory failed with %s error %d", self._device.type, code)
 
     def _pin(self, pinner: Pinner, memory: Memory, span: range, cuts: Sequence[int]) -> int:
-        """Register a part of ``memory``, in halves if the driver refuses the whole.
+        """Register a part of ``memory``. If the driver refuses the whole, register its halves.
 
         Return the number of refused bytes.
         """
@@ -140,7 +141,7 @@ class PinnedMemory:
         if code == 0:
             return 0
         self._refusals += 1
-        # A driver that refuses this often refuses all ranges.
+        # If the driver has refused this often, it refuses all ranges, so stop halving.
         within = [cut // PAGE * PAGE for cut in cuts] if self._refusals < _MOST_REFUSALS else []
         within = [cut for cut in within if span.start < cut < span.stop]
         if not within:

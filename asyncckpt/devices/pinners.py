@@ -15,17 +15,17 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only the
 class Pinner(Protocol):
     """Registration of host memory with a driver, so that devices copy into it directly.
 
-    Both calls return an error code of the driver, 0 for success, and leave no error behind. They are made inside
+    Both calls return an error code of the driver, 0 for success, and clear the driver's last error. Call them inside
     ``DeviceKind.use``.
     """
 
     limit: int
     """Maximum bytes of one registration."""
     already_registered: int
-    """The error code for memory that overlaps memory registered before."""
+    """The error code for memory that overlaps memory that is registered already."""
 
     def register(self, address: int, nbytes: int) -> int:
-        """Pin ``nbytes`` at ``address``, both whole pages."""
+        """Pin ``nbytes`` bytes at ``address``. Both are multiples of the page."""
 
     def unregister(self, address: int) -> int:
         """Undo the registration that begins at ``address``."""
@@ -34,9 +34,9 @@ class Pinner(Protocol):
 class CudaPinner:
     """Pinner by ``cudaHostRegister``, in the runtime of torch's module for a type of device."""
 
-    # A registration of 512 GiB and more fails on some drivers. During a registration the driver blocks all launches: in
-    # an overlapped first save, ranges of this size let the training through. On an H200, 256 MiB took 11 ms, and 64 MiB
-    # 2.7 ms; the time for each GiB, 42 ms, was the same.
+    # A registration of 512 GiB and more fails on some drivers. During a registration the driver blocks all kernel
+    # launches. With ranges of this size, the training can launch between two registrations of an overlapped first save.
+    # On an H200, 256 MiB took 11 ms, and 64 MiB took 2.7 ms. The time for each GiB was the same, 42 ms.
     limit = 64 << 20
     already_registered = 712  # cudaErrorHostMemoryAlreadyRegistered
 
@@ -54,10 +54,10 @@ class CudaPinner:
         return torch.get_device_module(self._type).cudart()
 
     def _checked(self, code: Any) -> int:
-        """Clear the runtime's last error. Otherwise this thread would get it after its next, innocent kernel launch.
+        """Clear the runtime's last error, and return ``code``. Otherwise this thread's next kernel launch would fail.
 
-        torch has no call for cudaGetLastError, but checks the last error after each launch of its own, and raises it.
-        The next call finds a lasting error, of a lost device, again.
+        torch has no call for cudaGetLastError, but after each launch torch gets the last error and raises it. So this
+        launches a kernel. A lasting error, as of a lost device, is found again by the next call.
         """
         if int(code) != 0:
             with contextlib.suppress(RuntimeError):
@@ -74,7 +74,7 @@ class AscendPinner:
     Untested: written from its documentation, run on no device.
     """
 
-    limit = 256 << 20  # one call takes some 200 GB; ranges of this size let others through
+    limit = 256 << 20  # one call can register some 200 GB, but other threads can make calls between smaller ranges
     already_registered = -1  # its documentation has no such code
 
     def register(self, address: int, nbytes: int) -> int:

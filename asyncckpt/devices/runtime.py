@@ -1,4 +1,4 @@
-"""Calls of the runtime that torch has loaded, for what torch itself has no Python call."""
+"""Calls of the CUDA or ROCm runtime that torch has loaded, if torch itself has no Python function for the call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _library() -> ctypes.CDLL | None:
 
 @functools.cache
 def runtime_call(name: str) -> Callable[..., int] | None:
-    """Return a call of the runtime by its name without the prefix; None if the runtime lacks it."""
+    """Return a call of the runtime by its name without the prefix; None if the runtime lacks the call."""
     prefix = "hip" if torch.version.cuda is None else "cuda"
     call: Callable[..., int] | None = getattr(_library(), prefix + name, None)
     return call
@@ -37,8 +37,8 @@ def runtime_call(name: str) -> Callable[..., int] | None:
 CopyMany = Callable[[int, "array[int]", "array[int]", "array[int]"], int]
 """Queues copies of ``sizes[i]`` bytes from ``source[i]`` to ``to[i]`` on a stream, by one call.
 
-Arguments: handle of the stream, ``to``, ``source``, ``sizes``; the arrays are of type "Q". Returns an error code of the
-driver, 0 for success. After an error some of the copies may be queued.
+Arguments: the handle of the stream, ``to``, ``source``, ``sizes``. The arrays have type "Q". Returns an error code of
+the driver, 0 for success. After an error some of the copies may be queued.
 """
 
 
@@ -54,19 +54,19 @@ _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 
 
 _OFF = "ASYNC_CKPT_COPY_MANY"
-_LEAST_VERSION = 12080  # of the driver: older ones refuse the call
-_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem; 0 under WSL, for one
+_LEAST_VERSION = 12080  # older drivers refuse the call
+_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem; for example 0 under WSL
 
 
 def cuda_copy_many(index: int) -> CopyMany | None:
-    """Return ``CopyMany`` by ``cudaMemcpyBatchAsync`` for the device ``index``. The call itself starts no device.
+    """Return ``CopyMany`` by ``cudaMemcpyBatchAsync`` for the device ``index``. This initializes no device.
 
-    On an H200, 2,000 copies of 2 MB took as long as one copy of all bytes, and 1 to 3 ms of calls. One by one, torch's
-    copies took 40 ms of calls, and 2 us each on the device.
+    On an H200, 2,000 copies of 2 MB took as long as one copy of all bytes, and 1 to 3 ms on the host. Copied one by one
+    by torch, they took 40 ms on the host, and 2 us more for each copy on the device.
 
     Returns:
-        None if the runtime or the driver is older than CUDA 12.8, if the device knows registered memory by other
-        addresses, or if the environment variable ``ASYNC_CKPT_COPY_MANY`` is 0.
+        The call. If the runtime or the driver is older than CUDA 12.8, if the device has other addresses for registered
+        memory, or if the environment variable ``ASYNC_CKPT_COPY_MANY`` is 0, the result is None.
     """
     version = torch.version.cuda
     call, last_error = runtime_call("MemcpyBatchAsync"), runtime_call("GetLastError")
@@ -74,7 +74,7 @@ def cuda_copy_many(index: int) -> CopyMany | None:
         return None
     if _number("DriverGetVersion") < _LEAST_VERSION or _number("DeviceGetAttribute", _CAN_USE_HOST_POINTER, index) != 1:
         return None
-    has_failed_index = version.startswith("12.")  # an argument that CUDA 13 has no more
+    has_failed_index = version.startswith("12.")  # CUDA 13 has dropped this argument
     attributes = (_Attributes * 1)(_Attributes(order=_STREAM_ORDER))
     index_of_first = (ctypes.c_size_t * 1)(0)  # all copies have the same attributes
 
@@ -86,7 +86,7 @@ def cuda_copy_many(index: int) -> CopyMany | None:
             *(*failed, ctypes.c_void_p(stream)),
         )
         if code != 0:
-            last_error()  # clears it; the next launch of this thread would raise it
+            last_error()  # clear the error, which the next kernel launch of this thread would raise otherwise
         return code
 
     return copy_many

@@ -1,4 +1,4 @@
-"""The engine: states go in, checkpoints or single files come out."""
+"""The engine: saves states as checkpoints or as single files."""
 
 from asyncckpt.engine.engine import Engine
 

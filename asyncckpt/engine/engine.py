@@ -1,6 +1,6 @@
-"""The engine: states go in, checkpoints or single files come out. Between: plans, shared memory and the worker.
+"""Engine: saves states as checkpoints or as single files, through plans, shared memory and a worker.
 
-It knows paths, not roots and steps to be loaded: those are the checkpointer's. One process may have several engines,
+The engine saves to paths. The checkpointer manages roots, and the steps to load. One process may have several engines,
 each with a worker of its own.
 """
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def known_by_all(group: Group, number: int, known: VersionState) -> list[VersionState]:
-    """Return the knowledge of versions of each rank. ``number``: the number of this question, the same on all ranks."""
+    """Return the state of versions of each rank. ``number``: the number of this question, the same on all ranks."""
     return group.ask_all("epoch", number, lambda: known, lambda all_know: [all_know] * len(all_know))
 
 
@@ -56,15 +56,15 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, fol
     """Let readers see an image as ``version``.
 
     Args:
-        image: The slot that has it; None: none has any more.
-        version: As what.
-        folder: The folder of DCP's in a set of files that readers see; None: the only one.
+        image: The buffer and the slot with the image; None: no slot has the image any more.
+        version: The version under which to publish the image.
+        folder: For a set of files: the DCP folder that readers see; None: the only one.
 
     Returns:
-        None if readers see the image, otherwise the reason.
+        The reason why readers do not see the image, or None if they see it.
 
     Raises:
-        CheckpointError: It is nothing that can be published, or readers could not find it.
+        CheckpointError: The image is of a kind that cannot be published, or readers cannot find the worker.
     """
     if image is None:
         return "its image is not in memory any more, or never was"
@@ -80,9 +80,9 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, fol
 
 
 def _number_of(plan: Plan, folder: str | None) -> int:
-    """The number of what readers are to see of the image: a whole state dict, or a folder in a set.
+    """Return the number of the part of the image that readers see: 0 for a state dict, or that of a folder in a set.
 
-    The worker completes archives in the slot, and changes nothing else there.
+    The worker changes the slot only to complete archives, which readers do not see.
     """
     match plan:
         case CheckpointPlan():
@@ -105,9 +105,10 @@ def _number_of(plan: Plan, folder: str | None) -> int:
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """Saves state dicts to paths, through one worker process that is started by the first save.
+    """Save state dicts to paths, through one worker process. The first save starts the worker.
 
-    The methods are for one thread at a time. ``close`` it, or use it as a context manager.
+    The methods are not thread-safe: call them from one thread at a time. Close the engine at the end, or use it as a
+    context manager.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class Engine(AbstractContextManager["Engine"]):
         """Start nothing yet.
 
         Args:
-            config: The configuration; None: the one of the environment (``Config.from_env``).
+            config: The configuration; None: read it from the environment (``Config.from_env``).
             process_group: The ranks, which make the same calls; None: all ranks of the job at the first save.
-            alone: For this process, whatever the job.
-            job: By this text a trainer in the place of a dead one finds its worker; None: it leaves with its trainer.
-            claim: The folder that no other job is to save to meanwhile; None: there is none.
+            alone: Save for this process alone, even if the job has more ranks.
+            job: The key for finding the worker of a dead trainer; None: the worker exits with its trainer.
+            claim: The folder to lock against saves of other jobs; None: no folder.
         """
         self.config, self.job = Config.given(config), job
         self._new_group = partial(Group, self.config, process_group, alone=alone)
@@ -146,12 +147,12 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def worker(self) -> WorkerClient | None:
-        """The worker, once there is one."""
+        """Return the worker, or None before it is started."""
         return self._supervisor.client
 
     @property
     def failures(self) -> int:
-        """How many saves have failed so far."""
+        """Return the number of saves that have failed so far."""
         return self._saves.failures
 
     def prepare(
@@ -159,7 +160,7 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> None:
         """Do the work of a first save of ``state_dict`` by ``planner``, up to a copy of the tensors into memory.
 
-        ``path``: where such a save may go, which is looked at; None: nobody knows. Raises as ``save`` does.
+        ``path``: a path of such a save, to check that it is writable; None: no check. Raises as ``save`` does.
         """
 
         def check() -> None:
@@ -193,33 +194,34 @@ class Engine(AbstractContextManager["Engine"]):
         planner: SavePlanner | None = None,
         separate: str = "",
     ) -> Save:
-        """Save a state dict as a checkpoint, or a set of files: in the end the files of all ranks are there, or none.
+        """Save a state dict as a checkpoint, or a set of files: the files of all ranks appear together, or no file.
 
         Args:
             path: The checkpoint's folder, the same on all ranks.
-            state_dict: This rank's part. Its tensors may change when this returns (with ``Config.overlap``: see there).
-                A rank may have no file of a set.
-            step: The training step it is of.
-            existing: The rule if something stands at ``path``, unless ``retention`` has one. A set cannot "join" it.
+            state_dict: This rank's part. The caller may change its tensors after this call (with ``Config.overlap``:
+                see there). In a set of files, this part may be empty.
+            step: The training step of the checkpoint.
+            existing: The rule if ``path`` exists. ``retention`` overrides it. A set of files cannot "join".
             pointer: The first rank's worker advances this text file when the checkpoint is durable.
             rotation: The same worker then removes these older checkpoints, if the pointer was advanced.
-            retention: The rules for the steps beside it, in the place of the three above; None: no rules.
-            planner: DCP's or the caller's own; None: DCP's default.
+            retention: Rules for the other steps, instead of the three arguments above; None: no rules.
+            planner: A planner of DCP's or of the caller's; None: DCP's default.
             separate: A prefix. Values with this prefix go to a file of their own, with the prefix in its name.
 
         Returns:
             The handle of the save. A later failure comes from the handle, on all ranks the same.
 
         Raises:
-            CheckpointExistsError: ``existing`` forbids it.
-            UnsavableStateError, StructureChangedError, OutOfMemoryError: It cannot be staged.
+            CheckpointExistsError: ``path`` exists, and ``existing`` forbids the save.
+            UnsavableStateError, StructureChangedError, OutOfMemoryError: The state cannot be staged.
             WorkerDiedError, JobTakenError, RankFailedError: There is no worker, or another rank failed.
             SaveTimeoutError: A wait took longer than ``Config.timeout`` seconds.
-            ClosedError: This is closed.
-            CheckpointError: An earlier save failed, and nobody was told. This one is staged, and goes on.
+            ClosedError: The engine is closed.
+            CheckpointError: An earlier save failed, and the failure was not reported yet. This save is staged, and its
+                write goes on.
 
-        Except for the last, no rank saves anything then. With ``Config.failure="warn"`` all but ``ClosedError`` comes
-        from the handle.
+        After any error but the last, no rank saves anything. With ``Config.failure="warn"`` the handle has the errors,
+        and only ``ClosedError`` is raised.
         """
         retention = retention or Retention(existing=existing, pointer=pointer, rotation=rotation)
         if isinstance(state_dict, FileSet):
@@ -236,13 +238,16 @@ class Engine(AbstractContextManager["Engine"]):
     def save_file(
         self, path: str | os.PathLike[str], obj: object, *, pickle_protocol: int = 2, follow_link: bool = True
     ) -> Save:
-        """Save an object as a file that ``torch.load`` reads. Returns, and raises, as ``save`` does; also
-        ``ValueError`` where this is an engine for more than this process.
+        """Save an object as a file that ``torch.load`` reads. Return the handle of the save.
 
         Args:
             path: The file, in an existing folder. An existing file is replaced, in one step.
-            obj, pickle_protocol: As ``torch.save`` has them.
-            follow_link: Save to what a link at ``path`` leads to; else the link is replaced.
+            obj, pickle_protocol: See ``torch.save``.
+            follow_link: If ``path`` is a link, save to its target. With False the link is replaced.
+
+        Raises:
+            CheckpointError: As ``save`` does.
+            ValueError: The engine saves for more than this process.
         """
         final = place_to_put(path, "replace") if follow_link else absolute(path)
 
@@ -255,7 +260,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._carry_out(final, None, Retention(existing="replace"), capture)
 
     def start(self, *, alone: bool = False) -> None:
-        """Start the worker, as the first save does, and, unless ``alone``, meet the other ranks. Raises as ``save``."""
+        """Start the worker as the first save does. Unless ``alone``, meet the other ranks. Raises as ``save`` does."""
         with self._turn.take():
             if alone:
                 self._supervisor.running(self._new_group().rank)
@@ -266,12 +271,13 @@ class Engine(AbstractContextManager["Engine"]):
         """Let readers see the image of a save in its slot. With ``overlap`` this waits until the image is complete.
 
         Args:
-            save, version: The save, and its version. Skipped if the image is gone, or readers have all other slots.
+            save, version: The save, and its version. Skipped if the image is gone, or readers hold all other slots.
             roll_back: Allow a version that is not newer than the last one.
-            folder: The folder of DCP's in a set of files that readers see; None: the only one.
+            folder: For a set of files: the DCP folder that readers see; None: the only one.
 
         Raises:
-            VersionError, CheckpointError: It is not newer; it is no such folder. Also raises as ``save`` does.
+            VersionError: The version is not newer than the last one.
+            CheckpointError: There is no such folder. Also raises as ``save`` does.
         """
         with self._turn.take(), interrupts_as_they_are():
             group = self._usable()
@@ -280,27 +286,28 @@ class Engine(AbstractContextManager["Engine"]):
             save.wait_staged(self.config.timeout)
             why_not = show(self._buffers.image_of(save), published, folder)
             self._versions.log(published.version, why_not)
-            if why_not is None or not group.alone:  # other ranks may have published it, and all have to know the same
+            if why_not is None or not group.alone:  # other ranks may have published it, and all must agree
                 self._versions.note(published)
             if not (done := Publication(published.version, published.epoch, why_not is not None)).skipped:
                 self.tell(done.event(group.rank, save.path, save.step))
             return done
 
     def any_says(self, mine: bool) -> bool:
-        """Whether any rank (``mine``: this one) has said yes by now, as the first rank sees it; no, while its worker is
-        gone. The ranks must have met.
+        """Return True if any rank has reported ``mine=True``. Return False while the first rank's worker is down.
+
+        The ranks must have met.
         """
         with self._turn.take():
             group = self._ranks()
             if group.rank == 0 and self.worker is not None and not self.worker.alive:
-                with contextlib.suppress(CheckpointError):  # the next save says what is wrong
+                with contextlib.suppress(CheckpointError):  # the next save raises the error
                     group.connect_worker(self._supervisor.running)
             return group.any_rank_says(next(self._questions), mine)
 
     def held(self) -> HeldImages | None:
-        """Return the images that the worker of a dead trainer holds for this rank, until this rank saves; None: none.
+        """Return the images that a dead trainer's worker holds for this rank, or None. A save of this rank drops them.
 
-        Raises ``SaveTimeoutError`` where that worker does not answer.
+        Raises ``SaveTimeoutError`` if that worker does not answer.
         """
         with self._turn.take():
             try:
@@ -308,13 +315,13 @@ class Engine(AbstractContextManager["Engine"]):
             except JobTakenError as error:
                 logger.info("nothing is loaded from memory: %s", error)
             if self._memory is not None and self._memory.is_closed():
-                self._memory = None  # it was for another structure, and had to make room
+                self._memory = None  # the memory was released for a state with another structure
             return self._memory
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all saves have ended, and what follows those of any engine, for at most ``timeout`` seconds.
+        """Wait until all saves have ended, and all actions of ``Save.when_durable`` (of any engine) are done.
 
-        Raises as ``close``.
+        Waits at most ``timeout`` seconds. Raises as ``close`` does.
         """
         self._turn.take()
         self._saves.wait(timeout)
@@ -322,10 +329,11 @@ class Engine(AbstractContextManager["Engine"]):
         self._saves.raise_failure()
 
     def close(self, *, linger: bool = False) -> None:
-        """Wait for all saves, end the worker, give the memory back. Safe to call twice.
+        """Wait for all saves, end the worker, and release the memory. Safe to call twice.
 
-        Raises the first failure nobody was told of, or ``SaveTimeoutError`` if the worker is still writing after
-        ``config.timeout`` seconds: it goes on alone. ``linger``: it stays with what it holds, as if this had died.
+        Raises the first failure not reported yet. Raises ``SaveTimeoutError`` if the worker is still writing after
+        ``config.timeout`` seconds; then the worker goes on alone. ``linger``: the worker stays and keeps its images, as
+        if this process had died.
         """
         self._is_ending = True
         with self._turn.take():
@@ -334,7 +342,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._saves.raise_failure()
 
     def abort(self) -> None:
-        """Give up the saves under way at once (``WorkerDiedError``), tell no other rank, and close, to begin anew."""
+        """Fail the saves under way at once (``WorkerDiedError``), tell no other rank, and close, to begin anew."""
         self._is_ending = True
         with self._turn.take():
             self._saves.give_up(self.worker)
@@ -349,14 +357,14 @@ class Engine(AbstractContextManager["Engine"]):
             return
         self._copier.close()
         if self.worker is not None:
-            self.worker.settle(self.config.timeout)  # so that it is told of what was copied
+            self.worker.settle(self.config.timeout)  # so that the worker learns of all copies
             self.worker.wait_told()
         failure = self._supervisor.leave(linger=linger)
         self._close_buffers()
         if self._group is not None:
             self._group.close()
         self._supervisor.close()
-        self._closed, self._memory = True, None  # not before: what an exception interrupts, the next call does
+        self._closed, self._memory = True, None  # last, so that a call after an interrupt does the rest
         if failure is not None:
             raise failure
 
@@ -364,7 +372,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.close()
 
     def _usable(self) -> Group:
-        """The ranks, while this is open, in the process that it was made in."""
+        """Return the ranks. Raise if the engine is closed, or in a fork."""
         self._supervisor.check_usable()
         return self._ranks()
 
@@ -389,7 +397,7 @@ class Engine(AbstractContextManager["Engine"]):
             try:
                 with interrupts_as_they_are():
                     captured = capture(save)
-                    self._memory = None  # what was held is being overwritten
+                    self._memory = None  # the save overwrites the held images
                     self._saves.add(save)
                     save.stage(captured, retention, self._copier)
             except BaseException as error:
@@ -398,7 +406,7 @@ class Engine(AbstractContextManager["Engine"]):
                     save.end(CheckpointError("it was interrupted") if is_interrupt(error) else error)
                     save.release()
                     group.report_failure(save.number, error, begun=False)
-                # But an interrupt that came too late says nothing of how the save ends.
+                # A save that goes on after an interrupt may still fail, and that failure is not reported yet.
                 save.is_reported = not is_interrupt(error) or save.done.is_set()
                 if not _is_only_logged(error, self.config):
                     raise
@@ -414,7 +422,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._saves.on_failure(failure, is_raised=not was_begun)
 
     def _hand_over(self, _: WorkerClient, predecessor: Takeover | None, is_attached: bool) -> None:
-        wait_for_copies(self.config.timeout)  # of an engine before this in the same process, into the same memory
+        wait_for_copies(self.config.timeout)  # of an earlier engine of this process, into the same memory
         self._inherit(predecessor)
         if predecessor is None:
             self._buffers.on_worker_lost()
@@ -422,15 +430,15 @@ class Engine(AbstractContextManager["Engine"]):
             self._buffers.inherit(predecessor, is_attached=is_attached)
 
     def _inherit(self, predecessor: Takeover | None) -> None:
-        """Go on with the memory and the versions of the trainer before this one."""
+        """Take over the memory and the versions of the previous trainer."""
         if predecessor is not None:
             self._memory = HeldImages(predecessor.segments, predecessor.images)
             self._versions.inherit(predecessor.published_versions())
 
     def _replace_worker(self) -> None:
-        """Start another worker for one that has died, and take memory for the next save. Raises as ``save``.
+        """Start a worker in place of a dead one, and allocate memory for the next save. Raises as ``save`` does.
 
-        Images that are held for a load stay mapped here.
+        Does nothing while images are held for a load, because these must stay mapped.
         """
         with self._turn.take():
             may_start = self._group is not None and self._group.has_met and self._memory is None
@@ -440,15 +448,15 @@ class Engine(AbstractContextManager["Engine"]):
                     self._buffers.renew(client)
 
     def _close_buffers(self) -> None:
-        """Let go of the memory, which has lost its worker."""
-        self._copier.wait()  # it writes into the memory that goes now
+        """Release the memory, because its worker has died or leaves."""
+        self._copier.wait()  # a copy writes into this memory
         if self.worker is not None:
             self.worker.settle(self.config.timeout)
         self._buffers.close()
 
 
 def _is_only_logged(error: BaseException, config: Config) -> bool:
-    """Whether what a save fails with is not raised, as ``Config.failure`` says; then it is logged."""
+    """Return True, and log ``error``, if ``Config.failure`` says that the failure of a save is not raised."""
     if config.failure != "warn" or not isinstance(error, CheckpointError) or isinstance(error, ClosedError):
         return False
     logger.warning("not saved, and training goes on: %s", str(error))

@@ -40,13 +40,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: the checkpoint of ``step``, in ``seconds``, from ``source``: "memory", "local" (the folder in
-    ``Config.local_root``) or "storage" (the root). This rank has read ``nbytes``; of what stock DCP wrote that is 0.
+    """Result of a load: the ``step``, and the duration in ``seconds``.
 
-    ``nbytes_from``: of a source in memory, how many bytes came from that of this host ("memory"), from that of other
-    hosts ("peer"), and, where nobody held them any more, from "storage".
+    ``source``: "memory", "local" (the folder in ``Config.local_root``) or "storage" (the root). ``nbytes``: number of
+    bytes that this rank has read; 0 for a checkpoint of stock DCP.
 
-    ``missing``: names of the state dict that the checkpoint does not have, and that stayed as they were
+    ``nbytes_from``: for a load from memory, the bytes from the memory of this host ("memory"), from the memory of other
+    hosts ("peer"), and from "storage", for bytes that no memory held any more.
+
+    ``missing``: names of the state dict that the checkpoint does not have; their values are unchanged
     (``strict=False``). ``unexpected``: names of the checkpoint that the state dict does not have.
     """
 
@@ -60,27 +62,27 @@ class Loaded:
 
 
 class Loads:
-    """Loads from where the newest is, on all ranks the same."""
+    """Load the newest checkpoint, the same one on all ranks, from memory or from storage."""
 
     def __init__(self, engine: Engine, tiers: Tiers, ranks: ProcessGroup | None) -> None:
         """Load nothing yet.
 
         Args:
-            engine: The one that saves; it knows what a dead trainer's worker holds, and who is told of loads.
-            tiers: Where the checkpoints are.
-            ranks: That load together; None: the whole job.
+            engine: The engine that saves. It finds the images of a dead trainer's worker, and has the listeners.
+            tiers: The folders of the checkpoints.
+            ranks: The ranks that load together; None: the whole job.
         """
         self._engine, self._tiers, self._ranks = engine, tiers, ranks
         self.origin: Origin | None = None
-        """Where this run goes on; None: it has loaded nothing."""
+        """The point where this run continues; None: the run has loaded nothing."""
 
     def load(self, fill: Callable[..., Filled], step: SupportsIndex | None, *, memory: bool, fallback: bool) -> Loaded:
         """Load a checkpoint.
 
         Args:
-            fill: Loads the one in a folder, or from a ``source``.
-            step: Which one; None: the newest.
-            memory, fallback: As of ``Checkpointer.load``.
+            fill: Loads the checkpoint in a folder, or from a ``source``.
+            step: The step; None: the newest.
+            memory, fallback: See ``Checkpointer.load``.
 
         Raises:
             CheckpointError: As ``Checkpointer.load``.
@@ -90,7 +92,7 @@ class Loads:
         number = None if step is None else whole_number(step, "step")
         try:
             with interrupts_as_they_are():
-                # With overlap: of the tensors that are about to be filled, perhaps.
+                # With overlap, a save may still be copying the tensors that the load is about to fill.
                 on_all(partial(wait_for_copies, self._engine.config.timeout), self._ranks)
                 self._check_asked_by_all(number)
                 loaded = self._load(fill, number, begun, memory=memory, fallback=fallback)
@@ -104,7 +106,7 @@ class Loads:
         return loaded
 
     def latest(self) -> int | None:
-        """The step that ``load`` would load; None: there is none."""
+        """Return the step that ``load`` would load, or None."""
         self._check_local()
         if (images := self._images()) is not None and (found := self._chosen(images, None)) is not None:
             found.close()
@@ -139,12 +141,12 @@ class Loads:
         return Loaded(found, source, seconds, filled.nbytes, nbytes_from, filled.missing, filled.unexpected)
 
     def _origin(self, step: int, images: FoundImages | None, began: float | None, *, goes_back: bool) -> Origin:
-        """First rank: where the run goes on that has loaded ``step``, when ``images`` were held."""
+        """Return the origin of a run that has loaded ``step``, when workers held ``images``. First rank only."""
         unfinished = [] if images is None else images.unfinished(self._tiers.roots[0], step)
         return self._tiers.origin(step, unfinished, goes_back=goes_back, began=began)
 
     def _check_asked_by_all(self, step: int | None) -> None:
-        """Raise unless all ranks load the same, and may."""
+        """Raise if the ranks do not load the same step, or if the root belongs to another job."""
         words = "loads the newest step" if step is None else f"loads step {step}"
         check_same(Call(words, words), self._ranks)
         from_first(partial(check_job, self._tiers.root, self._engine.config.job_id), self._ranks)
@@ -155,12 +157,12 @@ class Loads:
             from_first(self._tiers.check_local, self._ranks)
 
     def _images(self) -> FoundImages | None:
-        """What the workers of dead trainers hold; None: nobody could know."""
+        """Return the images that the workers of dead trainers hold; None: the engine has no job to find workers by."""
         config, job = self._engine.config, self._engine.job
         return None if job is None else find_images(job, self._held(), config.address, self._ranks)
 
     def _chosen(self, images: FoundImages, step: int | None) -> MemorySource | None:
-        """The checkpoint to load from memory, the same one on all ranks; to be closed."""
+        """Return the checkpoint to load from memory, the same on all ranks, or None. The caller closes it."""
         choose = partial(choose_in_memory, self._tiers.roots, step)
         return chosen_source(images, choose, self._engine.config.transport, self._ranks)
 

@@ -54,7 +54,7 @@ PREPARES = Call("prepares a save", "prepare")
 
 
 def check_file_set_place(files: FileSet, path: str, existing: Existing) -> None:
-    """Raise ``ValueError`` if a set of files cannot go there. Have its save fail if a store refuses a name."""
+    """Raise ``ValueError`` if a set of files cannot go to ``path``. Fail its save if an object store refuses a name."""
     if existing == "join":
         raise ValueError("a set of files cannot join what is there: it comes in one step, or not at all")
     for name in files.contents if is_address(path) else ():
@@ -67,8 +67,8 @@ def check_file_set_place(files: FileSet, path: str, existing: Existing) -> None:
 class SaveInput(ABC):
     """The input of a save of all ranks of ``group``, or of its preparation, under one ``number``.
 
-    ``path``: the place of the checkpoint; "": the save is only prepared. ``call``: the call of this rank; all others
-    have to make the same one. ``check``: called before anything is planned; an error on one rank is raised on all.
+    ``path``: the path of the checkpoint; "": the save is only prepared. ``call``: the call of this rank; all ranks must
+    make the same call. ``check``: called before planning; an error on one rank is raised on all ranks.
     """
 
     group: Group
@@ -80,26 +80,26 @@ class SaveInput(ABC):
     @property
     @abstractmethod
     def key(self) -> Any:
-        """A key. Inputs with equal keys may fit the same plan."""
+        """Return a key. Inputs with equal keys may fit the same plan."""
 
     @property
     @abstractmethod
     def names(self) -> frozenset[str]:
-        """The names in its plan, as far as they are known before."""
+        """Return the names that a plan of this input will have, as far as they are known."""
 
     def look(self, plans: Iterable[Any]) -> None:
-        """Ask ``Stateful`` values for their states, unless one of ``plans``, which have the same key, fits.
+        """Ask ``Stateful`` values for their states, unless one of ``plans`` fits. All ``plans`` have the same key.
 
-        Call this before any rank is asked: the values may run a collective of the caller's.
+        Call this before the ranks ask each other anything, because a value may run a collective of the caller.
         """
-        return  # there are none
+        return  # there are no ``Stateful`` values
 
     @abstractmethod
     def capture(self, plan: Any) -> Sequence[torch.Tensor]:
-        """Return its tensors by a plan with the same key. Raises ``StructureChanged`` if the plan does not fit."""
+        """Return the tensors by a plan with the same key. Raises ``StructureChanged`` if the plan does not fit."""
 
     def is_frozen_as(self, plan: Any) -> bool:
-        """Return True if the frozen parameters of modules are still those of ``plan``."""
+        """Return True if the same parameters of modules are frozen as in ``plan``."""
         return True
 
     @abstractmethod
@@ -120,19 +120,19 @@ class SaveInput(ABC):
 
     @abstractmethod
     def sample(self, plan: Any) -> Sample:
-        """Return samples of values that may be replicas. The ranks compare them."""
+        """Return samples of values that may be replicas. The ranks compare the samples."""
 
     asks = True
     """If true, the ranks agree on a plan in each save, even with ``assume_constant_structure``."""
 
     @property
     def pickle_bytes(self) -> tuple[int, ...]:
-        """As of ``WriteRequest``."""
+        """Return the sizes of pickles, see ``WriteRequest``."""
         return ()
 
     @property
     def small_files(self) -> tuple[tuple[str, bytes], ...]:
-        """As of ``WriteRequest``."""
+        """Return the small files, see ``WriteRequest``."""
         return ()
 
 
@@ -141,23 +141,23 @@ class StateToSave(SaveInput):
     """A state dict.
 
     ``given``: this rank's part, with ``Stateful`` values. ``planner``: DCP's or the user's; None: DCP's default.
-    ``separate``: a prefix of names; the values with it are stored in a file of their own; "": none.
+    ``separate``: a prefix of names; values with this prefix are stored in a file of their own; "": no prefix.
     """
 
     given: StateDict
     planner: SavePlanner | None
     separate: str = ""
     asks = False
-    _captured: dict[int, Sequence[torch.Tensor]] = field(default_factory=dict, init=False)  # by the plan's number
+    _captured: dict[int, Sequence[torch.Tensor]] = field(default_factory=dict, init=False)  # by number of plan
 
     @cached_property
     def state(self) -> StateDict:
-        """The state dict with the states of ``Stateful`` values in their places."""
+        """Return the state dict, with each ``Stateful`` value replaced by its state."""
         return stateful_to_dict(self.given)
 
     @cached_property
     def frozen(self) -> frozenset[str]:
-        """The names of the frozen parameters of modules."""
+        """Return the names of the frozen parameters of modules."""
         return frozen_parameters(self.given)
 
     @property
@@ -174,10 +174,10 @@ class StateToSave(SaveInput):
                 self._captured[plan.number] = plan.capture(self.given, self.planner, is_raw=True)
             except StructureChanged:
                 continue
-            except unless_interrupt(Exception):  # to be raised where all ranks hear of it
+            except unless_interrupt(Exception):  # ``capture`` raises it again, where all ranks learn of it
                 pass
             return
-        # To look for ``Stateful`` values takes as long as to compare the structure, so only where that is another.
+        # Only for another structure, because finding ``Stateful`` values takes as long as comparing the structure.
         _ = self.state
 
     def capture(self, plan: Any) -> Sequence[torch.Tensor]:
@@ -187,7 +187,7 @@ class StateToSave(SaveInput):
         return tensors
 
     def is_frozen_as(self, plan: Any) -> bool:
-        # A state that was captured as it was given has no modules, and says nothing of what is frozen.
+        # A state that was captured as given has no modules, and does not tell what is frozen.
         return plan.number in self._captured or plan.frozen == self.frozen
 
     def make_plan(self, assumed: tuple[str, ...]) -> CheckpointPlan:
@@ -221,7 +221,7 @@ class FilesToSave(SaveInput):
 
     @cached_property
     def contents(self) -> FileSetContents:
-        """The set, taken apart. Raises the error of this rank's part, if there is one."""
+        """Return the contents of the set. Raises the error of this rank's part, if it has one."""
         if self.files.error is not None:
             raise self.files.error
         return FileSetContents(self.files)
@@ -267,27 +267,27 @@ def save_input(
     """Return the input of a save.
 
     Args:
-        group, number, path, call, check: As of ``SaveInput``.
+        group, number, path, call, check: See ``SaveInput``.
         state: A set of files, or a state dict.
-        planner, separate: As of ``StateToSave``; of no matter for files.
+        planner, separate: See ``StateToSave``; ignored for files.
     """
     if isinstance(state, FileSet):
         return FilesToSave(group, number, state, path=path, call=call, check=check)
     return StateToSave(group, number, state, planner, separate, path=path, call=call, check=check)
 
 
-# To unpickle one takes some 50 us.
+# Maximum number of values to try, and bytes of each. Unpickling a value takes some 50 us.
 _MOST_TRIED = 1000
 _MOST_BYTES_TRIED = 1 << 20
 
-# How long the end of a worker may take to be noticed.
+# Maximum seconds until the end of a worker is noticed.
 _NOTICE_S = 2.0
 
 
 class Captured(NamedTuple):
     """A captured state: the memory for it, and its tensors in the order of the plan. The plan has its objects.
 
-    ``pickle_bytes``, ``small_files``: as of ``WriteRequest``. ``is_new``: the plan was made for this save. ``sample``:
+    ``pickle_bytes``, ``small_files``: see ``WriteRequest``. ``is_new``: the plan was made for this save. ``sample``:
     values for the ranks to compare; None: there is only one rank.
     """
 
@@ -300,7 +300,7 @@ class Captured(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """The plan a rank can save by: the number of one it keeps, the attempt of a stored one, or None.
+    """The plan that a rank offers: the number of a kept plan, the attempt of a stored plan, or None.
 
     ``call``: the call of the rank.
     """
@@ -310,7 +310,7 @@ class _Offer(NamedTuple):
 
 
 def _warn_untrusted(plan: CheckpointPlan | FileSetPlan, path: str) -> None:
-    """Log the names of values that a load would refuse to unpickle. After a crash would be late to learn this."""
+    """Log the names of values that a load would refuse to unpickle, so that users learn this before a crash."""
     refused = []
     for name, data in islice(plan.objects.own_pickles(), _MOST_TRIED):
         if len(data) > _MOST_BYTES_TRIED:
@@ -319,7 +319,7 @@ def _warn_untrusted(plan: CheckpointPlan | FileSetPlan, path: str) -> None:
             load_object(io.BytesIO(data), name, "", weights_only=True)
         except UntrustedValueError:
             refused.append(name)
-        except CheckpointError:  # it may need what is not there yet
+        except CheckpointError:  # unpickling may need something that does not exist yet
             continue
     if refused:
         logger.warning(
@@ -340,10 +340,10 @@ class PlanSelection:
     buffers: BufferPool
     supervisor: Supervisor
     stored: StoredPlan | None = None
-    """The plan of the checkpoint that this job was resumed from, until a save has taken or replaced it."""
+    """The plan of the checkpoint that this job was resumed from, until a save has used or replaced the plan."""
 
     def for_all(self, wanted: SaveInput, *, prepares: bool = False) -> Captured:
-        """Capture a state by a plan that all ranks have, or make together.
+        """Capture a state by a plan that all ranks have, or by a new plan that they make together.
 
         ``prepares``: the save is only prepared, and the ranks agree even with ``assume_constant_structure``.
 
@@ -354,7 +354,7 @@ class PlanSelection:
             check_not_capturing()
             wanted.look([known.plan for known in self.buffers.known if known.key == wanted.key])
         except Exception:
-            if not wanted.group.alone:  # at first the others wait for it, in a collective that has not our timeout
+            if not wanted.group.alone:  # the others wait in a collective, without our timeout
                 with contextlib.suppress(CheckpointError):
                     wanted.group.connect_worker(self.supervisor.running)
             raise
@@ -364,8 +364,8 @@ class PlanSelection:
         except WorkerDiedError as error:
             if wanted.group.alone or wanted.group.rank > 0 or error.rank != 0:
                 raise
-            # The first rank's worker may have died long before, and only now be missed: then nothing is lost but the
-            # time to start another, for which the other ranks wait. So the first rank asks again.
+            # The first rank's worker may have died long before, unnoticed until now. Then nothing is lost. The first
+            # rank starts another worker, and asks again. The other ranks wait meanwhile.
             logger.warning("asking again: %s", str(error))
             client.wait_for_end(_NOTICE_S)
             client = wanted.group.connect_worker(self.supervisor.running)
@@ -374,12 +374,12 @@ class PlanSelection:
             plan = found or wanted.make_plan(tuple(self.config.assume_unchanged))
             found = self._placed_by_all(wanted, client, plan)
         if self.stored is not None and self.stored.names <= found.buffer.plan.names:
-            self.stored = None  # it was taken, or never will be
+            self.stored = None  # a save has used the plan, or never will
         sample = None if wanted.group.alone else wanted.sample(found.buffer.plan)
         return found._replace(pickle_bytes=wanted.pickle_bytes, small_files=wanted.small_files, sample=sample)
 
     def plan_as(self, read: Callable[[], StoredPlan | None]) -> None:
-        """Use the plan of a checkpoint in the first save, if it fits on all ranks. ``read`` returns it, or None."""
+        """Use a checkpoint's plan for the first save, if it fits on all ranks. ``read`` returns that plan, or None."""
         self.stored = None if self.buffers.known else read()
 
     def for_file(self, contents: TorchFileContents, group: Group, number: int) -> Captured:
@@ -410,8 +410,8 @@ class PlanSelection:
     ) -> Captured | CheckpointPlan | None:
         """Return the state captured by a plan that all ranks keep, or the plan of a checkpoint that fits on all ranks.
 
-        None if the ranks have to make a new plan. With constant structure the ranks agree on nothing, except to
-        prepare.
+        Return None if the ranks have to make a new plan. With constant structure the ranks do not ask each other,
+        except to prepare a save.
         """
         is_constant = self.config.assume_constant_structure and not (wanted.asks or prepares)
         asks = not (wanted.group.alone or (is_constant and self.buffers.known))
@@ -423,7 +423,7 @@ class PlanSelection:
             wanted.check()
             if (found := self._kept(wanted, client, may_plan=may_plan)) is not None:
                 return _Offer(found.buffer.plan.number, wanted.call)
-            if self.stored is not None and may_plan:  # else others may not have it
+            if self.stored is not None and may_plan:  # otherwise other ranks may not have it
                 found = wanted.restore_plan(self.stored, tuple(self.config.assume_unchanged))
             if self.stored is None or found is None:
                 return _Offer(None, wanted.call)
@@ -445,8 +445,8 @@ class PlanSelection:
     def _kept(self, wanted: SaveInput, client: WorkerClient, *, may_plan: bool) -> Captured | None:
         """Capture the state by a plan that this rank keeps; None if no plan fits.
 
-        ``may_plan``: a new plan may be made. If not, a plan fits even if other parameters are frozen: frozen names are
-        a hint and no structure.
+        ``may_plan``: a new plan may be made. If not, a plan fits even if other parameters are frozen, because frozen
+        names are only a hint, and no part of the structure.
         """
 
         def capture(plan: Any) -> Sequence[torch.Tensor]:
@@ -458,7 +458,7 @@ class PlanSelection:
         return None if kept is None else Captured(*kept)
 
     def _check_new(self, wanted: SaveInput) -> None:
-        """Raise if a planned state has another structure now, although ``assume_constant_structure`` was promised."""
+        """Raise if a planned state has another structure now, despite ``assume_constant_structure``."""
         names = wanted.names
         if any(names & known.plan.names for known in self.buffers.known):
             raise StructureChangedError(
@@ -468,7 +468,7 @@ class PlanSelection:
             )
 
     def _placed_by_all(self, wanted: SaveInput, client: WorkerClient, plan: CheckpointPlan | FileSetPlan) -> Captured:
-        """Capture the state by a new plan. It replaces a plan for the same names in another form."""
+        """Capture the state by a new plan, which replaces a kept plan for the same names in another form."""
         group, number = wanted.group, wanted.number
         if self.config.replicas and isinstance(plan, CheckpointPlan):
             place = RankPlace(own_domain(self.config.domain), copy_bytes(plan))

@@ -1,4 +1,4 @@
-"""What becomes of other checkpoints when one is saved."""
+"""Retention: the effects of a save on other checkpoints."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What is to become of what stands at the place of a save, and beside it.
+    """Rules of a save for the thing that exists at its path, and for the checkpoints beside it.
 
-    ``pointer``, ``rotation``: carried out once it is committed. ``keep_last``: how many of the newest steps stay then;
-    None: all. ``keep``: asked on the first rank whether this one is kept for good. ``since``, ``began``: see
-    ``WriteRequest``. ``upload``: what follows the commit; asked there, too.
+    ``pointer``, ``rotation``: applied after the commit. ``keep_last``: the number of newest steps to keep after the
+    commit; None: all. ``keep``: called on the first rank; returns whether to keep this checkpoint for good. ``since``,
+    ``began``: see ``WriteRequest``. ``upload``: called on the first rank; returns the upload after the commit, if any.
     """
 
     existing: Existing = "refuse"
@@ -46,23 +46,23 @@ def retention_of(
     began: float = 0.0,
     upload: bool | None = None,
 ) -> Retention:
-    """What a save of ``step`` does to other checkpoints, and whether it is uploaded.
+    """Return the retention for a save of ``step``.
 
     Args:
-        config: Says how many stay, which for good, and which are uploaded.
-        origin: Where the run goes on from; None: it has loaded nothing.
-        roots: The folder of the steps; or the local one, and the one that steps are uploaded to.
-        step: The one to be saved.
-        began: When a run began that has loaded nothing, in seconds since the epoch.
-        upload: Whether this one is; None: as ``config`` says.
+        config: The configuration, with the rules for retention and uploads.
+        origin: The point where the run continues; None: the run has loaded nothing.
+        roots: The folder of the steps; with a local folder: the local folder, and the folder for uploads.
+        step: The step to save.
+        began: The time when a run without a load began, in seconds since the epoch.
+        upload: Whether to upload this step; None: as ``config`` says.
     """
     root = roots[0]
     existing: Existing = "refuse"
-    with contextlib.suppress(StorageError):  # the save says it better
+    with contextlib.suppress(StorageError):  # the save raises a better error
         if origin is not None and origin.has_left(root, step):
             existing = "set aside"
             path = step_folder(root, step)
-            # As a rule nothing comes of what a trainer that died had under way.
+            # An unfinished save of a dead trainer is rarely committed later, and needs no warning.
             is_there = is_address(root) or storage_for(root).exists(path)
             logger.log(
                 logging.WARNING if is_there else logging.INFO,
@@ -83,7 +83,7 @@ def retention_of(
 def _upload(
     config: Config, origin: Origin | None, roots: Sequence[str], step: int, asked: bool | None
 ) -> Upload | None:
-    """The upload of ``step``, from the first of ``roots`` to the second; None: it is not uploaded."""
+    """Return the upload of ``step`` from the first to the second of ``roots``, or None for no upload."""
     keep = _keeps(config, step)
     is_due = keep or config.upload_every is None or step % config.upload_every == 0
     if asked is False or not (asked or is_due):
@@ -99,6 +99,6 @@ def _upload(
 
 
 def _keeps(config: Config, step: int) -> bool:
-    """Whether the checkpoint of ``step`` is one to keep for good."""
+    """Return whether to keep the checkpoint of ``step`` for good."""
     every, keep = config.keep_every, config.keep
     return (every is not None and step % every == 0) or (keep is not None and bool(keep(step)))

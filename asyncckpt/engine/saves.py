@@ -1,8 +1,8 @@
 """Carry out the saves of an engine, from each call until the save has ended on all ranks.
 
-The thread that calls ``save`` captures the state, posts that it wants a slot, and waits. The thread that listens to the
-worker decides all else (``asyncckpt/protocol/trainer.py``), and a stager copies. A later call raises a failure, unless
-the caller knows it already.
+The thread that calls ``save`` captures the state, requests a slot, and waits. The thread that listens to the worker
+decides everything else (``asyncckpt/protocol/trainer.py``). A stager thread copies. A later call raises a failure,
+unless the failure was reported before.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ logger = logging.getLogger(__name__)
 
 
 class EventsOfSave:
-    """Tell the events of one save, in their order.
+    """Tell listeners the events of one save, in their order.
 
-    No event is told before the call of ``save`` is over: a listener would take a core from the caller.
+    No event is told before the call of ``save`` is over, because a listener would take a core from the caller.
 
     Any thread may call.
     """
@@ -81,12 +81,12 @@ class EventsOfSave:
         self._lock = threading.RLock()
 
     def planned(self, *, is_new: bool, nbytes: int) -> None:
-        """Note that the save has a plan, a new one or a kept one, and the bytes of its image."""
+        """Note that the save has a plan, new or kept, with an image of ``nbytes``."""
         self._plan = "new" if is_new else "kept", time.time()
         self._about["nbytes"] = nbytes
 
     def on_return(self, timings: Mapping[str, float]) -> None:
-        """Tell the events of the call, which is over. From now on tell each event at once."""
+        """Tell the events of the call, because it is over. From now on tell each event at once."""
         with self._lock:
             early, self._early = self._early or [], None
             if self._plan is not None:
@@ -96,7 +96,7 @@ class EventsOfSave:
                 self._tell(replace(event, timings={**event.timings, "stall_s": timings["stall_s"]}))
 
     def tell(self, phase: EventPhase, timings: Mapping[str, float], seconds: float | None, **more: Any) -> None:
-        """Tell that a ``phase`` is over, after so many ``seconds``. Waits for nothing, and raises nothing."""
+        """Tell that a ``phase`` is over, after ``seconds``. Never blocks, and never raises."""
         event = Event(phase=phase, seconds=seconds, timings=dict(timings), **self._about, **more)
         with self._lock:
             if self._early is None:
@@ -105,13 +105,13 @@ class EventsOfSave:
                 self._early.append(event)
 
     def end(self, failure: BaseException | None, timings: Mapping[str, float], seconds: float) -> None:
-        """Tell that the save has ended, so many ``seconds`` after the call."""
+        """Tell that the save has ended, ``seconds`` after the call."""
         error = None if failure is None else f"{type(failure).__name__}: {failure}"
         self.tell(end_of_save(failure), timings, seconds, error=error)
 
 
 class Copier:
-    """The threads of an engine that copy tensors into slots: a stager, and ``threads`` that help it.
+    """The threads of an engine that copy tensors into slots: a stager, and ``threads`` that help the stager.
 
     ``overlaps``: the caller does not wait for the copy.
     """
@@ -126,7 +126,7 @@ class Copier:
         self._stager.run(copy)
 
     def wait(self) -> None:
-        """Return when nothing is being copied."""
+        """Wait until no copy is running."""
         self._stager.wait()
 
     def close(self) -> None:
@@ -136,14 +136,14 @@ class Copier:
 
 
 _INTERRUPTED = "it was interrupted"
-# How often a rank that waits for a slot looks whether the first rank's worker answers.
+# Seconds between checks of the first rank's worker by a rank that waits for a slot.
 _CHECK_FIRST_S = 0.5
 
 
 class _ToCopy(NamedTuple):
     """The work of the stager.
 
-    ``tensors``: the tensors of ``captured``, or with overlap others with their memory. ``request_for``: returns the
+    ``tensors``: the tensors of ``captured``; with overlap, tensors that keep their memory. ``request_for``: returns the
     request to the worker for a ``slot``.
     """
 
@@ -155,19 +155,19 @@ class _ToCopy(NamedTuple):
 
 
 class SaveOperation(SaveState):
-    """A save on this rank, and what its thread has to do for it (``SaveWork``). The machine is ``protocol/trainer.py``.
+    """A save on this rank, and the actions of the saves' thread (``SaveWork``) for ``protocol/trainer.py``.
 
-    The caller captures the state, posts that it wants a slot, and waits for ``returned``.
+    The caller captures the state, requests a slot, and waits for ``returned``.
     """
 
     request: WriteRequest
     buffer: StagingBuffer
     is_posted = False
-    """The thread of the saves knows of this, or is about to."""
+    """Whether the saves' thread knows of this save, or will in a moment."""
     is_begun = False
-    """The worker was told."""
+    """Whether the worker was told of this save."""
     is_whole = False
-    """The image in the slot is complete."""
+    """Whether the image in the slot is complete."""
     is_durable = is_replicated = False
     _slot: int | None = None
     _inode: int | None = None
@@ -188,14 +188,14 @@ class SaveOperation(SaveState):
         """Plan nothing yet.
 
         Args:
-            path: Where the checkpoint, or the file, is to stand, absolute.
-            step: The training step it is of, if it is of one.
+            path: The absolute path of the checkpoint or file.
+            step: The training step; None: the save has no step.
             group: The ranks that save together.
             number: The number of the save, the same on all ranks.
-            config: ``timeout`` and ``commit_timeout`` are taken from it.
-            on_outcome: Called at the end, before the handle knows, with the failure (None: the save is committed), and
-                whether the worker knew of the save.
-            tell: Called with each event. Waits for nothing, and raises nothing.
+            config: The configuration.
+            on_outcome: Called at the end, before the handle shows it, with the failure (None: the save is committed),
+                and whether the worker knew of the save.
+            tell: Called with each event. Must not block, and must not raise.
         """
         super().__init__(path, step)
         self.group, self.number = group, number
@@ -206,15 +206,15 @@ class SaveOperation(SaveState):
         self._events = EventsOfSave(tell, path=self.path, step=step, rank=group.rank)
 
     def stage(self, captured: Captured, retention: Retention, copier: Copier) -> None:
-        """Have the captured state copied into a slot, and handed over to the worker. Returns when that is done.
+        """Have the captured state copied into a slot, and handed over to the worker. Return after that.
 
         Args:
-            captured: The state. Its tensors must stay as they are until ``staged`` is set.
+            captured: The state. Its tensors must not change until ``staged`` is set.
             retention: The rules for other checkpoints.
-            copier: Who copies. With overlap this returns when the copy begins.
+            copier: The threads for the copy. With overlap this method returns when the copy begins.
 
         Raises:
-            CheckpointError: The failure of the save, if it is known by then.
+            CheckpointError: The save has failed already.
         """
         self._planned_at = time.perf_counter()
         self.buffer = captured.buffer
@@ -233,16 +233,16 @@ class SaveOperation(SaveState):
                 if self._slot is None:
                     group.check_first()
         except BaseException as error:
-            self._is_stopped = True  # another exception may come before the next line has done its work
+            self._is_stopped = True  # first, because the next line may be interrupted
             failure = CheckpointError(_INTERRUPTED) if is_interrupt(error) else located(error)
             client.saves.interrupt(self, failure)
             try:
                 client.wait_while_it_lives(self.staged, self._config.timeout)
-            except CheckpointError:  # the thread of the saves had ended, and never knew of this one
+            except CheckpointError:  # the saves' thread had ended before, and never knew of this save
                 self.abandon(failure)
             raise
         if isinstance(self.failure, SaveDroppedError) and group.rank > 0:
-            self.buffer.fit_memory()  # the first rank has asked for more, too
+            self.buffer.fit_memory()  # request memory as the first rank does
         is_staged = self.is_whole or (copier.overlaps and self.is_begun)
         if self.failure is not None and not is_staged and not isinstance(self.failure, SaveDroppedError):
             raise self.failure
@@ -258,7 +258,7 @@ class SaveOperation(SaveState):
             decision=decision,
             alone=self.group.alone,
             decide_s=config.timeout,
-            # Saves that are in time are waited for, as long as each may take.
+            # The save waits for earlier saves, as long as each may take.
             slot_s=max(config.timeout, limit_s),
             limit_s=limit_s,
             is_copied=self._is_to_be_copied(),
@@ -268,7 +268,7 @@ class SaveOperation(SaveState):
     def _is_to_be_copied(self) -> bool:
         return self._config.replicas > 0 and isinstance(self.buffer.layout, CheckpointLayout)
 
-    # What follows is called on the thread of the saves.
+    # The saves' thread calls the methods from here on.
 
     def claim_slot(self) -> bool:
         self._slot = self.buffer.claim_slot_for(self)
@@ -293,15 +293,15 @@ class SaveOperation(SaveState):
         self.buffer.slots.set(self.request.slot, State.STAGED)
         self.buffer.offer(self.request.slot)
         self.is_whole = True
-        stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # it may have returned already
-        self._events.tell("staged", self.timings, self.timings["copy_s"])  # before the worker can say more
+        stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # with overlap the call may be over
+        self._events.tell("staged", self.timings, self.timings["copy_s"])  # before the worker can report more
         digests, self._digests = self._digests, {}
         return messages.Staged(self.number, {**self.timings, "stall_s": stall_s}, digests)
 
     def release(self) -> None:
         self._to_copy = None
         if self.is_begun and self.request.small_files:
-            self.request = replace(self.request, small_files=())  # a handle may be kept for long
+            self.request = replace(self.request, small_files=())  # the user may keep the handle for long
         self.release_tensors()
         self.returned.set()
 
@@ -309,7 +309,7 @@ class SaveOperation(SaveState):
         self._inode = self._inode if inode is None else inode
         for name, seconds in timings.items():
             self.timings.setdefault(name, seconds)
-        if "write_s" in timings and not self.done.is_set():  # another rank may have failed it meanwhile
+        if "write_s" in timings and not self.done.is_set():  # another rank may have failed the save meanwhile
             self._events.tell("written", self.timings, timings["write_s"])
 
     def on_slot_free(self) -> None:
@@ -336,7 +336,7 @@ class SaveOperation(SaveState):
             self.end(failure, None if committed is None else committed.timings)
 
     def end(self, error: BaseException | None, timings: Mapping[str, float] | None = None) -> None:
-        self._on_outcome = _forget  # a handle that is kept shall not keep the engine
+        self._on_outcome = _forget  # a kept handle must not keep the engine alive
         has_ended = self.done.is_set()
         super().end(error, timings)
         if not has_ended:
@@ -348,23 +348,23 @@ class SaveOperation(SaveState):
             self.release()
             self.report(error, begun=False)
 
-    # What follows is called on other threads.
+    # Other threads call the public methods from here on.
 
     def on_return(self) -> None:
-        """Note that the call of ``save`` is over. Events are told from now on."""
+        """Note that the call of ``save`` is over, and begin to tell events."""
         self.timings["stall_s"] = time.perf_counter() - self.begun
         self._events.on_return(self.timings)
 
     def find_out(self, failure: CheckpointError) -> CheckpointError | None:
-        """Find out how the save has ended on all ranks, as this rank's worker is dead."""
+        """Return the failure of the save, or None if it is committed on all ranks. This rank's worker has died."""
         failure = located(failure, path=self.path, rank=self.group.rank, step=self.step)
         tell = partial(self.group.report_failure, self.number, failure, begun=self.group.rank > 0)
         if self.group.rank > 0:
             tell()
         try:
             if self.group.is_committed(self.request, self._inode):
-                remove_rest(follow_up(self.request))  # the worker may have died just before
-                return None  # its part was done, and it could not say so any more
+                remove_rest(follow_up(self.request))  # the worker may have died before it did this
+                return None  # the worker died before it could report its part as written
         except (SaveTimeoutError, StorageError) as error:
             return error
         if self.group.rank == 0 and isinstance(failure, WorkerDiedError):
@@ -379,8 +379,8 @@ class SaveOperation(SaveState):
         self.group.report_failure(self.number, error, begun=begun)
 
     def _copy(self, what: _ToCopy) -> None:
-        """Copy, once. Nobody else uses the slot until the end of that is posted."""
-        if self._end_of_copy is None:  # else there was no memory to post it
+        """Copy the tensors, once. Nobody else uses the slot until the end of the copy is posted."""
+        if self._end_of_copy is None:  # otherwise this call repeats one that had no memory to post the end
             no_memory = CheckpointError("there was no memory to say why the copy failed")
             copied, self._end_of_copy = Copied(self.number), CopyFailed(self.number, no_memory, told=True)
             try:
@@ -394,10 +394,10 @@ class SaveOperation(SaveState):
         """Tell the worker of the save."""
         buffer, slot = self.buffer, self.request.slot
         self._events.planned(is_new=what.captured.is_new, nbytes=buffer.plan.layout.nbytes)
-        # In this order: from when the save is begun, the worker may read of the slot what it is told has arrived.
+        # Prepare the slot first: once the save is begun, the worker may read the parts of the slot that have arrived.
         buffer.slots.take(slot, self.number)
         buffer.write_objects(slot)
-        # To the worker whose memory this is: should it have died since, this says so, and nothing has begun.
+        # Tell the worker that owns this memory. If it has died, this raises, and the save is not begun.
         buffer.client.tell(messages.Begin(self.request))
         self.is_begun = True
         self.is_copied = self.request.is_copied
@@ -427,7 +427,7 @@ class SaveOperation(SaveState):
         return failure
 
     def _write_request(self, captured: Captured, retention: Retention) -> Callable[..., WriteRequest]:
-        """Return what the worker is to be told, but for the ``slot``."""
+        """Return a function that makes the request to the worker for a ``slot``."""
         group = self.group
         return partial(
             WriteRequest,
@@ -485,19 +485,19 @@ class Saves:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        # Those under way, and those that failed and nobody was told of, the oldest first.
+        # Saves under way, and failed saves that were not reported, the oldest first.
         self._saves: list[SaveOperation] = []
         self.failures = 0
         """The number of saves that have failed."""
 
     def __del__(self) -> None:
-        """Note failures that no call has raised, for the status of the process: the engine was dropped, not closed."""
+        """Note unreported failures for the exit status: the engine is garbage-collected without ``close``."""
         lost = [save for save in getattr(self, "_saves", ()) if _is_untold(save)]
         if self._config.failure != "warn" and any(not isinstance(save.failure, ClosedError) for save in lost):
             note_loss()
 
     def add(self, save: SaveOperation) -> None:
-        """Add a save, which is under way until it has ended."""
+        """Add a save that begins. Forget saves that have ended, unless their failure is not reported."""
         self._saves = [each for each in self._saves if not each.done.is_set() or _is_untold(each)] + [save]
 
     def on_failure(self, failure: BaseException, *, is_raised: bool = False) -> None:
@@ -507,14 +507,15 @@ class Saves:
         elif isinstance(failure, ClosedError):
             logger.warning("%s", str(failure))
         elif not isinstance(failure, SaveDroppedError):
-            logger.error("saving failed: %s", str(failure))  # not itself: it holds on to the memory it saw
+            logger.error("saving failed: %s", str(failure))  # not the error itself: its traceback keeps tensors alive
             self.failures += 1
 
     def check_place(self, save: SaveOperation, existing: Existing) -> None:
-        """Raise ``StorageError`` if this rank cannot write where ``save`` goes. On the first rank, raise
-        ``CheckpointExistsError`` where it may not go: because of what stands there, or of a save to there that is under
-        way. A save that replaces the thing there comes after it: saves end in order. An object store is not asked: the
-        worker does that, while the training goes on.
+        """Raise ``StorageError`` if this rank cannot write to the path of ``save``.
+
+        On the first rank, raise ``CheckpointExistsError`` if ``existing`` forbids the path because something exists
+        there, or because another save to that path is under way. A save that replaces the path may follow another one,
+        because saves end in order. An object store is not asked here: the worker asks it while the training goes on.
         """
         path = os.fspath(save.path)
         check_writable(path, save.step)
@@ -526,7 +527,7 @@ class Saves:
             raise exists_error(path, existing, save.step)
 
     def give_up(self, worker: WorkerClient | None) -> None:
-        """Kill the worker and remove its unfinished attempts, at once. Tell the other ranks nothing."""
+        """Kill the worker and remove its unfinished attempts, at once. Do not tell the other ranks."""
         given_up = self._under_way()
         for save in given_up:
             save.is_reported = True
@@ -534,7 +535,7 @@ class Saves:
             worker.saves.post(GivenUp())
             worker.kill()
         for save in given_up:
-            # Only the first rank, whose worker would have finalized the save, may remove what is of all ranks.
+            # Only the first rank may remove the attempt of all ranks, because its worker would have committed it.
             if save.group.rank == 0:
                 path = os.fspath(save.path)
                 with contextlib.suppress(StorageError):
@@ -549,11 +550,11 @@ class Saves:
                 raise SaveTimeoutError(f"saves are still under way after {timeout:g} s")
 
     def raise_failure(self, after: SaveOperation | None = None) -> None:
-        """Raise the first failure nobody was told of, unless a line in the log is enough.
+        """Raise the first unreported failure, unless ``Config.failure`` is "warn".
 
         Args:
-            after: The save of the current call. It must be staged first, because its caller gets no handle to wait
-                with. Its own failure is for the next call.
+            after: The save of the current call. Wait until it is staged, because the caller will have no handle to wait
+                with. Its own failure is left for the next call.
         """
         untold = [save for save in self._saves if save is not after and _is_untold(save)]
         for save in untold:
@@ -568,19 +569,19 @@ class Saves:
 
 
 def synchronize_staging(saves: Iterable[Save], timeout: float) -> None:
-    """Have whatever is queued from here on wait until the tensors of ``saves`` are copied, as before an optimizer step.
+    """Make work that is queued from here on wait until the tensors of ``saves`` are copied. See ``Checkpointer.guard``.
 
     Args:
         saves: The saves with tensors that are about to change.
-        timeout: Seconds that the copies may take.
+        timeout: Maximum seconds for the copies.
 
     Raises:
         SaveTimeoutError: The copies take longer.
-        CheckpointError: The step is captured in a graph, and the graph would wait for events from outside.
+        CheckpointError: The step is captured in a graph, and the graph would wait for events outside the graph.
     """
     copying = [save for save in saves if not save.staged()]
     check_guarded_capture(copies_are_under_way=bool(copying))
-    for save in copying:  # not the newest alone: that may have been skipped, or refused
+    for save in copying:  # not only the newest save: it may have been skipped, or have failed
         save.synchronize_staging(timeout)
 
 
@@ -594,7 +595,7 @@ def check_writable(path: str, step: int | None = None) -> None:
 
 
 def _is_untold(save: SaveOperation) -> bool:
-    """Return True if the save has failed, and nobody was told."""
+    """Return True if the save has failed, and the failure is not reported yet."""
     return not save.is_reported and save.failure is not None and not isinstance(save.failure, SaveDroppedError)
 
 
@@ -602,15 +603,15 @@ _MOST = 100
 
 
 class RecentSaves:
-    """The costs of the last saves on this rank. No handle of an ended save is kept, because handles hold memory."""
+    """Costs of the last saves on this rank. Handles of ended saves are not kept, because they hold memory."""
 
     def __init__(self) -> None:
         self._under_way: list[Save] = []
         self._measured: deque[tuple[float, float]] = deque(maxlen=_MOST)
-        self._has_first = False  # the first of all plans, and says little of the others
+        self._has_first = False  # the first save plans, and its cost says little about later saves
 
     def add(self, save: Save) -> None:
-        """Add a save that was called just now."""
+        """Add a save that has just been called."""
         self.settle()
         self._under_way.append(save)
 
@@ -632,5 +633,5 @@ class RecentSaves:
                 if len(self._measured) == 1 and not self._has_first:
                     self._has_first = True
                     self._measured.clear()
-                waited = timings["slot_s"]  # for storage, as saves came too often: it is no cost of a save
+                waited = timings["slot_s"]  # for a free slot, because saves are too frequent: not a cost of a save
                 self._measured.append((timings["stall_s"] - waited, timings["durable_s"] - waited))

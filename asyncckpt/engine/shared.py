@@ -1,5 +1,7 @@
-"""The engines behind calls such as ``async_save``, which have no object to close: one for each group of ranks, started
-by the first save, and closed as all engines are when the interpreter ends, after the last save is written.
+"""Engines for calls such as ``async_save``, where the caller has no object to close.
+
+Each group of ranks has one engine. The first save starts the engine. Like all engines it is closed when the interpreter
+ends, after the last save is written.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class Engines:
-    """The engines of one kind of calls."""
+    """The engines that one kind of calls shares."""
 
     def __init__(self) -> None:
-        # By the process group; None stands for the whole job, False for this process alone.
+        # Keyed by the process group; None is the whole job, False is this process alone.
         self._engines: dict[dist.ProcessGroup | None | bool, Engine] = {}
         self._owner = os.getpid()
         self._of_others: list[object] = []
@@ -36,16 +38,16 @@ class Engines:
         config: Config | None = None,
         job: str | None = None,
     ) -> Engine:
-        """The engine of these ranks, which is made by the first call.
+        """Return the engine of these ranks. The first call makes the engine.
 
         Args:
             process_group: The ranks; None: the whole job.
-            alone: This process, whatever the job.
-            config: For an engine that has to be made; None: what the environment says. Another one than that of an
-                engine that is there is not used, with a warning.
-            job: Of an engine that has to be made: by this text readers find what it publishes; None: they do not.
+            alone: Return the engine of this process alone, even if the job has more ranks.
+            config: The configuration of a new engine; None: read it from the environment. If the engine exists and has
+                another configuration, a warning is logged, and ``config`` is not used.
+            job: The job of a new engine. Readers use it to find published versions; None: readers cannot find them.
         """
-        if self._owner != os.getpid():  # a fork has none yet: the engines are those of the process it was forked from
+        if self._owner != os.getpid():  # a fork must not use, or garbage-collect, the engines of its parent
             self._of_others.append(self._engines)
             self._engines, self._owner = {}, os.getpid()
         for stale in [each for each, engine in self._engines.items() if engine.is_over()]:
@@ -54,7 +56,7 @@ class Engines:
         if key not in self._engines:
             self._engines[key] = Engine(config, process_group, alone=alone, job=job)
         engine = self._engines[key]
-        # A function that is written in the call is another one each time.
+        # Warn once for each configuration, apart from its listeners: a lambda in the call is a new function each time.
         if config in (None, engine.config):
             return engine
         if config is not None and (bare := replace(config, on_event=())) not in self._unused:
@@ -67,16 +69,16 @@ class Engines:
         return engine
 
     def has_worker(self) -> bool:
-        """Whether any of them has a worker that lives."""
+        """Return whether some engine has a worker that is alive."""
         return any(engine.worker is not None and engine.worker.alive for engine in self._engines.values())
 
     def close(self) -> None:
-        """Close them all. What was lost is logged: whoever asked for it has had a handle."""
+        """Close all engines. Log failures, and raise none: each caller has the handle of its save."""
         while self._engines:
             self._close(self._engines.popitem()[1], "at the end of the process")
 
     def abort(self) -> None:
-        """Give up their saves, see ``Engine.abort``."""
+        """Give up the saves of all engines, see ``Engine.abort``."""
         while self._engines:
             self._engines.popitem()[1].abort()
 
@@ -90,4 +92,4 @@ class Engines:
 
 
 shared = Engines()
-"""Of all calls that have none of their own."""
+"""The engines for all calls that have no ``Engines`` of their own."""

@@ -1,7 +1,7 @@
-"""Cut an output file into batches. A batch is read at once, and then written.
+"""Cut an output file into batches. Each batch is read as a whole, and then written.
 
-No span of a source is read twice: batches begin at spans if the order of elements is the same in source and output,
-converted or not. A tensor with shards across its rows is gathered: the whole tensor is one batch.
+If elements have the same order in source and output, batches are cut where spans of the source begin, so that no span
+is read twice. A tensor with shards across its rows is *gathered*: the whole tensor is one batch.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Window:
 
 
 Complete = Callable[[Window], None]
-"""Called with each part of a file, in order, before it is written.
+"""A function that computes checksums, and may write them into the file.
 
-It takes checksums, and may write them into the part.
+The writer calls it with each part of a file, in order, before it writes the part.
 """
 
 
@@ -66,8 +66,8 @@ It takes checksums, and may write them into the part.
 class FilePlan:
     """An output file: its ``tensors`` in order, and ``constants``, the bytes around them with their offsets, in order.
 
-    ``nbytes`` are written. If ``length`` is given, it returns the final number of bytes of the file after the last
-    part.
+    ``nbytes`` is the number of bytes to write. If there is a function ``length``, the file is then truncated to the
+    number of bytes that it returns.
     """
 
     name: str
@@ -79,7 +79,7 @@ class FilePlan:
 
 
 BATCH_BYTES = 8 << 20
-"""Maximum bytes of a batch, unless it is one gathered tensor; also of bytes that are read before they are converted."""
+"""Maximum bytes of a batch, unless it is one gathered tensor. Also the maximum to read before a conversion."""
 
 
 class Move(NamedTuple):
@@ -92,10 +92,10 @@ class Move(NamedTuple):
 
 
 class StridedCopy(NamedTuple):
-    """Elements that are copied one by one.
+    """A copy of single elements.
 
-    They begin at element ``first`` of the bytes read, with ``strides``. They go to the byte ``to`` of the output, with
-    ``to_strides``. Strides are in elements.
+    The elements begin at element ``first`` of the bytes read, with ``strides``. They go to the byte ``to`` of the
+    output, with ``to_strides``. Strides are in elements.
     """
 
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ class Conversion(NamedTuple):
 
 @dataclass
 class Batch:
-    """The bytes of the output from ``begin`` to ``end``: the parts to read, and the names of their tensors."""
+    """The bytes of the output from ``begin`` to ``end``: the parts to read for them, and the names of their tensors."""
 
     begin: int
     end: int
@@ -139,7 +139,7 @@ class Batch:
 
 
 class _Piece(NamedTuple):
-    """Bytes up to ``end`` of the output that are not cut. ``nbytes``: the memory that they need."""
+    """A part of the output, up to ``end``, that is never cut. Its bytes need ``nbytes`` of memory."""
 
     name: str
     end: int
@@ -169,7 +169,7 @@ def batches(plan: FilePlan, files: Mapping[str, ChecksummedFile]) -> Iterator[Ba
             batch.names.append(piece.name)
             nbytes += piece.nbytes
     yield batch
-    if batch.end < plan.nbytes:  # the bytes at the end are one batch, because they may depend on all others
+    if batch.end < plan.nbytes:  # the bytes behind all tensors are one batch, because they may depend on all others
         yield Batch(batch.end, plan.nbytes)
 
 
@@ -199,7 +199,7 @@ def _pieces(placed: PlacedTensor, files: Mapping[str, ChecksummedFile]) -> Itera
 def _cut(box: Box, size: int, file: ChecksummedFile) -> Iterator[tuple[int, int]]:
     """Cut a box of elements in a row, ``size`` bytes each, where spans begin.
 
-    Yield for each part the number of elements before it, and the number of its elements.
+    Yield for each part the number of elements before the part, and the number of elements in the part.
     """
     bounds, count = file.index.bounds, math.prod(box.shape)
     end = box.begin + count * size
@@ -221,10 +221,10 @@ def _gathered(placed: PlacedTensor, box: Box, file: ChecksummedFile) -> Iterator
     to = placed.payload_at + placed.dtype.itemsize * sum(
         offset * stride for offset, stride in zip(box.offsets, strides, strict=True)
     )
-    # In the order in which the box is stored: first the dimension with the largest stride.
+    # Sort the dimensions in the order in which the box is stored: the largest stride first.
     order = sorted((dim for dim, n in enumerate(box.shape) if n > 1), key=lambda dim: -box.strides[dim])
     shape, its_strides, to_strides = (tuple(each[dim] for dim in order) for each in (box.shape, box.strides, strides))
-    if its_strides != contiguous_strides(shape):  # a view with gaps, copied at once
+    if its_strides != contiguous_strides(shape):  # a view with gaps is copied as a whole
         end = box.begin + box.extent * size
         copy = StridedCopy(shape, 0, its_strides, to, to_strides)
         yield Conversion(box.file, box.begin, end, tensor.dtype, placed.dtype, [copy])
@@ -241,8 +241,8 @@ def _gathered(placed: PlacedTensor, box: Box, file: ChecksummedFile) -> Iterator
 def _blocks(shape: tuple[int, ...], to_strides: tuple[int, ...], first: int, count: int) -> Iterator[StridedCopy]:
     """Yield the elements ``first`` to ``first + count`` of a tensor of ``shape`` as blocks.
 
-    The elements are in a row in the source. The blocks are a part of a row, whole rows, a part of a row; parts of rows
-    are cut in the same way. ``to`` is in elements here.
+    The elements are contiguous in the source. The blocks are a part of a row, whole rows, and a part of a row. Parts of
+    rows are cut in the same way, recursively. ``to`` is in elements here.
     """
     strides = contiguous_strides(shape)
 

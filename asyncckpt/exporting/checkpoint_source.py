@@ -1,4 +1,4 @@
-"""Read the state in a checkpoint of this library: the indexes have the places, DCP's metadata has the nesting."""
+"""Find the state in a checkpoint of this library: the indexes have the places, DCP's metadata has the nesting."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def open_checkpoint(folder: SourceFiles, source: StorageSource, within: str = ""
     Args:
         folder: The folder of the checkpoint.
         source: The same folder, or the set of files that contains it.
-        within: The prefix of the names of its files in ``source``: for a DCP folder in a set of files its name, and
-            "/".
+        within: The prefix of the folder's file names in ``source``: for a DCP folder in a set of files, the folder's
+            name and "/".
 
     Raises:
         CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is no checkpoint, or it is damaged.
@@ -38,7 +38,7 @@ def open_checkpoint(folder: SourceFiles, source: StorageSource, within: str = ""
     files = {name: folder.open_from(source, name) for name in names}
     items: dict[str, dict[tuple[int, ...], tuple[str, Item]]] = {}
     for name, file in files.items():
-        for item in file.index.items:  # DCP stores each part once
+        for item in file.index.items:  # keep one item of each part
             items.setdefault(item.name.removeprefix(within), {}).setdefault(tuple(item.offsets), (name, item))
     state = StoredState(path, {}, {}, nesting(metadata), files)
     for name, known in metadata.state_dict_metadata.items():
@@ -61,7 +61,7 @@ def open_checkpoint(folder: SourceFiles, source: StorageSource, within: str = ""
 
 
 def nesting(metadata: Metadata) -> dict[str, Keys]:
-    """Return the keys of each value in the state dict, by name, in order, as DCP has noted them."""
+    """Return the keys that lead to each value in the state dict, by name, in the order of DCP's metadata."""
     known = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     names = dict.fromkeys(
         [*(name for name in known if name in metadata.state_dict_metadata), *metadata.state_dict_metadata]

@@ -1,9 +1,10 @@
 """Write a planned output file batch by batch, on a few threads, with limited memory.
 
-One thread carries out a batch. The batch is *filled* (read, checked, converted). Then it waits for its *turn*, in the
-order of the file; the checksums of the output are computed in the turn. Then it is written. Other batches are filled
-and written meanwhile. Writes are of whole pages, past the page cache: the bytes of an incomplete last page are carried
-to the next batch.
+One thread carries out a batch. The thread *fills* the batch (reads, checks and converts the bytes). Then the batch
+waits for its *turn*, in the order of the file. In the turn the thread computes the checksums of the output. Then it
+writes the batch. Other threads fill and write other batches meanwhile.
+
+Writes are of whole pages, past the page cache. The bytes of an incomplete last page are carried to the next batch.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from asyncckpt.shm.segment import PAGE, round_up
 from asyncckpt.storage.storage import OutputFile
 from asyncckpt.threads import Pool, without_gc
 
-# Number of batches that are filled or written at once: some are read while others are written.
+# Number of batches that are filled or written at once, so that some are read while others are written.
 _THREADS = 6
-# Maximum bytes of all batches in flight, besides the largest gathered tensor: other batches are read while it is
-# written.
+# Maximum bytes of all batches in flight. The largest gathered tensor does not count, so that other batches are read
+# while it is written.
 _IN_FLIGHT_BYTES = 64 << 20
 # Maximum bytes of one write.
 _WRITE_BYTES = BATCH_BYTES
@@ -85,7 +86,7 @@ class _Writing:
         self._turn = 0
         self._in_flight = 0
         self._failed = False
-        # Used only in turns.
+        # The next two attributes are used only by the batch in its turn.
         self._carried = b""
         self._constant = 0
 
@@ -100,7 +101,7 @@ class _Writing:
                     tasks.append(pool.submit(self._carry_out, number, batch))
                 for task in tasks:
                     task.result()
-            except BaseException:  # also after an interrupt, so that the threads end before the files are closed
+            except BaseException:  # even after an interrupt, the threads have to end before the files are closed
                 self._give_up()
                 raise
 
@@ -169,7 +170,7 @@ class _Writing:
             raise OutOfMemoryError(f"{batch.end - batch.begin:,} bytes to gather {batch.what} in: {error}") from error
 
     def _complete(self, batch: Batch, window: Window) -> None:
-        """Add the bytes around the tensors, and the carried bytes of the batch before. Called in turn."""
+        """Add the bytes around the tensors, and the carried bytes of the batch before. Call this only in the turn."""
         window[window.begin : window.begin + len(self._carried)] = self._carried
         constants = self._plan.constants
         while self._constant < len(constants) and constants[self._constant][0] < batch.end:
@@ -219,7 +220,7 @@ class _Writing:
 
 
 def _scratch(nbytes: int) -> memoryview:
-    """Return memory of this thread to read into. The thread keeps a buffer of the usual size."""
+    """Return memory for this thread to read into. The thread keeps a buffer of the usual size."""
     if nbytes > BATCH_BYTES:
         return huge_buffer(nbytes)
     memory: memoryview | None = getattr(_own, "scratch", None)

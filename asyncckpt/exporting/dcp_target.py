@@ -34,7 +34,7 @@ from asyncckpt.threads import without_gc
 
 
 class CheckpointTarget:
-    """A checkpoint that is laid out: ``plan`` is its data file. The other files are known once that file is written."""
+    """The layout of a checkpoint. ``plan`` is its data file. The other files are known once that file is written."""
 
     def __init__(self, selection: Selection, pickles: Mapping[str, bytes]) -> None:
         """Lay out the selected values. ``pickles`` has the objects, by the names under which they are stored."""
@@ -134,7 +134,7 @@ class _SpanSums:
 
 
 def _gaps(covered: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield zeros for all bytes that are not ``covered`` (first bytes and ends)."""
+    """Yield zeros for all bytes that are not ``covered``. Each covered range is a first byte and an end."""
     end = 0
     for first, last in sorted(covered):
         if first > end:

@@ -48,8 +48,9 @@ Target = Literal["hf", "torch", "dcp"]
 class Exported:
     """Result of an export: ``nbytes`` in ``files`` at ``path``, from the checkpoint ``source``.
 
-    ``tied`` were left out of safetensors, each with the name that has its bytes. ``objects`` were left out, too.
-    ``tops`` are the top-level keys that begin the names in safetensors.
+    Safetensors leave out tied tensors and objects. ``tied`` has the names of these tensors, each with the stored name
+    that has the same bytes. ``objects`` has the names of the objects. ``tops`` are the top-level keys that begin the
+    names in safetensors.
     """
 
     source: str
@@ -85,13 +86,14 @@ def export(
     is never replaced.
 
     Args:
-        path: A checkpoint of asyncckpt or of stock DCP, or a root, for its newest step.
-        out: For "hf" and "dcp" a folder (with the name of a step: that step of a root), for "torch" a file.
+        path: A checkpoint of asyncckpt or of stock DCP, or a root, to export its newest step.
+        out: For "hf" and "dcp" a folder, for "torch" a file. A "dcp" folder with the name of a step becomes that step
+            of its root.
         to: "hf": safetensors with an index, as ``from_pretrained`` reads them, tensors only. "torch": one file that
             ``torch.load`` reads. "dcp": a checkpoint that ``Checkpointer.load`` and stock DCP read.
         dtype: The new type of floating point tensors, except types of one byte: "bf16", "fp16" or "fp32".
-        only: The key of the part of the state dict to export, such as "model", or several keys joined by dots. It is
-            removed from the names.
+        only: The key of the part of the state dict to export, such as "model", or several keys joined by dots. The
+            export removes these keys from the names.
         rename: New names, applied after ``only``: "PATTERN=REPLACEMENT" as for ``re.sub``, the path of a JSON file with
             new names by old names, a dict of them, or a function.
         max_shard_size: For "hf": maximum bytes of a file, such as "5GB", the default.
@@ -209,5 +211,5 @@ def _checkpoint_at(path: str) -> str:
         return path
     if (step := newest_step(path)) is None:
         raise CheckpointNotFoundError("there is no checkpoint here yet", path=path)
-    find_step(step, 0.0, path)  # otherwise this raises an error with the existing steps
+    find_step(step, 0.0, path)  # if the step has been removed, raise an error that names the existing steps
     return step_folder(path, step)

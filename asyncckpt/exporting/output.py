@@ -1,7 +1,7 @@
 """The output of an export: a hidden folder or file beside its final place, renamed in one step once it is durable.
 
-A killed export leaves a hidden name and no lock on it. The next export to the same place removes it. The hidden name
-differs from that of a checkpoint attempt, because a load of the root would wait for an attempt.
+A killed export leaves its hidden folder or file, unlocked. The next export to the same place removes the leftover. The
+hidden name differs from the name of a checkpoint attempt, because a load of the root would wait for an attempt.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _taken(path: str) -> CheckpointExistsError:
 
 @contextlib.contextmanager
 def output(path: str, nbytes: int, *, is_file: bool) -> Iterator[OpenAttempt]:
-    """Make a new folder, or file, at ``path``. It appears, complete and durable, if the context ends without an error.
+    """Make a new folder or file. It appears at ``path``, complete and durable, if the context ends without an error.
 
     Args:
         path: A path returned by ``place_for``. Missing parent folders are made.

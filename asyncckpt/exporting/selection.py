@@ -15,16 +15,16 @@ from asyncckpt.planning.structure import Keys
 from asyncckpt.threads import without_gc
 
 Rename = Callable[[str], str] | Mapping[str, str] | str
-"""Renames values: a function of the name; a mapping from old to new names; or a text, see ``renaming``."""
+"""A way to rename values: a function of the name; a mapping from old to new names; or a text, see ``renaming``."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
 class Selection:
-    """The values to export: each tensor with its new dtype, and the stored name of each object, by new names.
+    """The values to export, by new names: each tensor with its new dtype, and the stored name of each object.
 
-    ``keys`` lead to each value in the exported state. ``tied``: for a name, the earlier name with the same bytes.
+    ``keys`` lead to each value in the exported state. ``tied`` maps a name to an earlier name with the same bytes.
     """
 
     tensors: dict[str, tuple[StoredTensor, torch.dtype]] = field(default_factory=dict)
@@ -88,7 +88,8 @@ def select(state: StoredState, only: str | None, rename: Callable[[str], str], d
 
     Args:
         state: The stored state.
-        only: Keys, joined by dots, that lead to the part to export, which then is the whole; None: all.
+        only: Keys, joined by dots, that lead to the part to export. This part becomes the whole exported state. With
+            None, all values are exported.
         rename: Renames values, applied after ``only``.
         dtype: The new dtype of floating point tensors, except types of less than two bytes; None: no conversion.
 
@@ -129,7 +130,7 @@ def select(state: StoredState, only: str | None, rename: Callable[[str], str], d
 
 
 def _without(keys: Keys, prefix: str) -> Keys:
-    """Return the keys without the keys, or the part of a key, in ``prefix``."""
+    """Return ``keys`` without the keys, or the part of a key, in ``prefix``."""
     while prefix:
         head = f"{keys[0]}."
         if prefix.startswith(head):
@@ -142,7 +143,7 @@ def _without(keys: Keys, prefix: str) -> Keys:
 def _renamed(keys: Keys, new: str) -> Keys:
     """Return the keys of a value with the name ``new``.
 
-    Either the last key or the keys above it are changed; otherwise ``new`` becomes the only key.
+    Change either the last key, or the keys above it. If neither gives ``new``, make ``new`` the only key.
     """
     above, last = keys[:-1], str(keys[-1])
     before = "".join(f"{key}." for key in above)
@@ -161,7 +162,7 @@ def _renamed(keys: Keys, new: str) -> Keys:
 
 
 def check_nesting(keys: Mapping[str, Keys], path: str) -> None:
-    """Raise ``UnsavableStateError`` if names cannot be nested: a value contains others, or a list has names."""
+    """Raise ``UnsavableStateError`` if values cannot be nested: a value contains values, or a list has text keys."""
     is_list: dict[Keys, bool] = {}
     for name, each in keys.items():
         for length in range(len(each)):

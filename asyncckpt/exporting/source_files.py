@@ -1,6 +1,6 @@
-"""Open the files of a checkpoint to read, within the limit of open files of the process.
+"""Open the files of a checkpoint to read, within the process's limit of open files.
 
-Files of a checkpoint of this library are compared with their checksums; files of stock DCP have none.
+Reads compare the checksums of a checkpoint of this library. Files of stock DCP have no checksums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncckpt.loading.source import StorageSource
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import FileStamp, InputFile
 
-# The divisor of the process's limit of descriptors; the rest is for the other work of the process.
+# The export may hold this part (1 / _SHARE) of the process's descriptors. All others are for other work.
 _SHARE = 4
 _UNLIMITED = 4096
 
@@ -28,7 +28,7 @@ def _changed_error(path: str) -> StorageError:
 
 
 class _Reopened(InputFile):
-    """A file that is opened for each read, and must be the same file each time: the process may not open more files."""
+    """A file that is opened for each read, to hold no descriptor. It must be the same file each time."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -53,13 +53,13 @@ class SourceFiles:
     """The files of a folder. All methods raise ``DamagedCheckpointError`` and ``StorageError``."""
 
     def __init__(self, folder: str, held: ExitStack) -> None:
-        """Open nothing yet. ``held`` closes the files; not all of them are open at once."""
+        """Open nothing yet. ``held`` closes the files that stay open."""
         self.folder = folder
         self._held = held
         self._storage = storage_for(folder)
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._left = _UNLIMITED if limit < 0 else limit // _SHARE  # number of files that may yet be held open
-        self._stamps: dict[str, FileStamp | None] = {}  # by path, as of the first look
+        self._left = _UNLIMITED if limit < 0 else limit // _SHARE  # number of further files that may be held open
+        self._stamps: dict[str, FileStamp | None] = {}  # by path: the stamp of the file when it was first watched
 
     def watch(self, name: str) -> None:
         """Remember the state of the file ``name`` for ``check_unchanged``."""
@@ -73,7 +73,7 @@ class SourceFiles:
                 raise _changed_error(path)
 
     def plain(self, name: str) -> InputFile:
-        """Open the file ``name`` without checks. The caller closes it."""
+        """Open the file ``name`` without checks. The caller closes the file."""
         return self._storage.open(os.path.join(self.folder, name))
 
     def open(self, name: str, places: Sequence[tuple[str, int, int]]) -> ChecksummedFile:

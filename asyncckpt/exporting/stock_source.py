@@ -1,8 +1,8 @@
-"""Read the state in a checkpoint of stock DCP. Each tensor is stored as ``torch.save`` writes it.
+"""Find the state in a checkpoint of stock DCP. Each tensor is stored in the format of ``torch.save``.
 
-The format is an archive, or the older form that this library uses, too (see ``asyncckpt/planning/layout.py``).
-The place and order of a tensor's bytes are found without running any code of the pickle. Only the names that rebuild a
-plain tensor are known. They return a note of their arguments.
+The format is an archive, or the older form that this library also uses (see ``asyncckpt/planning/layout.py``). This
+module finds the place and order of a tensor's bytes without running any code of the pickle. Its unpickler knows only
+the names that rebuild a plain tensor, and replaces them by functions that return a note of their arguments.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from asyncckpt.loading.data_file import ChecksummedFile, read_plain, read_pool
 from asyncckpt.loading.dcp_reader import read_stock_metadata
 from asyncckpt.storage.storage import InputFile
 
-# Size of the records before a tensor's bytes: a kilobyte, or some pages if all records are aligned to pages.
+# Bytes to read first, and at most, to find a tensor's bytes. The records before the bytes take a kilobyte, or some
+# pages if all records are aligned to pages.
 _HEAD_BYTES, _LONGEST_HEAD_BYTES = 4 << 10, 256 << 10
-# Heads with a smaller distance are read together.
+# Heads (the first bytes of items) with a smaller distance are read together.
 _NEAR_BYTES = 64 << 10
 _READ_BYTES = 1 << 20
 
-# The storage classes would give the same dtypes, but with a warning.
+# The dtypes of torch's storage classes. The classes themselves would give the same dtypes, but with a warning.
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -53,7 +54,7 @@ _STORAGES = {
 
 
 class _Place(NamedTuple):
-    """The place where DCP has put an item, in bytes."""
+    """The place of an item in a file of DCP, in bytes."""
 
     at: int
     nbytes: int
@@ -63,7 +64,8 @@ class _Place(NamedTuple):
 class _Note(NamedTuple):
     """A plain tensor.
 
-    ``begin`` is its first element: first counted in elements of its storage, later in bytes of the file.
+    ``begin`` is the place of its first element: in elements of the storage at first, in bytes of the file after
+    ``_placed``.
     """
 
     dtype: torch.dtype
@@ -73,7 +75,7 @@ class _Note(NamedTuple):
 
 
 def open_stock(folder: SourceFiles) -> StoredState:
-    """Return the state in a checkpoint. It has no checksums.
+    """Return the state in a checkpoint, which has no checksums.
 
     Args:
         folder: The folder of the checkpoint.
@@ -128,7 +130,7 @@ def _box(file: str, place: _Place, note: _Note, dims: int, path: str) -> Box:
 
 
 def _notes(file: InputFile, places: Sequence[_Place], pool: ThreadPoolExecutor) -> Iterator[tuple[_Place, _Note]]:
-    """Yield the contents of the archives at ``places``. Raises ``DamagedCheckpointError``, ``UnsavableStateError``."""
+    """Yield the note of the tensor at each place. Raises ``DamagedCheckpointError``, ``UnsavableStateError``."""
     groups: list[list[_Place]] = []
     for place in places:
         near = groups and place.at + _HEAD_BYTES - groups[-1][0].at <= _READ_BYTES
@@ -193,11 +195,11 @@ def _note_of_older(head: bytes, place: _Place) -> _Note:
     known = [_Unpickler(stream).load() for _ in range(2)]
     if known != [MAGIC_NUMBER, PROTOCOL_VERSION]:
         raise pickle.UnpicklingError(f"it begins with {known!r}")
-    _Unpickler(stream).load()  # facts of the machine that wrote it
+    _Unpickler(stream).load()  # skip the facts about the machine that saved the tensor
     note = _checked(_Unpickler(stream).load(), place)
     if len(_Unpickler(stream).load()) != 1:
         raise pickle.UnpicklingError("it has not one storage")
-    return _placed(note, stream.tell() + 8, place)  # after the number of elements
+    return _placed(note, stream.tell() + 8, place)  # the bytes follow the number of elements
 
 
 def _checked(note: Any, place: _Place) -> _Note:
@@ -207,7 +209,7 @@ def _checked(note: Any, place: _Place) -> _Note:
 
 
 def _placed(note: _Note, payload_at: int, place: _Place) -> _Note:
-    """Return the note of a tensor with a storage that begins at byte ``payload_at`` of the item."""
+    """Return the note with ``begin`` in bytes of the file. The storage begins at byte ``payload_at`` of the item."""
     begin = end = payload_at
     if 0 not in note.shape:  # an empty tensor may begin anywhere
         begin += note.begin * note.dtype.itemsize
@@ -223,7 +225,10 @@ def _other_order(place: _Place) -> UnsavableStateError:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler for one plain tensor. All names resolve to functions of this module, or cannot be called."""
+    """An unpickler for one plain tensor.
+
+    All names resolve to objects of this module, or to dtypes, which cannot be called.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         match module, name:
@@ -259,7 +264,7 @@ class _Hooks(dict[Any, Any]):
 
 
 def _rebuild(storage: Any, first: Any, shape: Any, strides: Any, *more: Any) -> _Note:
-    """Return a note of the tensor that torch would rebuild. If the storage has no dtype, the tensor has it."""
+    """Return a note of the tensor that torch would rebuild. The dtype is among ``more``, or is the storage's."""
     if any(isinstance(each, dict) and each for each in more):
         raise UnsavableStateError(f"a tensor is stored with {more[2:]}, and only plain ones can be exported")
     dtype = more[2] if len(more) > 2 and isinstance(more[2], torch.dtype) else storage

@@ -1,4 +1,4 @@
-"""Stored values, in any source: tensors with the boxes in which they are stored, and objects."""
+"""Types for the stored values of any source: tensors with the boxes in which they are stored, and objects."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class StoredTensor:
     def rows(self) -> Sequence[tuple[int, Box]] | None:
         """Return the boxes in order, each with the position of its first element in the tensor, if each box is a row.
 
-        A row has the elements from its first one on without gaps: the whole tensor, or a shard of its rows. Otherwise
-        return None: the tensor has to be gathered.
+        A row has consecutive elements of the tensor without gaps: the whole tensor, or a shard of its rows. If any box
+        is not a row, return None: the tensor has to be gathered.
         """
         if not all(map(self._is_row, self.boxes)):
             return None
@@ -126,8 +126,8 @@ class StoredObject(NamedTuple):
 class StoredState:
     """A state dict in storage.
 
-    ``keys`` lead to each value, by its name, in the order of the state dict. The name is the keys joined by dots; keys
-    are texts, and positions in lists. ``files`` are open.
+    ``keys`` lead to each value, by its name, in the order of the state dict. A key is a text, or a position in a list.
+    The name is the keys joined by dots. ``files`` are open.
     """
 
     path: str
@@ -137,7 +137,7 @@ class StoredState:
     files: Mapping[str, ChecksummedFile]
 
     def pickles(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return the bytes of the objects ``names``, checked. Raises ``DamagedCheckpointError``, ``StorageError``."""
+        """Return the checked bytes of the objects ``names``. Raises ``DamagedCheckpointError``, ``StorageError``."""
         places = {name: self.objects[name] for name in names}
         data = {name: memoryview(bytearray(place.end - place.begin)) for name, place in places.items()}
         parts = [(*place, address_of(data[name])) for name, place in places.items() if data[name]]
@@ -157,7 +157,8 @@ def fetch(
         pool: The threads that read.
 
     Raises:
-        DamagedCheckpointError, StorageError: Bytes are damaged, or cannot be read. No thread writes to the memory then.
+        DamagedCheckpointError, StorageError: Bytes are damaged, or cannot be read. After an error, no thread writes to
+            the memory.
     """
     by_file: dict[str, list[tuple[int, int, int]]] = {}
     for name, begin, end, address in parts:

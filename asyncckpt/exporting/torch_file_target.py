@@ -34,7 +34,7 @@ def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: st
 
     Raises:
         UntrustedValueError: An object could run code.
-        CheckpointError, UnsavableStateError: An object does not unpickle, or does not pickle again.
+        CheckpointError, UnsavableStateError: An object cannot be unpickled, or cannot be pickled again.
     """
     state: dict[Any, Any] = {}
     storages: dict[str, _Storage] = {}
@@ -58,7 +58,7 @@ def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: st
 
 
 def _put(state: dict[Any, Any], keys: Keys, value: Any) -> None:
-    """Put a value at ``keys``, and make the dicts and lists on the way."""
+    """Put a value at ``keys``, and make the missing dicts and lists that contain it."""
     container: Any = state
     for key, inner in zip(keys, [*keys[1:], None], strict=True):
         if isinstance(container, list):
@@ -73,7 +73,7 @@ def _put(state: dict[Any, Any], keys: Keys, value: Any) -> None:
 
 
 def _plan(pickler: _Pickler, data: bytes) -> FilePlan:
-    """Return the file with the pickle and its storages: tensors to copy, and storages within objects."""
+    """Lay out the file: the pickle and its storages, which are tensors to copy, or storages within objects."""
     known = [
         each if isinstance(each, _Storage) else flat_bytes(pickler.storages[each]).cpu().numpy().tobytes()
         for each in pickler.keys
@@ -95,7 +95,7 @@ def _plan(pickler: _Pickler, data: bytes) -> FilePlan:
 
 
 class _Storage:
-    """The bytes of a tensor that is copied when the file is written."""
+    """A placeholder for the storage of a tensor. The tensor is copied when the file is written."""
 
     def __init__(self, tensor: StoredTensor, dtype: torch.dtype) -> None:
         self.tensor, self.dtype = tensor, dtype
@@ -110,7 +110,7 @@ class _Tensor:
 
 
 class _Pickler(StoragePickler):
-    """A pickler that also knows placeholders of tensors."""
+    """A pickler that pickles placeholders as the tensors and storages that they stand for."""
 
     def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, _Tensor):
@@ -138,7 +138,7 @@ def _reduced(dtype: torch.dtype) -> Any:
 
 
 class _Completed:
-    """Checksums of an archive, computed while it is written. The records that depend on them are filled in."""
+    """Compute the checksums of an archive while it is written, and fill in the records that depend on them."""
 
     def __init__(self, records: Sequence[Record], sizes: Sequence[int], alignment: int) -> None:
         self._records = list(zip(records, sizes, strict=True))

@@ -1,1 +1,1 @@
-"""The formats of files and images: manifest, index, archive, segment layout. Imports no torch."""
+"""The formats of files and images: manifest, index, archive, segment layout. This package does not import torch."""

@@ -1,10 +1,11 @@
 """The archive: the zip file that ``torch.load`` reads, with the storages first and all varying parts behind them.
 
-Each record is stored without compression. A local header before its bytes is padded to align them, and a descriptor
-behind them holds their checksum (CRC-32). So the headers are known before the bytes are, and are the same in every
-save. Record for record this is the output of ``torch.save``, including the padding. So ``torch.load`` may calculate the
-offset of a storage without a look at the file (``torch.utils.serialization.config.load.calculate_storage_offsets``).
-Only the order differs: the pickle, of varying length, follows the storages, so that no storage ever moves.
+Each record is stored without compression. Padding in the local header aligns the record's bytes. A descriptor behind
+the bytes holds their checksum (CRC-32). So the headers are known before the bytes, and are the same in every save.
+
+Each record equals the output of ``torch.save``, including the padding. So ``torch.load`` can calculate the offset of a
+storage without reading the file (``torch.utils.serialization.config.load.calculate_storage_offsets``). Only the order
+of records differs: the pickle, of varying length, follows the storages, so that no storage ever moves.
 
 The format is PKWARE's APPNOTE.TXT. Its 64-bit fields are used if a size or an offset needs them.
 """
@@ -25,7 +26,7 @@ except ImportError:  # isal has no build for this kind of processor
 
 # The folder of all records. torch.save uses the file's own name, or this name if it knows none.
 _FOLDER = "archive"
-# From this value on a 32-bit field holds no number, and the 64-bit fields hold it instead.
+# Numbers from these limits on do not fit a 32-bit or 16-bit field. A 64-bit field holds them instead.
 _LIMIT = 0xFFFFFFFF
 _LIMIT_16 = 0xFFFF
 
@@ -55,7 +56,7 @@ _SMALL_BYTES = 256
 
 
 class Record(NamedTuple):
-    """A record: its header is ``at``, its ``nbytes`` are ``payload_at``, both in bytes from the start of the file."""
+    """A record: its header begins at ``at``, its ``nbytes`` begin at ``payload_at``, both byte offsets in the file."""
 
     name: str
     at: int
@@ -170,7 +171,7 @@ def complete(
             wait_for(end)
             crc = crc32(image[begin:end], crc)
             advance(end)
-        wait_for(record.end)  # nobody writes up to here any more
+        wait_for(record.end)  # otherwise arriving bytes could overwrite the descriptor
         archive.close(record, nbytes, crc)
     archive.finish(alignment)
     return archive.end
@@ -206,7 +207,8 @@ class Archive:
             self._put(_descriptor(record).pack(b"PK\7\x08", crc, nbytes, nbytes))
         name, extra = record.name.encode(), _extra_64(nbytes, record.at)
         size, at = min(nbytes, _LIMIT), min(record.at, _LIMIT)
-        # Zip, version of the maker, needed by the reader, flags, stored, time, date; then no comment, disk, attributes.
+        # Signature, version of the writer, version needed to read, flags, method (stored), time, date, checksum, sizes.
+        # The zeros after the lengths: no comment, first disk, no attributes.
         fields = (b"PK\1\2", _VERSION_64, _version(record), _flags(nbytes), 0, 0, _DATE, crc, size, size)
         self._directory += _CENTRAL.pack(*fields, len(name), len(extra), 0, 0, 0, 0, at) + name + extra
         self._records += 1
@@ -224,8 +226,7 @@ class Archive:
         self._put(self._directory)
         end, count = self.end, self._records
         self._put(
-            # Size of the rest of this record; versions of the maker and for the reader; this disk, the directory's
-            # disk.
+            # Size of the rest of this record, versions of the writer and needed to read, this disk, directory's disk.
             _END_64.pack(b"PK\6\6", _END_64.size - 12, _VERSION_64, _VERSION_64, 0, 0, count, count, nbytes, at)
             + _LOCATOR_64.pack(b"PK\6\7", 0, end, 1)
             + _END.pack(b"PK\5\6", 0, 0, *2 * (min(count, _LIMIT_16),), min(nbytes, _LIMIT), min(at, _LIMIT), 0)
@@ -237,14 +238,14 @@ class Archive:
 
 
 def _place(name: str, at: int, nbytes: int, alignment: int) -> Record:
-    """Return the record with its header ``at``, and its bytes at the next multiple of ``alignment`` behind it."""
+    """Return the record with its header at ``at``, and its bytes at the next multiple of ``alignment`` behind it."""
     name = f"{_FOLDER}/{name}"
     least = at + _LOCAL.size + len(name) + len(_extra_64(nbytes, at)) + _EXTRA.size
     return Record(name, at, -(-least // alignment) * alignment, nbytes)
 
 
 def _small_records(alignment: int, *identity: int) -> dict[str, bytes]:
-    """Return the small records of ``torch.save`` about the file, in its order. torch only logs ``identity``."""
+    """Return the small records about the file, in the order of ``torch.save``. torch only logs ``identity``."""
     return {
         ".format_version": b"1",
         ".storage_alignment": str(alignment).encode(),

@@ -1,8 +1,8 @@
 """The index of a data file: the position of each value, and a checksum (XXH3, 64 bits) for every span.
 
 ``__RANK_0.index.json`` is JSON, free of pickles. The *spans* cover the whole data file, including headers and gaps.
-Each item begins a new span, and a longer item has a span every ``SPAN_BYTES``. So a bad byte is traced to its tensor,
-and a reader verifies only the bytes that it reads.
+Each item begins a new span, and an item longer than ``SPAN_BYTES`` has several spans. So a damaged byte can be traced
+to its tensor, and a reader of one tensor need not verify the whole file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncckpt.format.manifest import FORMAT, MOST_BYTES, NOT_AS_WRITTEN, check_
 
 SPAN_BYTES = 8 << 20
 _FORM_FIELDS = ("kind", "dtype", "shape", "offsets", "nbytes", "lead", "payload_bytes")
-_FIELDS = ("name", "form", "at")  # of an item, with the number of its form
+_FIELDS = ("name", "form", "at")  # the fields of an item in the file; "form" is a number
 
 
 class Item(NamedTuple):
@@ -31,11 +31,11 @@ class Item(NamedTuple):
 
     ``kind`` is "tensor" or "object". ``dtype``, ``shape`` and ``offsets`` (of this chunk in the whole tensor) are empty
     for objects. The value takes ``nbytes`` at ``at``. A tensor's own bytes are ``payload_bytes`` at ``payload_at``.
-    Both positions count from the start of the file. An object's bytes are followed by zeros, its space to grow.
+    Both positions count from the start of the file. Zeros after an object's bytes leave space for a longer object.
 
     In an index, all fields except the name and the position are the item's *form*. A form is stored once for all items
-    that share it. ``lead`` is the number of bytes before the payload. The lists of a form are shared, so nobody may
-    change them.
+    that share it. ``lead`` is the number of bytes before the payload. Items share the lists of a form: never change
+    them.
     """
 
     name: str
@@ -147,14 +147,14 @@ def _items(found: Mapping[str, Any]) -> list[Item]:
     """Return the items of a parsed index, with checked types. Raises one of ``NOT_AS_WRITTEN``."""
     if not found["items"]:
         return []
-    # Work by columns, because for 100,000 items each microsecond would be a tenth of a second.
+    # Work by columns: for 100,000 items, one microsecond an item adds up to a tenth of a second.
     names, numbers, ats = zip(*found["items"], strict=True)
     kinds, dtypes, shapes, offsets, *sizes = zip(*found["forms"], strict=True)
     are_typed = {*map(type, chain(names, kinds, dtypes))} == {str} and {*map(type, chain(shapes, offsets))} == {list}
     if not are_typed or list(map(len, shapes)) != list(map(len, offsets)):
         raise ValueError("what it says of an item")
     known = [*numbers, *ats, *chain(*sizes), *chain(*shapes), *chain(*offsets)]
-    if {*map(type, known)} != {int} or not 0 <= min(known) <= max(known) < MOST_BYTES // 2:  # two of them are added up
+    if {*map(type, known)} != {int} or not 0 <= min(known) <= max(known) < MOST_BYTES // 2:  # sums of two stay valid
         raise ValueError("a size of an item")
     columns = (map(each.__getitem__, numbers) for each in (kinds, dtypes, shapes, offsets))
     nbytes, leads, payload_bytes = (map(each.__getitem__, numbers) for each in sizes)

@@ -52,7 +52,7 @@ UPLOADED_NAME = "asyncckpt.uploaded"
 """A file in a local checkpoint that was uploaded. It holds the name of the checkpoint's attempt."""
 _DATA_NAME = re.compile(r".*__(\d+)_(\d+)\.distcp", re.DOTALL)
 _INDEX_NAME = re.compile(r"__\d+_\d+\.index\.json")
-_LONGEST_S = 1e12  # also for moments, in seconds since the epoch
+_LONGEST_S = 1e12  # limit of a timing; one timing, ``CALLED_AT``, is in seconds since the epoch
 _SHORT_BYTES = 240
 DIGEST_BYTES = 16
 MOST_BYTES, _MOST_RANKS = 1 << 63, 10_000_000
@@ -119,8 +119,8 @@ def digest_of(data: memoryview) -> bytes:
 def checksums_in(digests: bytes, spans: Iterable[tuple[int, int]], data: memoryview) -> array[int]:
     """Return the checksums of ``spans`` of ``data``, each with its begin and end, from their concatenated ``digests``.
 
-    For more than 240 bytes, XXH3 makes both from one state, and the low half of the digest is the checksum (see its
-    specification, and ``xxhash.h``).
+    For more than 240 bytes, XXH3 computes checksum and digest from one state, and the low half of the digest is the
+    checksum (see its specification, and ``xxhash.h``).
     """
     halves = array("Q", digests)
     if sys.byteorder == "little":  # the digests are big-endian, the high half first
@@ -138,8 +138,8 @@ class Upload:
 
     Attributes:
         to: Folder of the copy, of the same step.
-        sets_aside: Rename a checkpoint that stands there. Otherwise none may stand there.
-        must: Copy it even if a newer checkpoint waits, too.
+        sets_aside: Rename an existing checkpoint at ``to``. With False, an existing checkpoint is an error.
+        must: Copy this checkpoint even if a newer checkpoint is also waiting for its upload.
         keep_last, keep: Retention at the other place, as in ``WriteRequest``.
         timeout: Seconds until the copy has to be complete.
     """
@@ -156,16 +156,16 @@ class Upload:
 class Manifest:
     """The description of a checkpoint; the fields are in the order of the file. ``keep``: retention leaves it alone.
 
-    ``created``: seconds since the epoch. Among the steps of a root, a later commit has a later time. ``began``: when
-    the training began that saved this, by the same clock. Retention leaves older checkpoints alone. ``version``:
-    version of asyncckpt that has written this.
+    ``created``: time of the commit, in seconds since the epoch. Among the steps of a root, a later commit has a later
+    time. ``began``: start of the training that saved the checkpoint, by the same clock. Retention leaves checkpoints
+    from before this time alone. ``version``: the version of asyncckpt that wrote the checkpoint.
 
     ``files`` maps names, with "/" between the parts of a path, to ``{"bytes": int, "xxh3": hex}``. A large file maps to
     ``{"bytes": int, "index": name}``.
 
     ``timings``: by name, the value of each rank (see ``of_all_ranks``).
 
-    ``upload``: the intent to copy this checkpoint to another place; None: it is not to be copied.
+    ``upload``: the intent to copy this checkpoint to another place; None: there is no such intent.
     """
 
     attempt: str

@@ -1,4 +1,4 @@
-"""The layout of a segment. The trainer makes it, and sends it to the worker and to readers."""
+"""The layout of a segment. The trainer makes the layout, and sends it to the worker and to readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncckpt.format.manifest import data_name
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes of a segment: ``nbytes`` from ``offset``."""
+    """A range of bytes in a segment: ``nbytes`` from ``offset`` on."""
 
     offset: int
     nbytes: int
@@ -18,9 +18,9 @@ class Region:
 
 @dataclass(frozen=True)
 class LargeFile:
-    """A large file in an image: ``nbytes`` from ``begin``, both whole pages.
+    """A large file in an image. The file takes ``nbytes`` from ``begin`` on, both multiples of the page size.
 
-    ``index_head`` is the constant part of its index.
+    ``index_head`` is the constant part of the file's index.
     """
 
     begin: int
@@ -34,7 +34,7 @@ class LargeFile:
 
 @dataclass(frozen=True)
 class SpannedFile(LargeFile):
-    """A large file with constant offsets. It ends at ``length``, in bytes.
+    """A large file with constant offsets, of ``length`` bytes.
 
     ``spans`` holds the span boundaries in the file, as unsigned 64-bit numbers. Each span has one checksum.
     """
@@ -52,8 +52,8 @@ class SpannedFile(LargeFile):
 class DataFile(SpannedFile):
     """A data file of DCP, in ``folder`` of the checkpoint ("" is the top).
 
-    Its name has a ``prefix``, and its ``number`` among the rank's files in that folder. ``is_frozen``: it holds tensors
-    that are likely to stay the same.
+    The file's name has a ``prefix``, and the file's ``number`` among the rank's files in that folder. ``is_frozen``:
+    the file holds tensors that probably never change.
     """
 
     number: int
@@ -77,10 +77,10 @@ class SafetensorsData(SpannedFile):
 
 @dataclass(frozen=True)
 class ArchiveData(LargeFile):
-    """A file in the format of ``torch.save``, an archive (see ``archive.py``), which the worker completes.
+    """A file in the format of ``torch.save``: an archive (see ``archive.py``) that the worker completes.
 
-    ``sizes`` holds unsigned 64-bit numbers: the alignment of its records, the space for the pickle, and the size of
-    each storage, in bytes.
+    ``sizes`` holds unsigned 64-bit numbers, in bytes: the alignment of the records, the space for the pickle, and the
+    size of each storage.
     """
 
     path: str
@@ -108,7 +108,7 @@ class CheckpointLayout:
         return self.metadata, *(region for file in self.data_files for region in (file.index_head, file.spans))
 
     def published_files(self, number: int) -> tuple[DataFile, ...]:
-        """Return the files that readers of a published image see: all of them. ``number`` is 0."""
+        """Return all data files, because readers of a published image see all of them. ``number`` is 0."""
         return self.data_files
 
     def data(self, slot: int, file: DataFile) -> Region:
@@ -120,8 +120,8 @@ class CheckpointLayout:
 class FileSetLayout:
     """The places of the large files of a set in a segment. ``data_bytes`` and ``slots`` are as in ``CheckpointLayout``.
 
-    ``files``: files that consist only of the trainer's bytes come first. ``metadata`` has a ``.metadata`` for each
-    folder of DCP. The folders can be published, in that order.
+    ``files`` begins with the files that contain only bytes from the trainer. ``metadata`` has each folder of DCP, and
+    the region of its ``.metadata``. Each of these folders can be published, by its number in ``metadata``.
     """
 
     files: tuple[LargeFile, ...]
@@ -130,7 +130,7 @@ class FileSetLayout:
     metadata: tuple[tuple[str, Region], ...]
 
     def constants(self) -> tuple[Region, ...]:
-        """Return no regions. Nobody asks for them, because no image of a set is held."""
+        """Return no regions, because workers hold no images of a set."""
         return ()
 
     def published_files(self, number: int) -> tuple[DataFile, ...]:
@@ -157,11 +157,11 @@ class TorchFileLayout:
 
 @dataclass(frozen=True)
 class WeightsLayout:
-    """The layout of a segment that has only a header page. Its ``slots`` are other segments, by number.
+    """The layout of a segment that has only a header page. ``slots`` has the numbers of other segments.
 
-    Each of them is a file of tensors with its own index (see ``asyncckpt/weights/layout.py``). ``files``: the places of
-    several files in a slot, for a version that several ranks have published (see ``transfer/mirror.py``). If empty, a
-    slot is one file.
+    Each slot is a file of tensors with its own index (see ``asyncckpt/weights/layout.py``). If several ranks have
+    published the version, a slot has several files, and ``files`` has their places (see ``transfer/mirror.py``).
+    Otherwise ``files`` is empty.
     """
 
     slots: tuple[int, ...]

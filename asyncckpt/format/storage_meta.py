@@ -1,6 +1,6 @@
-"""The bytes of DCP's ``.metadata`` as pickled here: its end, and the names of its data files.
+"""Work on the pickled bytes of DCP's ``.metadata``: make and remove their end, and find the names of data files.
 
-Only the end differs from save to save. It holds the path and the id of the checkpoint.
+Only the end differs between saves. The end holds the path and the id of the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ _DATA_NAME = re.compile(rb"X(.{4})([^\x00-\x1f]{0,4000}?__\d+_\d+\.distcp)", re.
 def storage_meta(path: str, save_id: str) -> bytes:
     """Return the replacement for the last byte of DCP's ``.metadata``. All bytes before it are the same in every save.
 
-    The replacement holds the last opcodes of the pickle. They set the ``storage_meta`` of the object before them, as
-    DCP's writer does.
+    The replacement holds the last opcodes of the pickle. They set the object's ``storage_meta``, as DCP's writer does.
 
     Args:
         path: Path of the checkpoint.

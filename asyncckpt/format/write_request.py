@@ -1,4 +1,4 @@
-"""What a worker is to write of a save."""
+"""Requests to a worker to write a save, and descriptions of the images that workers hold."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from asyncckpt.format.manifest import Upload
 from asyncckpt.format.segment_layout import CheckpointLayout
 
 Existing = Literal["refuse", "replace", "join", "set aside"]
-"""What a save does where its path exists: it is refused; a checkpoint that is there is replaced, whole, in one step;
-its files are put beside those of others, DCP's ``.metadata`` after all it names; or what is there gets another name,
-but for a link, which goes. Whoever replaces, or joins, follows a link."""
+"""The rule for a save if its path exists.
+
+- "refuse": the save fails.
+- "replace": the save replaces an existing checkpoint as a whole, in one step. It follows a link.
+- "join": the save puts its files beside the existing files, and DCP's ``.metadata`` last. It follows a link.
+- "set aside": the save renames the existing folder or file. It removes an existing link.
+"""
 
 
 ANY_PLAN = -1
-"""The number of the plan of a rank that has nothing to stage."""
+"""The plan number of a rank without anything to stage. It fits every plan of the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Pointer:
     Args:
         path: The text file.
         text: The text that names the checkpoint.
-        needs: Other paths that the text stands for. The pointer advances only when all of them exist.
+        needs: Other paths that the checkpoint needs. The pointer advances only when all of them exist.
         at: Time of the save, in nanoseconds since the epoch. A pointer with a later time is left alone.
     """
 
@@ -40,8 +44,8 @@ class Rotation:
     """Older checkpoints to remove when a newer one is durable.
 
     Args:
-        paths: Folders or files, the oldest first.
-        spares: Number of existing ones that stay, counted from the newest.
+        paths: Folders or files of older checkpoints, the oldest first.
+        spares: Number of existing paths that stay, counted from the newest.
     """
 
     paths: tuple[str, ...]
@@ -50,17 +54,29 @@ class Rotation:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """What the worker is to write from one slot: this rank's part of the checkpoint at ``path`` (absolute), or a file.
+    """The order to write one slot: this rank's part of a checkpoint, or a single file.
 
-    ``save_id`` and ``attempt`` are the same on all ranks. So is ``plan``, the number of the image's plan, or the parts
-    do not belong together. ``timeout``: seconds until it has to be committed. ``pickle_bytes``: of the pickle of each
-    archive. ``small_files``: by their names, what is not staged. ``umask``: the trainer's. ``since``: it is newer than
-    all created up to then. ``began``: when the training began, for the manifest. ``upload``, ``pointer``, ``rotation``,
-    on the first rank: the worker carries them out after the commit, the last two by ``storage/follow_up.py``.
-    ``called_at``: when ``save`` was called, in seconds since the epoch. ``is_copied``: other hosts are to have copies.
-    ``most_links``: how many saves in a row may take a file that has not changed from the one before.
-    ``refuses_differing``: it fails if ranks have different values under one name. ``version``: of this package, for the
-    manifest. The worker imports nothing more by then.
+    All times are in seconds since the epoch.
+
+    Attributes:
+        save_id, attempt: Identify the save and its attempt. They are the same on all ranks.
+        path: Absolute path of the checkpoint or file.
+        existing: The rule if ``path`` exists.
+        timeout: Seconds until the save has to be committed.
+        pickle_bytes: Size of the pickle of each archive, in bytes.
+        small_files: Names and contents of the files that are not staged.
+        umask: The trainer's umask.
+        since: This save is newer than every checkpoint created up to this time.
+        began: Start of the training, for the manifest.
+        plan: Number of the image's plan. Parts of different plans do not belong together, except ``ANY_PLAN``.
+        upload, pointer, rotation: Tasks of the first rank's worker after the commit. ``storage/follow_up.py`` carries
+            out the last two.
+        called_at: Time of the call of ``save``.
+        is_copied: Whether other hosts keep copies of the image.
+        most_links: Maximum number of consecutive saves that link to an unchanged file of the save before.
+        refuses_differing: Fail the save if ranks have different values under one name.
+        version: Version of this package, for the manifest. The trainer sends it, because the worker imports nothing
+            more by then.
     """
 
     save_id: int
@@ -93,11 +109,14 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class HeldImage:
-    """A whole image in the memory of a worker: what was staged for ``request``, in a segment of that ``layout``.
+    """A complete image in the memory of a worker, staged for ``request`` in a segment with that ``layout``.
 
-    ``constants`` and ``checksums``: of the layout's constant regions, and of the image's spans (unsigned 64-bit
-    numbers). ``committed``: whether that save was; None: it has not ended yet. ``staged_at``: when it was whole, by
-    ``time.monotonic``. ``is_copy``: of a rank on another host.
+    Attributes:
+        constants: Checksums of the layout's constant regions.
+        checksums: Checksums of the image's spans, as unsigned 64-bit numbers.
+        committed: Whether the save was committed; None: the save has not ended yet.
+        staged_at: Time when the image was complete, by ``time.monotonic``.
+        is_copy: Whether this is a copy of the image of a rank on another host.
     """
 
     request: WriteRequest
@@ -110,12 +129,12 @@ class HeldImage:
 
 
 COPY_SLOTS = 2
-"""Images of each rank that copies are kept of: the last one that all have, and the one that is coming."""
+"""Number of images to keep of each copied rank: the image of the last replicated save, and the newest image."""
 
 
 @dataclass(frozen=True)
 class CopiedRank:
-    """A rank on another host, of which copies are kept: in a segment of ``nbytes`` for each structure."""
+    """A rank on another host. This host keeps copies of its images, in a segment of ``nbytes`` for each plan."""
 
     rank: int
     nbytes: int
@@ -123,7 +142,7 @@ class CopiedRank:
 
 @dataclass(frozen=True)
 class ImageKey:
-    """Which image: of an attempt to save, the part of one rank. No two images have the same, whoever holds them."""
+    """The key of an image: the attempt of the save, and the rank. Copies of an image have the same key."""
 
     attempt: str
     rank: int
@@ -131,12 +150,12 @@ class ImageKey:
 
 @dataclass(frozen=True)
 class ImageSummary:
-    """An image in a few bytes: the request it was staged for, without small files, and whether that is committed."""
+    """A short description of an image: its request without small files, and ``committed`` as in ``HeldImage``."""
 
     request: WriteRequest
     committed: bool | None
 
     @property
     def key(self) -> ImageKey:
-        """Which one it is."""
+        """The key of the image."""
         return ImageKey(self.request.attempt, self.request.rank)

@@ -1,1 +1,1 @@
-"""Save calls that people already have, made asynchronous. An integration imports ``asyncckpt.extension``."""
+"""Make the save calls of existing frameworks asynchronous. An integration imports ``asyncckpt.extension``."""

@@ -1,8 +1,8 @@
 """Capture the files that transformers, accelerate and peft write while they save, as one set of files.
 
-The frameworks save as always, but into a scratch folder that stands for the checkpoint's folder. Calls of
-``torch.save``, safetensors and DCP for a place in the scratch folder write nothing: their arguments are kept for the
-engine. All other files are read from the scratch folder in the end, so nothing that the frameworks write is lost.
+The frameworks save as usual, but to a scratch folder instead of the checkpoint's folder. Calls of ``torch.save``,
+safetensors and DCP with a path in the scratch folder write nothing. Their arguments are kept for the engine. All other
+files are read from the scratch folder at the end, so no file of the frameworks is lost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class SeenTensors:
-    """Tensors that were given to a saving function and are copied later, with a record of their values.
+    """The tensors of captured save calls. This class detects changes before the engine copies the tensors.
 
     Only tensors in dicts and lists are recorded. Other objects are not searched.
     """
@@ -58,8 +58,8 @@ class SeenTensors:
         tensors = [_local(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         tensors = [each for each in tensors if each.layout == torch.strided and each.numel() and not each.is_meta]
         self._seen += [(name, tensor, _form(tensor)) for tensor in tensors]
-        # ``_version`` does not count changes through ``.data``. All tensors are compared, because merging adapters
-        # changes only some of them.
+        # ``_version`` does not count changes through ``.data``, so compare elements, too. Compare all tensors, because
+        # merging adapters changes only some of them.
         self._elements.append((name, tensors, _first_elements(tensors)))
 
     def changed(self) -> list[str]:
@@ -74,7 +74,7 @@ class SeenTensors:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # the shard of a DTensor
     return local
 
 
@@ -88,14 +88,14 @@ def _first_elements(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     found: dict[tuple[torch.device, type], list[torch.Tensor]] = {}
     for tensor in tensors:
         first = tensor.detach()[(0,) * tensor.dim()]
-        # Viewing the bytes of a quantized tensor crashes the process. torch refuses to view those of a conjugate view.
+        # Viewing a quantized tensor as bytes crashes the process. torch refuses to view a conjugate tensor as bytes.
         first = first.int_repr() if first.is_quantized else first.resolve_conj().resolve_neg()
         first = first.reshape(1).view(torch.uint8)
         found.setdefault((first.device, type(first)), []).append(first)
     return [torch.cat(each) if len(each) > 1 else each[0].clone() for each in found.values()]
 
 
-# Modules that have a name for safetensors' save_file. A module that is not imported cannot call the function.
+# Modules that refer to safetensors' save_file, and its name there. A module that is not imported is left alone.
 _SAFETENSORS = (
     ("safetensors.torch", "save_file"),
     ("transformers.modeling_utils", "safe_save_file"),
@@ -108,13 +108,13 @@ _turn = threading.RLock()  # a capture replaces functions of the whole process, 
 
 
 class Capture:
-    """The files that the thread which made this object writes in one folder."""
+    """The captured files of one folder. Only calls from the thread that made this object are captured."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         """Begin with no files.
 
         Args:
-            folder: The scratch folder, which stands for the checkpoint's folder.
+            folder: The scratch folder, used instead of the checkpoint's folder.
             kind: The kind of the set, see ``FileSet``.
         """
         self.folder = folder
@@ -143,7 +143,7 @@ class Capture:
             if name is None or pickle_module is not pickle or more or and_:
                 stock(obj, f, pickle_module, pickle_protocol, *more, **and_)
             else:
-                self.files.contents.pop(name, None)  # the second save of a name counts
+                self.files.contents.pop(name, None)  # a second save to the same path replaces the first
                 self.files.add_torch_file(name, obj, pickle_protocol)
                 self._seen.add(name, obj)
 
@@ -169,7 +169,7 @@ class Capture:
         @functools.wraps(stock)
         def save(state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
             writer = options.get("storage_writer")
-            # A derived writer may write something else, or in another way.
+            # A subclass of the writer may write other bytes.
             name = self.name_of(writer.path) if type(writer) is FileSystemWriter else None
             if name is None or args or set(options) - {"storage_writer", "planner"}:
                 return stock(state_dict, *args, **options)
@@ -180,7 +180,7 @@ class Capture:
         return save
 
     def take_written(self) -> None:
-        """Add the files that the frameworks have written themselves.
+        """Add the files that the frameworks have written to the scratch folder themselves.
 
         Raises ``UnsavableStateError`` if a tensor has changed since it was captured.
         """
@@ -201,7 +201,7 @@ class Capture:
 
 @contextlib.contextmanager
 def capturing(name: str, kind: str = "") -> Iterator[Capture]:
-    """Capture what this thread writes in ``Capture.folder``. On success ``Capture.files`` has all files at the end.
+    """Capture the files that this thread saves to ``Capture.folder``. After the block ``Capture.files`` has all files.
 
     Args:
         name: The name of the folder. It is the only entry of its parent folder.
@@ -224,7 +224,7 @@ def capturing(name: str, kind: str = "") -> Iterator[Capture]:
 
 
 def _warn_of_others(folder: Path) -> None:
-    """Warn of files beside the scratch folder, which are lost."""
+    """Warn about files beside the scratch folder, because they are lost."""
     beside = [each for each in folder.parent.iterdir() if each != folder]
     if others := [each.name for each in beside if each.is_file() or any(each.rglob("*"))]:
         logger.warning("not saved, as it was written beside the folder of the checkpoint: %s", ", ".join(others))
@@ -233,8 +233,8 @@ def _warn_of_others(folder: Path) -> None:
 def wait_for_dead_trainer(root: str, config: Config | None) -> None:
     """Wait on all ranks until the worker of a dead trainer has written its staged checkpoints to ``root``.
 
-    Only workers on the first rank's host are known, and only if their locks are visible. After ``Config.timeout``
-    seconds a warning says that an older checkpoint may be the newest.
+    This function finds only workers on the first rank's host, and only if their locks are visible. After
+    ``Config.timeout`` seconds it logs a warning that training may resume from an older checkpoint.
     """
     try:
         from_first(partial(wait_for_attempts, absolute_path(root), Config.given(config).timeout, _locked(root)))
@@ -243,12 +243,12 @@ def wait_for_dead_trainer(root: str, config: Config | None) -> None:
 
 
 def lock_for_worker(root: str, config: Config | None) -> None:
-    """Have the first rank's worker, once it starts, hold the lock that ``wait_for_dead_trainer`` looks for."""
+    """Make the first rank's worker hold the lock that ``wait_for_dead_trainer`` looks for, once it starts."""
     engines.get(config=config).claim(Claim(_locked(root), None))
 
 
 def _locked(root: str) -> str:
-    """Return the name of the lock: an address, so that its file is in the runtime folder. No framework uploads that."""
+    """Return the lock's name: an address, so that the lock file is in the runtime folder, which nothing uploads."""
     return f"file://{absolute_path(root)}"
 
 
@@ -264,8 +264,8 @@ def begin_save(
     """Save the captured files, with all ranks, and return when the caller may change its tensors.
 
     Args:
-        place: The folder. When the new checkpoint is durable, it replaces a checkpoint of ours at that place. Anything
-            else, such as a checkpoint that transformers has written, is renamed then and never deleted: it may be the
+        place: The folder. When the new checkpoint is durable, it replaces an older checkpoint of ours. Any other
+            contents, such as a checkpoint of transformers, are then renamed and never deleted, because they may be the
             only copy.
         capture: The captured files.
         step: The training step of the checkpoint.
@@ -285,7 +285,7 @@ def begin_save(
 
 @contextlib.contextmanager
 def told_to_all(place: str, step: int | None, config: Config | None) -> Iterator[None]:
-    """Make an error in this block, which prepares a save, fail the save on all ranks. The others would wait otherwise.
+    """Fail the save on all ranks if the block, which prepares it, raises. Otherwise the other ranks would wait.
 
     Args: as for ``begin_save``.
     """
@@ -302,14 +302,14 @@ def told_to_all(place: str, step: int | None, config: Config | None) -> Iterator
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Set the attribute ``name`` of ``owner`` for the block, then restore it. It may be an attribute of the class."""
+    """Set attribute ``name`` of ``owner`` for the block, then restore it. The class may have the old value."""
     own = vars(owner)
     before = own.get(name, replaced)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own.get(name) is value:  # else other code has replaced the attribute meanwhile, for longer
+        if own.get(name) is value:  # otherwise keep the newer replacement by other code
             if before is replaced:
                 delattr(owner, name)
             else:

@@ -4,7 +4,7 @@
 
 All calls with the same process group share one engine (see ``engine/shared.py``), configured by the environment. A call
 with DCP's own writer or reader for folders uses our engine. A call with any other writer or reader goes to DCP.
-``EnginePlanner`` and ``EngineWriter`` are for code that has to go on calling DCP's ``save``.
+``EnginePlanner`` and ``EngineWriter`` are for code that must keep calling DCP's own ``save``.
 """
 
 from __future__ import annotations
@@ -64,25 +64,26 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Any:
-    """Save ``state_dict`` in a folder. A checkpoint at that place is replaced whole, in one step.
+    """Save ``state_dict`` in a folder. An existing checkpoint there is replaced in one step.
 
     Args:
         state_dict: The caller may change its tensors when this returns.
         checkpoint_id: The folder.
-        storage_writer: DCP's ``FileSystemWriter`` gives the folder and says whether to overwrite. With any other writer
-            the call goes to DCP's own ``async_save``.
-        planner: DCP's, or the user's own.
+        storage_writer: A ``FileSystemWriter`` of DCP sets the folder and the overwrite option. A call with any other
+            writer goes to DCP's own ``async_save``.
+        planner: A planner of DCP, or the user's own.
         process_group: The ranks that save together; None for the whole job.
-        async_checkpointer_type, async_stager, use_collectives: Change nothing; they choose between DCP's own ways.
+        async_checkpointer_type, async_stager, use_collectives: Options of DCP's own code. In a save by our engine only
+            ``async_stager`` counts, for the type of the result.
         no_dist: This process saves alone.
 
     Returns:
-        A future that ends when the checkpoint is complete and durable on all ranks. For a stager that stages
-        asynchronously: DCP's ``AsyncSaveResponse`` with that future, and a staging future that has ended.
+        A future that ends when the checkpoint is complete and durable on all ranks. If ``async_stager`` stages
+        asynchronously, the result is DCP's ``AsyncSaveResponse`` with that future and with a done staging future.
 
     Raises:
         ValueError: There is neither a ``storage_writer`` nor a ``checkpoint_id``.
-        CheckpointException: DCP's, if there is a checkpoint and the writer does not overwrite.
+        CheckpointException: DCP's error: a checkpoint exists, and the writer does not overwrite.
         CheckpointError: As ``Engine.save`` raises.
     """
     ranks: dict[str, Any] = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
@@ -110,7 +111,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Metadata:
-    """Save as ``async_save`` does, and wait until the checkpoint is durable. Raise any error until then.
+    """Save as ``async_save`` does, and wait until the checkpoint is durable. Raise any error of the save.
 
     Args:
         state_dict, storage_writer, checkpoint_id, planner, process_group, no_dist, use_collectives: As for
@@ -145,7 +146,7 @@ def begin_save(
     config: Config | None = None,
     **_: Any,
 ) -> Save:
-    """Save as ``async_save`` does, for calls that ``says_folder`` accepts, and return our own handle.
+    """Save as ``async_save`` does, and return our own handle. ``says_folder`` must accept the arguments.
 
     Args:
         state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist: As for ``async_save``.
@@ -155,7 +156,7 @@ def begin_save(
     existing = _existing(folder, overwrite=getattr(storage_writer, "overwrite", True))
     engine = engines.get(process_group, alone=no_dist, config=config)
     save = engine.save(folder, state_dict, existing=existing, planner=planner)
-    save.synchronize_staging(engine.config.timeout)  # DCP's callers do not know ``Config.overlap``
+    save.synchronize_staging(engine.config.timeout)  # DCP's callers change tensors at once, despite Config.overlap
     return save
 
 
@@ -173,12 +174,11 @@ def load(
     """Load a checkpoint, ours or stock DCP's, into ``state_dict``, in place. Raises as ``loading.load`` does.
 
     Args:
-        state_dict: Its tensors are written to.
-        storage_reader: DCP's ``FileSystemReader`` gives the folder. With any other reader the call goes to DCP's own
-            ``load``. So does a ``FileSystemReader`` with ``weights_only=False`` if each rank's metadata is in its own
-            file.
+        state_dict: The state dict to fill. The load overwrites its tensors.
+        storage_reader: A ``FileSystemReader`` of DCP sets the folder. A call with any other reader goes to DCP's own
+            ``load``. A call with ``weights_only=False`` also goes to DCP if each rank's metadata is in its own file.
         checkpoint_id, planner, process_group, no_dist: As for ``async_save``.
-        weights_only: Load nothing that could run code. DCP's own ``load`` has no such limit.
+        weights_only: Refuse values that could run code. DCP's own ``load`` does not refuse them.
         strict: Raise if the checkpoint lacks a value of the state dict. If False, that value stays unchanged.
 
     Returns:
@@ -212,9 +212,9 @@ def says_folder(storage: Any, checkpoint_id: CheckpointId | None) -> bool:
     """Return whether our engine serves a call with these arguments. If not, warn once: the call goes to DCP.
 
     Args:
-        storage: The caller's writer or reader. Our engine serves DCP's own classes for folders, with DCP's plain
-            format. Any other storage may do something else.
-        checkpoint_id: The folder. An address (``s3://``) goes to DCP.
+        storage: The caller's writer or reader. Our engine serves ``FileSystemWriter`` and ``FileSystemReader`` with the
+            default format and without extensions. Any other storage may behave differently.
+        checkpoint_id: The folder. A call with an address (``s3://``) goes to DCP.
     """
     if storage is None:
         if "://" not in str(checkpoint_id) or isinstance(checkpoint_id, os.PathLike):
@@ -232,7 +232,7 @@ def says_folder(storage: Any, checkpoint_id: CheckpointId | None) -> bool:
 class EnginePlanner(DefaultSavePlanner):
     """Planner for ``torch.distributed.checkpoint.save(planner=...)``, together with ``EngineWriter``.
 
-    It gives DCP nothing to gather, deduplicate, scatter or broadcast, because the engine keeps its own plan.
+    The planner gives DCP nothing to gather, deduplicate, scatter or broadcast, because the engine keeps its own plan.
     """
 
     def set_up_planner(
@@ -242,7 +242,7 @@ class EnginePlanner(DefaultSavePlanner):
 
         Args:
             state_dict: The state that ``EngineWriter`` saves.
-            storage_meta, is_coordinator: Change nothing.
+            storage_meta, is_coordinator: Ignored.
         """
         self.given = state_dict
 
@@ -262,9 +262,9 @@ class EnginePlanner(DefaultSavePlanner):
 class EngineWriter(StorageWriter):
     """Writer for ``torch.distributed.checkpoint.save(storage_writer=...)``, together with ``EnginePlanner``.
 
-    DCP's collectives still run, and carry some bytes a rank. DCP's ``save`` returns when the checkpoint is committed.
-    On every rank it returns an empty ``Metadata``; ``.metadata`` in the checkpoint is complete. One writer serves any
-    number of saves. DCP's ``async_save`` uses the writer in a thread of its own.
+    DCP's collectives still run, with a few bytes per rank. DCP's ``save`` returns when the checkpoint is committed. The
+    returned ``Metadata`` is empty on every rank; the file ``.metadata`` in the checkpoint is complete. One writer
+    serves any number of saves. DCP's ``async_save`` uses the writer in a thread of its own.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class EngineWriter(StorageWriter):
         process_group: dist.ProcessGroup | None = None,
         planner: SavePlanner | None = None,
     ) -> None:
-        """Start no worker yet.
+        """Set the folder and make the engine. The first save starts the worker.
 
         Args:
             path: The folder for calls of DCP's ``save`` without a ``checkpoint_id``.
@@ -307,7 +307,7 @@ class EngineWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        pass  # the workers have committed it
+        pass  # the workers have committed the checkpoint
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
@@ -356,16 +356,16 @@ def _folder(checkpoint_id: CheckpointId | None, storage: Any = None) -> str:
         checkpoint_id = storage.path
     if checkpoint_id is None:
         raise ValueError("checkpoint_id, the folder of the checkpoint, is missing")
-    absolute_path(checkpoint_id)  # refuses an address
+    absolute_path(checkpoint_id)  # raises for an address
     return os.fspath(checkpoint_id)
 
 
 def _existing(folder: str, *, overwrite: bool = True) -> Literal["refuse", "replace", "join"]:
     """Return how to treat the contents of ``folder``: as in DCP, but a lone checkpoint is replaced in one step."""
     folder, storage = os.path.realpath(folder), storage_for(folder)  # DCP follows links
-    with contextlib.suppress(StorageError):  # the first rank reports it to all ranks
+    with contextlib.suppress(StorageError):  # the first rank's save reports the error to all ranks
         if not overwrite and (storage.exists(os.path.join(folder, METADATA_NAME)) or storage.may_put(folder, "refuse")):
-            return "refuse"  # even if the place is still free: a file that appears before the rename stays
+            return "refuse"  # also if the folder is free, to keep a file that appears before the rename
         if not storage.may_put(folder, "replace"):
-            return "join"  # other files are there; DCP puts its own beside them
+            return "join"  # the folder has other files, and DCP writes beside them
     return "replace"

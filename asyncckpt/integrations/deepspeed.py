@@ -1,10 +1,10 @@
-"""DeepSpeed's checkpoints, asynchronously: one line to switch.
+"""Save DeepSpeed's checkpoints asynchronously: one line to switch.
 
     engine, *_ = deepspeed.initialize(...)
     attach(engine)  # then engine.save_checkpoint(folder) as ever
 
-The files of all ranks under one tag are one set. The set gets the name of the tag in one step, when all files are
-durable. Then the first rank's worker has ``latest`` name that tag, also after the trainer was killed.
+The files of all ranks under one tag form one checkpoint. The folder gets the tag as its name in one step, when all
+files are durable. Then the first rank's worker writes the tag to ``latest``, even if the trainer was killed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def attach(engine: Any, config: Config | None = None) -> None:
     ``load_checkpoint``, which waits until all saves have ended.
 
     Args:
-        engine: The result of ``deepspeed.initialize``. The caller's own code has to save by it, because a framework
-            above it would remove older checkpoints too early. DeepSpeed itself saves, with a warning, to node-local
-            storage, from NVMe, from a device mesh, or by a checkpoint engine other than its own for ``torch.save``.
+        engine: The result of ``deepspeed.initialize``. The caller's own code must call ``save_checkpoint``, because a
+            framework above DeepSpeed would remove older checkpoints too early. DeepSpeed saves by itself, with a
+            warning, if the engine uses node-local storage, NVMe offload of the optimizer, a device mesh, or a
+            checkpoint engine other than ``TorchCheckpointEngine``.
         config: Config of the job's engine, if this is its first save; None: from the environment.
     """
     if not isinstance(getattr(engine.save_checkpoint, "__self__", None), _Saves):
@@ -45,7 +46,7 @@ def attach(engine: Any, config: Config | None = None) -> None:
 
 
 class _Saves:
-    """The saves of one DeepSpeed engine. The methods replace those of the engine."""
+    """The saves of one DeepSpeed engine. The public methods replace the engine's own."""
 
     def __init__(self, engine: Any, config: Config | None) -> None:
         self._engine, self._config = engine, config
@@ -96,7 +97,7 @@ class _Saves:
 
 
 class _CollectingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no types
-    """A checkpoint engine, in DeepSpeed's sense, that collects the files of one folder as a set."""
+    """A checkpoint engine of DeepSpeed that collects the files of one folder instead of writing them."""
 
     def __init__(self, stock: Any, folder: str, kind: str) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class _CollectingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
 
 
 def _why_stock(engine: Any) -> str | None:
-    """Return why DeepSpeed has to save this engine itself; None: asyncckpt can."""
+    """Return the reason why DeepSpeed has to save this engine itself; None if asyncckpt can save it."""
     if engine.use_node_local_storage():
         return "each node has files of its own (use_node_local_storage)"
     if engine.zero_nvme_offload_optimizer():

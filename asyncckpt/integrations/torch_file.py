@@ -1,10 +1,10 @@
-"""``torch.save``, asynchronously: one line to switch.
+"""Save as ``torch.save`` does, but asynchronously: one line to switch.
 
     from asyncckpt import torch_save
     save = torch_save(obj, path)        # was: torch.save(obj, path); returns when the tensors are copied
 
-The file is one that stock ``torch.load`` reads, by ``mmap`` too, and equal to what ``torch.save`` would have made but
-for the order of the records in it. One engine of this process serves all calls (see ``engine/shared.py``).
+Stock ``torch.load`` reads the file, also with ``mmap``. The file differs from a file of ``torch.save`` only in the
+order of its records. One engine of this process serves all calls (see ``engine/shared.py``).
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ def torch_save(
 ) -> Save:
     """Save ``obj`` to the file ``f``, as ``torch.save`` with the same arguments does, but in the background.
 
-    Copied tensors are written even if this process dies. The old file of that name stays whole until then. Each process
-    saves for itself, also in a job of ranks. The memory is kept for later objects with storages of the same sizes.
+    If this process dies after the tensors are copied, the file is written all the same. An old file at that path stays
+    unchanged until the new file replaces it. Each process saves for itself, even in a distributed job. The shared
+    memory is kept and reused for later objects with storages of the same sizes.
 
     ``torch.save`` itself saves, and the caller waits, in these cases: a file-like object, a path that is no regular
     file, another ``pickle_module``, the older format, and ``torch.serialization.skip_data``.
 
     Args:
-        obj: Anything that ``torch.save`` takes. The caller may change its tensors when this returns (with
-            ``Config.overlap`` when they are staged). Everything else is pickled by then.
+        obj: Anything that ``torch.save`` takes. Everything but the tensors is pickled during this call. The caller may
+            change the tensors when this returns, or, with ``Config.overlap``, when they are staged.
         f: The file, or a file-like object.
         pickle_module, pickle_protocol: As for ``torch.save``, like the arguments with an underscore.
-        config: Config of the engine, if this is the first save of this process alone; None: from the environment.
+        config: Config of the engine for this process alone, if this is its first save; None: from the environment.
 
     Returns:
-        A handle, which ends when the file is complete and durable, or raises the error of the save.
+        The handle of the save. Its ``result`` waits until the file is complete and durable, or raises the error.
 
     Raises:
         CheckpointError: As ``Engine.save_file`` raises.
@@ -66,10 +67,10 @@ def save_by(
     _use_new_zipfile_serialization: bool = True,
     _disable_byteorder_record: bool = False,
 ) -> Save:
-    """Save as ``torch_save`` does, by a given engine.
+    """Save as ``torch_save`` does, with a given engine.
 
     Args:
-        engine: Returns the engine.
+        engine: A function that returns the engine.
         obj, f, pickle_module, pickle_protocol: As for ``torch_save``, like the arguments with an underscore.
     """
     if not (
@@ -87,9 +88,9 @@ def save_by(
 
 
 def _is_special(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` is something to write to that cannot be replaced, such as a pipe."""
+    """Return whether ``path`` exists and a save cannot replace it, such as a pipe."""
     try:
         mode = os.stat(path).st_mode
-    except OSError:  # if it stays, the save raises it; ``torch.save`` would write over a file that is there
+    except OSError:  # if the error persists, the save raises it; ``torch.save`` would overwrite the file
         return False
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)

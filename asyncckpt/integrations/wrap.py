@@ -1,4 +1,4 @@
-"""``wrap_save``: save calls that people already have, made asynchronous by one flag."""
+"""Make existing save calls asynchronous by one flag: ``wrap_save``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncckpt.extension import Save
 from asyncckpt.integrations import dcp
 from asyncckpt.integrations.torch_file import torch_save
 
-# The parameters of these functions that name the place.
+# Parameters of the supported functions that take the destination.
 _PLACES = ("f", "checkpoint_id", "storage_writer", "checkpoint_dir")
 _MEGATRON_SAVE = "megatron.core.dist_checkpointing.serialization.save"
 
@@ -26,23 +26,22 @@ _MEGATRON_SAVE = "megatron.core.dist_checkpointing.serialization.save"
 def wrap_save(save_fn: Callable[..., Any], args: argparse.Namespace | None = None) -> Callable[..., Any]:
     """Make ``save_fn`` asynchronous if ``--async-ckpt-use-cpu-shm`` is set in ``args`` or in the environment.
 
-    This returns a function with the same arguments that returns a handle. ``handle.result()`` waits until the
-    checkpoint of ``save_fn`` is complete and durable, or raises its error. With the flag the handle comes when the
-    tensors are copied. Without the flag ``save_fn`` itself has saved by then. The handle is done, unless ``save_fn``
-    goes on by itself.
+    The returned function takes the same arguments and returns a handle. ``handle.result()`` waits until the checkpoint
+    is complete and durable, or raises the error of the save. With the flag, the function returns when the tensors are
+    copied. Without the flag, it calls ``save_fn``, and the handle is done unless ``save_fn`` saves in the background.
 
-    The known functions:
+    Supported functions:
 
-    - ``torch.save``: the file is one that ``torch.load`` reads;
-    - ``torch.distributed.checkpoint.save`` and ``async_save``: a folder that DCP's ``load`` reads. DCP's
-      ``FileSystemWriter`` as ``storage_writer`` gives the folder and says whether to overwrite. With any other writer,
-      with extensions or with another format the call goes to DCP unchanged;
+    - ``torch.save``: ``torch.load`` reads the file;
+    - ``torch.distributed.checkpoint.save`` and ``async_save``: DCP's ``load`` reads the folder. A ``FileSystemWriter``
+      of DCP as ``storage_writer`` sets the folder and the overwrite option. A call with any other writer, with
+      extensions or with another format goes to DCP unchanged;
     - ``TorchAsyncCheckpoint.async_save``, bound, of any nvidia-resiliency-ext;
-    - ``megatron.core.dist_checkpointing.save``: ``result`` of the handle does the trainer's work at the end, and so has
-      to be called on all ranks.
+    - ``megatron.core.dist_checkpointing.save``: all ranks must call ``result`` of the handle, because ``result`` runs
+      the finalize functions in the trainer.
 
-    With the flag this raises ``ValueError`` for any other function, because its effect is unknown. Without the flag
-    this returns that function.
+    For any other function, raise ``ValueError`` if the flag is set, because the function's effect is unknown. Return
+    the function unchanged if the flag is not set.
     """
     args = args or argparse.Namespace()
     name = f"{getattr(save_fn, '__module__', '')}.{getattr(save_fn, '__qualname__', '')}"
@@ -72,11 +71,11 @@ def _handled(save_fn: Callable[..., Any]) -> Callable[..., Any]:
             return answer
         if isinstance(answer, Future):
             return Save.of_another(path, answer)
-        if isinstance(upload := getattr(answer, "upload_completion", None), Future):  # DCP's answer with a stager
+        if isinstance(upload := getattr(answer, "upload_completion", None), Future):  # if DCP has a stager
             return Save.of_another(path, upload, answer.staging_completion)
         if (finalize := getattr(getattr(save_fn, "__self__", None), "finalize_async_save", None)) is not None:
             return _NvrxSave.begun(path, finalize)
-        if type(answer).__name__ == "AsyncRequest":  # the caller has asked Megatron-LM for a request
+        if type(answer).__name__ == "AsyncRequest":  # the caller of Megatron-LM asked for a request
             return answer
         return Save.finished(path)
 
@@ -86,7 +85,8 @@ def _handled(save_fn: Callable[..., Any]) -> Callable[..., Any]:
 class _NvrxSave(Save):
     """The handle of a save that nvrx makes.
 
-    Each question for its outcome waits until nvrx has finalized the save: nvrx reports no progress and has no timeout.
+    Each method that returns the outcome blocks until nvrx has finalized the save, because nvrx reports no progress and
+    has no timeout.
     """
 
     _outcome: Future[None]
@@ -104,7 +104,7 @@ class _NvrxSave(Save):
         if not self._outcome.done():
             try:
                 self._finalize(blocking=True)
-            except Exception as error:  # nvrx forgets the call then, and would finalize nothing the next time
+            except Exception as error:  # nvrx drops the failed call, and would raise nothing the next time
                 self._outcome.set_exception(error)
             else:
                 self._outcome.set_result(None)
@@ -125,12 +125,12 @@ class _NvrxSave(Save):
 
 
 def _place(arguments: dict[str, Any]) -> str | os.PathLike[str]:
-    """Return the place that a call saves to, as far as its ``arguments`` name it."""
+    """Return the destination in the ``arguments`` of a save call: its path, or else its ``repr``."""
     # nvrx passes the arguments after the state dict on to torch.save.
     handed_on = dict(zip(_PLACES, arguments.get("args", ())[:1], strict=False)) | arguments.get("kwargs", {})
     said = arguments | handed_on
     found = next((said[name] for name in _PLACES if said.get(name) is not None), None)
-    for place in (found, getattr(found, "path", None), getattr(found, "name", None)):  # of a writer, of a file
+    for place in (found, getattr(found, "path", None), getattr(found, "name", None)):  # writers have path, files name
         if isinstance(place, (str, os.PathLike)):
             return place
     return repr(found)
@@ -158,7 +158,7 @@ def _wrap_megatron(save_fn: Callable[..., Any], config: Config) -> Callable[...,
     configure(config)
     chosen: dict[str, Any] = {"async_sharded_save": True}
     if "async_strategy" in inspect.signature(save_fn).parameters:
-        chosen["async_strategy"] = "nvrx"  # newer trees ask which implementation to take; nvrx's names are ours now
+        chosen["async_strategy"] = "nvrx"  # newer trees have this choice; install() replaces nvrx's names by ours
 
     @functools.wraps(save_fn)
     def save(*arguments: Any, **options: Any) -> megatron.MegatronSave:

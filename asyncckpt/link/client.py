@@ -1,4 +1,4 @@
-"""The trainer's end of the worker: it asks, is told how saves get on, and notices when the worker is gone."""
+"""The trainer's client of its worker: ask questions, follow the saves, and detect the worker's death."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from asyncckpt.threads import Flag, make, no_thread
 
 logger = logging.getLogger(__name__)
 
-# What a worker needs at the end, when the first rank says nothing: a last question, and a look at what is in storage.
+# Time for a worker to end a save if the first rank is silent: it asks once more, and then looks at storage.
 _LAST_LOOK_S = 5.0
 
 
 def longest(timeout: float) -> float:
-    """Seconds after which a save has ended that has to be committed after ``timeout``: its worker says so by then."""
+    """Return the seconds within which a worker reports the end of a save with that commit ``timeout``."""
     return timeout + 2 * grace(timeout) + _LAST_LOOK_S
 
 
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class _Open:
-    """A question that is not answered yet."""
+    """A question without an answer yet."""
 
     def __init__(self) -> None:
         self.answered: SimpleQueue[None] = SimpleQueue()
@@ -59,7 +59,7 @@ class _Open:
 
 
 class Questions:
-    """The questions to one worker. Any thread may ask; one takes the answers."""
+    """The questions to one worker. Any thread may ask. One thread receives the answers."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Questions:
         """Ask nothing yet.
 
         Args:
-            send: Sends a message, and a descriptor behind it.
-            give_back: Gives back what came with an answer that nobody waits for.
+            send: Sends a message, and then a descriptor.
+            give_back: Releases the memory of an answer that no thread waits for.
         """
         self._send, self._give_back = send, give_back
         self._numbers = itertools.count(1)
@@ -83,16 +83,16 @@ class Questions:
 
         Args:
             question: The content of a ``Question``.
-            expect: The class of its answer.
+            expect: The class of the answer.
             timeout: Seconds to wait.
-            doing: The action that takes so long, for the error.
+            doing: The action in words, for the text of a timeout error.
             fd: A descriptor that follows the question.
 
         Returns:
             The answer, and the memory that came with it.
 
         Raises:
-            SaveTimeoutError: It has not come in time.
+            SaveTimeoutError: The answer has not come in time.
             CheckpointError: The worker has refused, or has ended.
         """
         number = next(self._numbers)
@@ -106,7 +106,7 @@ class Questions:
             if not isinstance(answer, expect):
                 raise CheckpointError(f"the worker answered {answer!r} to {question!r}: please report this")
         except BaseException as error:
-            if self._open.pop(number, None) is None:  # it has been answered
+            if self._open.pop(number, None) is None:  # the answer has come meanwhile
                 self._give_back(mine.answer, mine.segment)
             if isinstance(error, Empty):
                 raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s") from None
@@ -114,27 +114,28 @@ class Questions:
         return answer, mine.segment
 
     def on_answer(self, message: messages.Answer, segment: Segment | None) -> None:
-        """An answer has come, with that memory."""
+        """Take note of an answer, and of the memory that came with it."""
         waiting = self._open.get(message.number) or _Open()
         waiting.answer, waiting.segment = message.answer, segment
-        # From here on it is there. The one of the two threads that takes the question away has left it to the other.
+        # If the asker has given up, it has removed the question, and this thread releases the answer. If the asker
+        # fails later, the question is gone, and the asker releases the answer.
         if self._open.pop(message.number, None) is None:
             self._give_back(message.answer, segment)
         waiting.answered.put(None)
 
     def close(self, error: CheckpointError) -> None:
-        """No answer comes any more."""
+        """Fail all open questions, because no answer comes any more."""
         for number in list(self._open):
             self.on_answer(messages.Answer(number, messages.Refused(error)), None)
 
 
-_CHECK_S = 0.5  # how often a wait looks whether it makes sense
-_NOTICE_S = 10.0  # how long it may take to notice the end of a worker
-_END_S = 5.0  # how long one that is killed may take to end
-_LISTEN_S = 1.0  # how long the listener listens before it looks which saves are overdue
-_SEND_S = 300  # how long a worker may take no message: it may be taking much memory
-_TELL_S = 1.0  # how long it may take to tell the other ranks of a failure
-_SLOT_S = 0.25  # as long as a save waits for a slot, which somebody may be reading
+_CHECK_S = 0.5  # interval at which a wait checks that the worker lives
+_NOTICE_S = 10.0  # maximum time to notice the end of a worker
+_END_S = 5.0  # maximum time for a killed worker to end
+_LISTEN_S = 1.0  # interval at which the listener looks for overdue saves
+_SEND_S = 300  # maximum time for a worker to receive a message, because it may be busy taking memory
+_TELL_S = 1.0  # maximum time to tell the other ranks of a failure
+_SLOT_S = 0.25  # the same interval while a save waits for a slot, because a reader may end its lease at any time
 Answer = TypeVar("Answer")
 _Told: TypeAlias = Callable[[Any], object]
 
@@ -150,7 +151,8 @@ def _nothing() -> None:
 class WorkerClient:
     """A running worker, to be ended by ``close``. Any thread may call.
 
-    A listener thread takes its messages. When it ends, expected or not, every open save fails with ``WorkerDiedError``.
+    A listener thread receives its messages. When the worker ends, expected or not, every open save fails with
+    ``WorkerDiedError``.
     """
 
     def __init__(
@@ -161,17 +163,18 @@ class WorkerClient:
         on_death: Callable[[], object] = _nothing,
         attached: WorkerProcess | None = None,
     ) -> None:
-        """Start a worker, or begin with one that runs already.
+        """Start a worker, or use a worker that runs already.
 
         Args:
-            options: How it runs.
+            options: The options of the worker.
             attached: The worker that runs already.
-            on_uploaded: Is told of each upload.
-            begun: Is told of this before a thread keeps it: an exception may come before its maker has it.
-            on_death: Called when the worker has died, and all that it had to do has failed.
+            on_uploaded: Called with each ``Uploaded``.
+            begun: Called with this client before a thread refers to it. An asynchronous exception may keep the caller
+                from ever getting the client.
+            on_death: Called when the worker has died, after all its saves have failed.
 
         Raises:
-            WorkerDiedError: It is not ready in ``options.start_timeout`` seconds.
+            WorkerDiedError: The worker is not ready in ``options.start_timeout`` seconds.
             JobTakenError: Another worker has its endpoint.
         """
         self._owner, self._on_uploaded, self._on_death = os.getpid(), on_uploaded, on_death
@@ -180,22 +183,22 @@ class WorkerClient:
         self.pid = self._process.pid
         """The worker's process id."""
         self.saves = RunningSaves(self.tell, self._kill_stopped)
-        """The saves that it was told of, or will be."""
+        """The saves that the worker writes, or will write."""
         self._sending = threading.Lock()
         self._questions = Questions(self.tell, self._give_back)
         self._taken: dict[int, Callable[[CheckpointError | None], object]] = {}
         self._death: WorkerDiedError | None = None
         self._closing = self._detaching = self._is_told = self._is_killed = False
         self._why_killed = ""
-        self._ended = Flag()  # it is known that the worker has ended, and the saves know it
-        # Made now: there may be no memory for it then.
+        self._ended = Flag()  # set when the worker has ended, and all its saves have failed
+        # Created in advance, because there may be no memory for this when the worker dies.
         ends = self._note_death, self._end_saves, self.saves.take_posted, self._end_questions, self._ended.set
         self._ends: tuple[Callable[[], object], ...] = (*ends, self._tell_death)
         self.has_endpoint = False
         """Whether others can find the worker."""
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
         try:
-            # The listener sends, too, and is the one to notice a worker that has stopped.
+            # The listener also sends. Without a timeout it could not detect a worker that has stopped.
             self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
             trouble = self._process.wait_ready(options.start_timeout)
             self.has_endpoint = trouble is None and options.endpoint is not None
@@ -212,15 +215,16 @@ class WorkerClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the worker can still be asked for something."""
+        """Whether the worker still takes requests."""
         return self._death is None and not self._closing
 
-    # Questions. Each raises ``WorkerDiedError``, ``SaveTimeoutError`` after ``timeout`` seconds, and what it says.
+    # Questions. Each raises ``WorkerDiedError``, ``SaveTimeoutError`` after ``timeout`` seconds, and the errors in its
+    # docstring.
 
     def ask(self, question: object, expect: type[Answer], timeout: float, doing: str, fd: int | None = None) -> Answer:
         """Ask the worker a question of ``messages.py``. Return its answer, an object of the class ``expect``.
 
-        ``doing``: the action, for an error. ``fd``: goes with the question.
+        ``doing``: the action in words, for the text of an error. ``fd``: a descriptor to send with the question.
         """
         return self._questions.ask(question, expect, timeout, doing, fd)[0]
 
@@ -237,18 +241,22 @@ class WorkerClient:
         return answer.segment, segment
 
     def claim(self, claim: Claim, timeout: float) -> Claimed:
-        """Have the worker take the lock of a root, if it is free. Raises ``JobTakenError``: the root is of another."""
+        """Have the worker take the lock of a root, if it is free.
+
+        Raises ``JobTakenError`` if the root belongs to another job.
+        """
         return self.ask(claim, Claimed, timeout, "taking the lock of the folder")
 
     def adopt(self, segment: Segment, timeout: float) -> int:
-        """Have the worker take over a segment of weights of a dead worker. Return its number in this one."""
+        """Have the worker take over a segment of weights of a dead worker. Return its number in this worker."""
         fd = segment.fileno()
         return self.ask(messages.Adopt(), messages.Adopted, timeout, "handing over shared memory", fd).segment
 
     def take(self, request: messages.Take, taken: Callable[[CheckpointError | None], object]) -> None:
         """Have the worker take more memory of a segment.
 
-        A thread calls ``taken`` when it has, or with the reason why not. Saves that wait look for a slot then.
+        A thread calls ``taken`` with None when the memory is taken, or else with the reason why not. After that,
+        waiting saves look for a slot.
         """
         self._taken[request.segment] = taken
         self.tell(request)
@@ -256,7 +264,7 @@ class WorkerClient:
     def wait_while_it_lives(self, flag: Flag, timeout: float) -> bool:
         """Wait until a save has set ``flag``. Return whether it is set after ``timeout`` seconds.
 
-        Raises the ``WorkerDiedError`` of the worker if nobody will set it any more.
+        Raises the ``WorkerDiedError`` of the worker if the flag will never be set.
         """
         deadline = time.monotonic() + timeout
         while not flag.wait(max(0.0, min(deadline - time.monotonic(), _CHECK_S))):
@@ -267,23 +275,23 @@ class WorkerClient:
         return True
 
     def settle(self, timeout: float) -> None:
-        """Wait until all that other threads have posted is handled, at most ``timeout`` seconds."""
+        """Wait until all posted events of other threads are handled, at most ``timeout`` seconds."""
         if self._listener.is_alive():
             with contextlib.suppress(CheckpointError):
                 self.wait_while_it_lives(self.saves.mark(), timeout)
 
     def wait_told(self) -> None:
-        """Wait a moment until the other ranks have been told of failures."""
+        """Wait for a short time until the other ranks have been told of failures."""
         self.saves.wait_for_jobs(_TELL_S)
 
     def wait_for_end(self, timeout: float) -> None:
-        """Wait until it is known that the worker has ended, or ``timeout`` seconds have passed."""
+        """Wait until the end of the worker is noticed, at most ``timeout`` seconds."""
         self._ended.wait(timeout)
 
     def close(self, timeout: float) -> None:
-        """End the worker once all staged saves are written. Safe to call twice: the second call waits for nothing.
+        """End the worker once all staged saves are written. Safe to call twice: the second call does not wait.
 
-        Raises ``SaveTimeoutError`` after ``timeout`` seconds; then the worker goes on, and leaves when it is done.
+        Raises ``SaveTimeoutError`` after ``timeout`` seconds. The worker then continues, and leaves when it is done.
         """
         if self._may_end() and not self._is_told:
             self.abandon()
@@ -295,38 +303,38 @@ class WorkerClient:
     def detach(self, timeout: float | None = None) -> None:
         """Leave as a dead trainer does: the worker writes the staged saves, and lingers.
 
-        This waits for no save, because other ranks may never come to it. ``timeout``: seconds for the listener to end
-        all waits.
+        This method does not wait for saves, because other ranks may never reach them. ``timeout``: seconds for the
+        listener to end all waits.
         """
         if self._may_end():
             self._closing = self._detaching = True
             self._process.detach()
             self._process.hang_up()
-            if self._listener.ident is not None:  # else its start was interrupted
+            if self._listener.ident is not None:  # otherwise its start was interrupted
                 self._ended.wait(timeout)
 
     def abandon(self) -> None:
-        """Let the worker finish by itself what it was given, without waiting."""
+        """Let the worker finish its staged saves and end by itself. Do not wait."""
         if self._owner == os.getpid() and not self._is_told and not self._detaching:
             self._closing = True
-            self._process.detach()  # another of this process may have to wait for its end
+            self._process.detach()  # a later checkpointer of this process may have to wait for the worker's end
             try:
-                with contextlib.suppress(ImportError):  # nothing can be imported as the interpreter ends
+                with contextlib.suppress(ImportError):  # pickle cannot import while the interpreter shuts down
                     messages.send(self._connection, messages.Close())
             except OSError:
-                self._connection.hang_up()  # so that the worker waits for nothing
-            self._is_told = True  # not before: an exception may come in between, and the next call is to tell it
+                self._connection.hang_up()  # so that the worker does not wait for more messages
+            self._is_told = True  # set last: if an exception comes before, the next call sends the message again
 
     def kill(self) -> None:
-        """End the worker at once, and wait until all it had to do has failed."""
+        """Kill the worker, and wait until all its saves have failed."""
         if self._may_end():
             self._process.kill()
             self._ended.wait(_END_S)
-            self._process.hang_up()  # its socket stays open while it is in a call of storage that cannot be broken off
+            self._process.hang_up()  # a worker in an uninterruptible storage call keeps its socket open
             self._ended.wait()
 
     def check_usable(self) -> None:
-        """Raise what keeps the worker from being asked: ``ClosedError``, or the ``WorkerDiedError`` it ended with."""
+        """Raise ``ClosedError`` if the worker is being closed, or its ``WorkerDiedError`` if it is dead."""
         self.check_owner()
         if self._death is not None:
             raise self._death
@@ -334,20 +342,20 @@ class WorkerClient:
             raise ClosedError("the worker is being closed")
 
     def check_owner(self) -> None:
-        """Raise ``ClosedError`` in a fork of the process that this was made in."""
+        """Raise ``ClosedError`` in a fork of the process that made this client."""
         if self.is_forked:
             raise ClosedError("this checkpointer belongs to the process it was made in, not to a fork of it")
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a fork of the process that this was made in: then the worker is not its own."""
+        """Whether this process is a fork of the process that made this client. A fork does not own the worker."""
         return self._owner != os.getpid()
 
     def _may_end(self) -> bool:
         return self._owner == os.getpid() and not self._connection.closed
 
     def tell(self, message: messages.FromTrainer, fd: int | None = None) -> None:
-        """Send a message of ``messages.py``, and the descriptor ``fd`` behind it. Raises as ``check_usable``."""
+        """Send a message of ``messages.py``, and then the descriptor ``fd``. Raises as ``check_usable``."""
         self.check_usable()
         try:
             with self._sending:
@@ -356,13 +364,13 @@ class WorkerClient:
                     self._connection.send_descriptor(fd)
         except BaseException as error:
             if fd is not None:
-                self._process.kill()  # it may wait for a descriptor that never comes
+                self._process.kill()  # otherwise the worker may wait forever for the descriptor
             if not isinstance(error, OSError) or is_interrupt(error):
                 raise
-            if not isinstance(error, ConnectionError):  # the worker is there, and would wait for this message
+            if not isinstance(error, ConnectionError):  # the worker lives, and would wait for this message
                 self._why_killed = f"cannot be told anything, and was killed: {error}"
                 self._process.kill()
-            # The listener is about to find out why; it knows more than "broken pipe".
+            # The listener is about to find the cause of death, which says more than "broken pipe".
             if threading.current_thread() is self._listener:
                 self._death = self._how_it_died(self._process.wait(_END_S))
                 raise self._death from error
@@ -370,7 +378,7 @@ class WorkerClient:
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
 
     def _give_back(self, answer: object, segment: Segment | None) -> None:
-        """Nobody waits for ``answer`` any more."""
+        """Release the memory of an ``answer`` that no thread waits for."""
         if segment is not None:
             segment.close()
         if isinstance(answer, messages.Allocated | messages.Adopted):
@@ -380,14 +388,14 @@ class WorkerClient:
     def _listen(self) -> None:
         try:
             self._take_messages()
-        except Exception:  # whatever it is: without this thread no save would ever end
+        except Exception:  # of any kind, because without this thread no save would ever end
             logger.exception("the messages of the worker %d cannot be taken, so it has to go", self.pid)
             self._process.kill()
         finally:
             self._on_exit()
 
     def _take_messages(self) -> None:
-        """Handle messages, and what other threads post, until the worker is gone."""
+        """Handle messages, and events that other threads post, until the worker is gone."""
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLIN)
         poll.register(self.saves, select.POLLIN)
@@ -398,18 +406,18 @@ class WorkerClient:
             ready = {fd for fd, _ in poll.poll(1000 * pause_s)}
             self.saves.take_posted()
             if not ready - {posted}:
-                # Not before all messages are read: this process may have stood still, and not the worker.
+                # Let time pass only after all messages are read: perhaps this process was stopped, not the worker.
                 if time.monotonic() - looked_at >= pause_s:
                     looked_at = time.monotonic()
                     if self._is_killed:
-                        break  # not even that has ended it yet: it is in a call to storage, and will make no other
+                        break  # the killed worker is still in a call to storage, and will make no further call
                     self.saves.handle(TimePassed())
                 continue
             try:
                 message: messages.FromWorker = messages.receive(self._connection)
             except messages.OtherVersionError:
                 raise
-            except (EOFError, ConnectionError):  # any other failure is of this end, and the worker lives
+            except (EOFError, ConnectionError):  # any other error is on this end, and the worker lives
                 break
             self._on_message(message)
 
@@ -428,7 +436,7 @@ class WorkerClient:
             case Uploaded():
                 self._on_uploaded(message)
             case messages.Logged(level, text):
-                with contextlib.suppress(Exception):  # of the user's own handlers
+                with contextlib.suppress(Exception):  # errors of the user's log handlers
                     logger.log(level, "the worker %d: %s", self.pid, text)
             case messages.Answer():
                 self._questions.on_answer(message, segment)
@@ -436,7 +444,7 @@ class WorkerClient:
                 self.saves.on_message(message)
 
     def _allocated(self, number: int, answer: messages.Allocated) -> tuple[messages.Answer, Segment | None]:
-        """Map a new segment. If this process has no room for it, the worker takes it back, and the question fails."""
+        """Map a new segment. If this process has no room for it, the worker releases it, and the question fails."""
         try:
             return messages.Answer(number, answer), self._connection.receive_segment()
         except OutOfMemoryError as error:
@@ -448,10 +456,10 @@ class WorkerClient:
         return WorkerDiedError(f"the worker {self.pid} {self._why_killed or how_it_ended(code)}{words}")
 
     def _on_exit(self) -> None:
-        """Fail everything open, because the worker is gone, and say why."""
+        """Fail all open saves and questions, because the worker is gone."""
         for end in self._ends:
             make(end)
-        while not self.saves.is_idle():  # somebody still copies, or finds out how a save has ended
+        while not self.saves.is_idle():  # a thread still copies, or finds out how a save has ended
             make(self._take_last)
 
     def _take_last(self) -> None:
@@ -467,7 +475,7 @@ class WorkerClient:
         if code is None:
             self._process.detach()
             if not self.saves.is_idle() and not self._detaching:
-                self._process.kill()  # what it was to do has failed
+                self._process.kill()  # its saves have failed
         self._death = self._death or self._how_it_died(code)
 
     def _end_saves(self) -> None:
@@ -484,7 +492,7 @@ _clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
 
 
 def _settle_all() -> None:
-    """Hand over what was copied as the process ends. The copying threads have ended, and the listeners have not."""
+    """Hand over the last copies when the process ends. The copying threads have ended, and the listeners still run."""
     for client in list(_clients):
         if not client.is_forked:
             client.settle(_END_S)

@@ -1,7 +1,7 @@
-"""The endpoint of a worker: a named socket in a folder of this user. Processes that did not start the worker use it.
+"""The endpoint of a worker: a named socket in a folder of this user, for processes that did not start the worker.
 
-The name stands for a rank of a job. Two workers never have the same name: a worker holds a lock on its name, and the
-kernel releases the lock when the worker dies, however it dies.
+The name stands for a rank of a job. Two workers never have the same name, because a worker holds a lock on its name.
+The kernel releases the lock when the worker dies, even after a crash.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 _BACKLOG = 64
 _MEMORY = ".memory"
 ROOT_LOCK = ".root"
-"""The end of the names of locks of roots on object stores."""
+"""The suffix of lock files for roots on object stores."""
 _LOG_BYTES = 10_000
 _HOLDERS_BYTES = 100
 _PAUSE_S = 0.1
-# How long a worker may take to accept a connection.
+# Maximum time for a worker to accept a connection.
 _CONNECT_S = 10.0
 
 
@@ -48,33 +48,33 @@ def endpoint_name(job: str, rank: int) -> str:
 
 
 def runtime_folder() -> str:
-    """Return the folder of the endpoints: ``$ASYNC_CKPT_RUNTIME_DIR``, or one of this user among the temporary files.
+    """Return the folder of the endpoints: ``$ASYNC_CKPT_RUNTIME_DIR``, or this user's folder in the temporary folder.
 
-    Not ``$XDG_RUNTIME_DIR``: that is removed when the user logs out, and a training goes on.
+    ``$XDG_RUNTIME_DIR`` is not suitable: the system removes it when the user logs out, while a training continues.
     """
     folder = os.environ.get(FOLDER_VARIABLE) or os.path.join(tempfile.gettempdir(), f"asyncckpt-{os.geteuid()}")
     return os.path.abspath(os.path.expanduser(folder))
 
 
 def endpoint_scope() -> str:
-    """Return a text that two processes have in common if they find each other's endpoints. Make the runtime folder.
+    """Return a text that is equal for two processes if they find each other's endpoints. Make the runtime folder.
 
-    Raises ``OSError`` where that cannot be used.
+    Raises ``OSError`` if that folder cannot be used.
     """
     with _opened_folder(make=True) as folder:
         facts = os.fstat(folder)
-    # A folder that several hosts mount is the same on all, and a socket in it is not.
+    # Several hosts may mount the same folder, but a socket in it works on one host only. So add the boot id.
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}/{facts.st_dev:x}/{facts.st_ino:x}"
 
 
 class Endpoint:
-    """The worker's side: holds the name, and listens. ``close`` leaves nothing behind."""
+    """The worker's side of an endpoint: it holds the name, and listens. ``close`` removes all files."""
 
     def __init__(self, name: str, trainer: int) -> None:
         """Take ``name`` for the trainer with that process id.
 
-        Raises ``JobTakenError`` where another worker has it, ``OSError`` where the runtime folder cannot be used.
+        Raises ``JobTakenError`` if another worker has the name, ``OSError`` if the runtime folder cannot be used.
         """
         self._name = name
         self._lock = -1
@@ -85,7 +85,7 @@ class Endpoint:
             self._lock = _lock(self._folder, name, trainer)
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(_socket_name(name), dir_fd=self._folder)  # of one that was killed
+                os.unlink(_socket_name(name), dir_fd=self._folder)  # the socket of a killed worker
             self._socket.bind(_path(self._folder, name))
             self._socket.listen(_BACKLOG)
         except BaseException:
@@ -94,15 +94,15 @@ class Endpoint:
 
     def name_trainer(self, trainer: int) -> None:
         """Note that the worker serves the trainer with that process id from now on."""
-        with contextlib.suppress(OSError):  # no space: who is refused is told less
+        with contextlib.suppress(OSError):  # no space: the errors of other trainers say less
             _write_holders(self._lock, trainer)
 
     def listen(self, answer: Callable[[SocketConnection], None]) -> None:
-        """Call ``answer`` with each connection of this user from now on, each time on another thread."""
+        """Call ``answer`` with each connection of this user from now on, each on its own thread."""
         start(threading.Thread(target=self._accept, args=[answer], name="asyncckpt-endpoint", daemon=True))
 
     def close(self) -> None:
-        """Give the name back. Connections that are open stay so."""
+        """Release the name. Open connections stay open."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
@@ -122,7 +122,7 @@ class Endpoint:
                 undo.callback(peer.close)
                 if _is_ours(peer):
                     thread = threading.Thread(target=_serve, args=[peer, answer], name="asyncckpt-answer", daemon=True)
-                    with contextlib.suppress(RuntimeError):  # there are too many; who has asked may ask again
+                    with contextlib.suppress(RuntimeError):  # too many threads; the client may connect again
                         thread.start()
                         undo.pop_all()
 
@@ -134,7 +134,7 @@ class Endpoint:
 
 
 def redirect_log(name: str) -> None:
-    """Redirect stderr of this worker to the log of its endpoint, with everything that the dead trainer has not read.
+    """Redirect stderr of this worker to the log of its endpoint, and copy the output that its dead trainer cannot read.
 
     Raises ``OSError``.
     """
@@ -161,9 +161,9 @@ def take_log(name: str) -> str:
 
 @contextlib.contextmanager
 def host_lock(timeout: float) -> Iterator[bool]:
-    """Hold the lock that only one worker of this user has at a time, on this host.
+    """Hold the lock of this host in a ``with`` block. Only one worker of this user has the lock at a time.
 
-    Gives whether it is held: not after ``timeout`` seconds, nor where the runtime folder cannot be used.
+    Yields whether the lock is held: False after ``timeout`` seconds, or if the runtime folder cannot be used.
     """
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as held:
@@ -177,16 +177,19 @@ def host_lock(timeout: float) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def announce_memory(fd: int, end: int) -> Iterator[None]:
-    """Let the memory file ``fd`` of this process count for ``announced_bytes`` in the block, up to byte ``end``."""
+    """Announce in a ``with`` block that this process takes the memory file ``fd`` up to byte ``end``.
+
+    ``announced_bytes`` counts the part of that memory that is not taken yet.
+    """
     name = f"{os.getpid()}-{fd}{_MEMORY}"
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
             folder = held.enter_context(_opened_folder(make=True))
             file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
             held.callback(os.close, file)
-            _flock(file)  # which ends with this process
+            _flock(file)  # the lock ends with this process
             remove = partial(_unlink, name, folder)
-            atexit.register(remove)  # should this thread not come to the end
+            atexit.register(remove)  # for a daemon thread that does not leave the block
             held.callback(atexit.unregister, remove)
             held.callback(remove)
             os.write(file, str(end).encode())
@@ -212,7 +215,7 @@ def _announced_end(name: str, folder: int) -> int:
 
 
 def _is_stale(name: str, folder: int) -> bool:
-    """Return whether nobody holds the lock of a file. Such a file is removed. Raises ``OSError``."""
+    """Return whether no process holds the lock of a file, and remove a file without a holder. Raises ``OSError``."""
     with opened(name, os.O_RDWR | os.O_NOFOLLOW, folder) as fd:
         is_stale = _flock(fd)
         if is_stale and is_at(fd, name, folder):
@@ -237,7 +240,7 @@ def connect(
         name: The name of the endpoint.
         timeout: Seconds that the worker may take to accept; None: 10.
         runtime: The runtime folder; None: the folder of this process.
-        strict: Raise ``SaveTimeoutError`` if a worker is there and has not accepted in that time.
+        strict: Raise ``SaveTimeoutError`` if a worker listens but does not accept in that time.
     """
     timeout = _CONNECT_S if timeout is None else timeout
     is_full = False
@@ -247,7 +250,7 @@ def connect(
         contextlib.ExitStack() as undo,
     ):
         peer = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        # Where the worker is stopped and its backlog is full, this would last as long as that.
+        # Without this timeout, connecting to a stopped worker with a full backlog would block until it continues.
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
         if code := peer.connect_ex(_path(folder, name)):
             is_full = code == errno.EAGAIN
@@ -276,7 +279,7 @@ def _serve(peer: socket.socket, answer: Callable[[SocketConnection], None]) -> N
 
 
 def _open_folder(*, make: bool, path: str | None = None) -> int:
-    """Open the runtime folder (at ``path``) if it is this user's alone. Raises ``OSError``."""
+    """Open the runtime folder (at ``path``). Raises ``OSError``, also if other users have access to the folder."""
     path = path or runtime_folder()
     if make:
         with contextlib.suppress(FileExistsError):
@@ -298,7 +301,7 @@ def _lock(folder: int, name: str, trainer: int) -> int:
         try:
             if not _flock(fd):
                 raise job_taken_error(*_holders(fd))
-            if is_at(fd, f"{name}.lock", folder):  # else its last holder has just removed it
+            if is_at(fd, f"{name}.lock", folder):  # otherwise the last holder has removed the file just now
                 _write_holders(fd, trainer)
                 return fd
         except BaseException:
@@ -308,7 +311,7 @@ def _lock(folder: int, name: str, trainer: int) -> int:
 
 
 def _write_holders(fd: int, trainer: int) -> None:
-    # In one call: it is read at any moment.
+    # Write in one call, because other processes may read the file at any moment.
     os.pwrite(fd, json.dumps({"worker": os.getpid(), "trainer": trainer}).ljust(_HOLDERS_BYTES).encode(), 0)
 
 
@@ -342,7 +345,7 @@ def job_taken_error(worker: int, trainer: int) -> JobTakenError:
 
 
 def trainer_of(name: str, worker: int, runtime: str) -> tuple[int, float] | None:
-    """Return the trainer of a worker with an endpoint, whatever state the worker is in; None if it has no trainer.
+    """Return the trainer of a worker with an endpoint, even if the worker does not answer; None if it has no trainer.
 
     Args:
         name: The name of the endpoint.
@@ -366,7 +369,7 @@ def _holders(fd: int) -> tuple[int, int]:
     try:
         holders = json.loads(os.pread(fd, _HOLDERS_BYTES, 0))
         return holders["worker"], holders["trainer"]
-    except (ValueError, KeyError):  # it is just writing that
+    except (ValueError, KeyError):  # the holder is writing the file just now
         return 0, 0
 
 
@@ -395,7 +398,7 @@ def _remove(folder: int, name: str) -> None:
     with contextlib.suppress(OSError):
         if not os.stat(f"{name}.log", dir_fd=folder, follow_symlinks=False).st_size:
             os.unlink(f"{name}.log", dir_fd=folder)
-    # The lock last: where there is none, anybody may take the name.
+    # Remove the lock file last: without it, any worker may take the name.
     for file in (_socket_name(name), f"{name}.lock"):
         with contextlib.suppress(OSError):
             os.unlink(file, dir_fd=folder)
@@ -406,7 +409,7 @@ def _socket_name(name: str) -> str:
 
 
 def _path(folder: int, name: str) -> str:
-    """Return a short path to the socket, because the kernel takes 107 bytes."""
+    """Return a short path to the socket, because the kernel allows only 107 bytes."""
     return f"/proc/self/fd/{folder}/{_socket_name(name)}"
 
 

@@ -1,35 +1,35 @@
 """The messages at the endpoint of a worker. Data only, no logic.
 
-Other processes than its trainer connect there, see ``endpoint.py``. A restarted trainer:
+Processes other than the worker's trainer connect there, see ``endpoint.py``. A restarted trainer:
 
-    client   Inspect                      what do you hold?
-    worker   Inventory                    these images, in these segments    (or TrainerAlive: my trainer lives)
+    client   Inspect                      ask for the worker's memory
+    worker   Inventory                    the images, and their segments     (or TrainerAlive: the trainer lives)
     client   TakeSegments
-    worker   descriptors                  of these segments
-    client   Attach + descriptor          be my worker, and write stderr here
+    worker   descriptors                  one for each segment
+    client   Attach + descriptor          begin a session, and write stderr to this descriptor
     worker   Attached                     the session begins (see ``messages.py``), or a reason
-    client   Retire                       finish what is staged, and leave
+    client   Retire                       write the staged saves, and leave
 
 A reader of published weights:
 
     client   ListPublished
-    worker   PublishedSegments            something is published in these segments; their header pages say what
+    worker   PublishedSegments            the segments with publications; the header pages have the versions
     client   OpenSegment
-    worker   descriptor                   of one segment, for reading alone
+    worker   descriptor                   a read-only descriptor of one segment
 
     client   Follow                       mirror a publication of another host
     worker   Followed                     done, or a reason (its trainer publishes here, for example)
 
 A process that loads from memory:
 
-    client   AskImages                    which images do you hold?
+    client   AskImages                    ask for the list of images
     worker   Images
-    client   AskImage                     what exactly is this one?
-    worker   FoundImage                   (then OpenSegment, and a lease)
+    client   AskImage                     ask for one image
+    worker   FoundImage                   its layout and checksums (then OpenSegment, and a lease)
     client   Serve
     worker   Served
 
-A process that lists workers. Its connection keeps no worker from leaving:
+A process that lists workers. A worker may leave in spite of this connection:
 
     client   AskStatus
     worker   WorkerStatus
@@ -163,7 +163,7 @@ class AskImage:
 
 @dataclass(frozen=True)
 class FoundImage:
-    """The answer. ``held``: None if the worker no longer holds the image."""
+    """The answer. ``held``: the image; None if the worker no longer holds the image."""
 
     held: HeldImage | None
 

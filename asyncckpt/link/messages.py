@@ -1,41 +1,41 @@
 """The messages between a trainer and its worker. Data only, no logic.
 
-One socket pair joins trainer and worker. A message with a * travels as a ``Question``, and the next one as the
+One socket pair joins trainer and worker. A message with a * travels as a ``Question``, and the next message as the
 ``Answer`` of the same number. The messages in the order of a worker's life:
 
-    worker   Ready                        it runs, and others can find it; or why not    (or Refused: it has to end)
-    trainer  Claim * -> Claimed, Refused  first rank: lock the folder that is saved to; or somebody has it
+    worker   Ready                        the worker runs; its endpoint is open, or why not  (or Refused: it must end)
+    trainer  Claim * -> Claimed, Refused  first rank: lock the root, unless another worker has the lock
     trainer  Host *                       many ranks: the first rank's worker hosts the store that joins them
-    worker   Hosting                      at this port             (or Refused)
-    trainer  Join                         many ranks: where the store is, and which rank this is
+    worker   Hosting                      the port of the store    (or Refused)
+    trainer  Join                         many ranks: the address of the store, and the rank
     trainer  Allocate *                   make a segment
-    worker   Allocated + descriptor       here it is, touched      (or Refused)
-    trainer  Adopt + descriptor *         take over a segment of weights whose worker is gone
-    worker   Adopted                      under this number
+    worker   Allocated + descriptor       the touched segment      (or Refused)
+    trainer  Adopt + descriptor *         take over a segment of weights of a dead worker
+    worker   Adopted                      the segment's number
     trainer  Describe *                   the layout of a segment, after its constant parts are written
-    worker   Described                    other processes are told so from now on
-    trainer  Serve *                      let other hosts read your images
-    worker   Served                       at this port, or why not
+    worker   Described                    the worker tells the layout to other processes from now on
+    trainer  Serve *                      serve images to other hosts
+    worker   Served                       the port, or why not
     trainer  Follow *                     publish the weights of another host here
-    worker   Followed                     or why not
-    trainer  KeepCopies *                 keep copies of what ranks of other hosts stage
-    worker   CopiesKept                   there is memory for it   (or Refused)
-    trainer  Begin                        a save is being staged: what, in which slot, to which path
-    trainer  Staged                       the state is in the slot (the slot says so too, if the trainer dies here)
-             or Cancel                    it is not, or is no longer needed
-    worker   Cancelled                    whether that was in time
+    worker   Followed                     done, or why not
+    trainer  KeepCopies *                 keep copies of the images of ranks on other hosts
+    worker   CopiesKept                   the memory is taken      (or Refused)
+    trainer  Begin                        a save is being staged: its request, slot and path
+    trainer  Staged                       the state is in the slot (the header page has this too, if the trainer dies)
+             or Cancel                    staging failed, or the save is no longer needed
+    worker   Cancelled                    whether the save was cancelled in time
     worker   Written                      the slot is free again
-    worker   Replicated                   copies are on other hosts, of all ranks; or why not
-    worker   Committed or Failed          the end of that save, the same on all ranks
-    trainer  AskUploads *                 first rank: which checkpoints are yet to be copied to another root?
-    worker   UploadsUnderWay              this, and why it is not there yet
-    worker   Uploaded                     an attempt to copy one has ended, at any time
-    worker   Logged                       what it has to say, for the trainer's log, at any time
+    worker   Replicated                   other hosts have copies of the images of all ranks, or why not
+    worker   Committed or Failed          the end of the save, the same on all ranks
+    trainer  AskUploads *                 first rank: ask for the checkpoints that are not yet uploaded
+    worker   UploadsUnderWay              the targets of those uploads, and an error of one of them
+    worker   Uploaded                     an attempt to upload a checkpoint has ended, at any time
+    worker   Logged                       a line for the trainer's log, at any time
     trainer  Release                      forget a segment (none of its saves is under way)
     trainer  Close                        finish the staged saves and leave; at an end of file without it, linger for
                                           the next trainer, which attaches at the endpoint
 
-What others say at its endpoint stands in ``endpoint_messages.py``.
+The messages of other processes at the endpoint are in ``endpoint_messages.py``.
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ from asyncckpt.storage.uploads import AskUploads, Uploaded, UploadsUnderWay
 
 @dataclass(frozen=True)
 class Claim:
-    """The lock of the folder ``root``, which is to be of the job ``job_id``; None: of any.
+    """Take the lock of a root.
 
-    ``local``: the folder that is saved to, if it is another one, and from which that worker uploads to the root.
+    Args:
+        root: The folder to lock.
+        job_id: The job that the folder has to belong to; None: any job.
+        local: The folder to save to, if it differs from the root. The worker uploads from there to the root.
     """
 
     root: str
@@ -65,8 +68,15 @@ class Claim:
 
 @dataclass(frozen=True)
 class RootHolder:
-    """The worker that has the lock. ``scope``: where its process ids are valid. ``leaving``: its trainer has gone, and
-    the worker finishes the staged saves.
+    """The worker that has the lock of a root.
+
+    Args:
+        host: The name of its host.
+        scope: The scope in which the process ids are valid, see ``root_lock.py``; "": unknown.
+        worker: The process id of the worker.
+        trainer: The process id of its trainer; 0: the trainer is in another container.
+        job_id: The job that the folder belongs to; None: unknown.
+        leaving: Whether the trainer is gone, and the worker only finishes the staged saves.
     """
 
     host: str
@@ -79,7 +89,12 @@ class RootHolder:
 
 @dataclass(frozen=True)
 class Claimed:
-    """``holder``: who has the lock; None: this worker, or nobody. ``trouble``: why there is no lock; None: there is."""
+    """Answer a claim.
+
+    Args:
+        holder: The other worker that has the lock; None: no other worker has it.
+        trouble: The reason why a lock is not possible; None: it is possible.
+    """
 
     holder: RootHolder | None = None
     trouble: str | None = None
@@ -91,8 +106,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of a job find each other: by a store at ``address``, ``port``, its keys prefixed by ``token``, its
-    values sealed with the ``secret`` of the ranks. ``rank`` and ``world_size``: in the group that saves together.
+    """The store of a job, for the agreement among its ranks.
+
+    Args:
+        address: The address of the store.
+        port: The port of the store.
+        token: The prefix of all keys.
+        secret: The secret of the ranks, which seals all values.
+        rank: The rank in the group that saves together.
+        world_size: The size of that group.
     """
 
     address: str
@@ -105,7 +127,13 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Host:
-    """``port``: 0 for any. ``address``: a numeric one to be reached at alone; "": at all. ``secret``: of the ranks."""
+    """Host the store.
+
+    Args:
+        port: The port to listen at; 0: any free port.
+        address: The only numeric address to listen at; "": all addresses of the host.
+        secret: The secret of the ranks.
+    """
 
     port: int
     address: str
@@ -114,7 +142,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Join:
-    """``timeout``: seconds that anything asked of the store may take."""
+    """Join the other ranks. ``timeout``: timeout in seconds for each call to the store."""
 
     rendezvous: Rendezvous
     timeout: float
@@ -140,7 +168,15 @@ class Describe:
 
 @dataclass(frozen=True)
 class KeepCopies:
-    """``plan``: the number of the plan; ``plans``: all numbers. ``transport``, ``rate``: see ``Config``."""
+    """Keep copies of the images of ``ranks``.
+
+    Args:
+        plan: The number of the plan of these images.
+        ranks: The ranks, with the sizes of their segments.
+        plans: The numbers of the plans to keep. Copies of other plans are released.
+        transport: See ``Config``.
+        rate: See ``Config``.
+    """
 
     plan: int
     ranks: tuple[CopiedRank, ...]
@@ -155,7 +191,7 @@ class CopiesKept:
 
 @dataclass(frozen=True)
 class Replicated:
-    """``failure``: why it is not, and will not be; None: it is."""
+    """A save is replicated. ``failure``: the reason why it never will be; None: it is replicated."""
 
     save_id: int
     failure: CheckpointError | None
@@ -168,7 +204,13 @@ class Begin:
 
 @dataclass(frozen=True)
 class Staged:
-    """``timings``: the trainer's, see ``manifest.py``. ``replicas``: digests of values, see ``replica_check.py``."""
+    """The image of a save is staged.
+
+    Args:
+        save_id: The number of the save.
+        timings: The timings of the trainer, see ``manifest.py``.
+        replicas: The digests of values that are equal on all ranks, see ``replica_check.py``.
+    """
 
     save_id: int
     timings: dict[str, float] = field(default_factory=dict)
@@ -183,7 +225,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Take:
-    """Take the memory of a segment from byte ``begin`` up to ``end`` too, beside all else. ``Taken`` says when."""
+    """Take more memory of a segment in the background, from byte ``begin`` up to ``end``. ``Taken`` is the answer."""
 
     segment: int
     begin: int
@@ -192,7 +234,7 @@ class Take:
 
 @dataclass(frozen=True)
 class GiveBack:
-    """Give the memory of a segment from byte ``begin`` on back: that of ``slots``, in which nothing is under way."""
+    """Give back the memory of a segment from byte ``begin`` on. No save uses the ``slots`` in that memory."""
 
     segment: int
     begin: int
@@ -210,7 +252,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Question:
-    """No other has its ``number``."""
+    """Ask the worker. The ``number`` is unique."""
 
     number: int
     question: Claim | Host | Allocate | Adopt | Describe | AskUploads | Serve | Follow | KeepCopies
@@ -218,7 +260,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Ready:
-    """``trouble``: the reason why others cannot find the worker; None: they can, if it has an endpoint."""
+    """The worker is up. ``trouble``: the reason why others cannot find it; None: they can, if it has an endpoint."""
 
     pid: int
     trouble: str | None = None
@@ -226,7 +268,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Hosting:
-    """``address``: where alone it can be reached; "": at any address of the host."""
+    """The store listens. ``address``: the only address that it listens at; "": all addresses of the host."""
 
     port: int
     address: str
@@ -253,7 +295,13 @@ class Refused:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """``slot_free``: whether the slot is free already; else ``Written`` will say when."""
+    """Answer ``Cancel``.
+
+    Args:
+        save_id: The number of the save.
+        in_time: Whether the save was cancelled in time.
+        slot_free: Whether the slot is free already. Otherwise ``Written`` follows.
+    """
 
     save_id: int
     in_time: bool
@@ -262,7 +310,7 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Taken:
-    """The memory of a segment is taken; with ``error``, it is not."""
+    """The end of ``Take``. ``error``: the reason why the memory is not taken; None: it is taken."""
 
     segment: int
     error: CheckpointError | None
@@ -270,7 +318,13 @@ class Taken:
 
 @dataclass(frozen=True)
 class Written:
-    """``inode``: the inode of a single file, which identifies it at its final name. ``timings``: all so far."""
+    """The slot of a save is free again.
+
+    Args:
+        save_id: The number of the save.
+        inode: The inode of a single file, which identifies the file under its final name.
+        timings: All timings so far.
+    """
 
     save_id: int
     inode: int | None = None
@@ -284,7 +338,7 @@ class Committed:
     Args:
         timings: See ``manifest.py``.
         nbytes: Size of the image.
-        trouble: Why the pointer of the save was not advanced.
+        trouble: The reason why the pointer was not advanced to this save; None: it was advanced.
     """
 
     save_id: int
@@ -301,7 +355,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Logged:
-    """``level``: of ``logging``."""
+    """A line for the trainer's log. ``level``: a level of ``logging``."""
 
     level: int
     text: str
@@ -309,7 +363,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class Answer:
-    """To the question of that ``number``, for which nobody may be waiting any more."""
+    """Answer the question of that ``number``. The asker may have given up."""
 
     number: int
     answer: (
@@ -326,8 +380,8 @@ class OtherVersionError(EOFError):
 
 
 def send(connection: Connection, message: object) -> None:
-    """Send one message. Raises ``OSError`` when nobody is at the other end."""
-    # By the plain pickler: Connection.send makes one that knows closures, at 0.3 ms a message.
+    """Send one message. Raises ``OSError`` when the other end is gone."""
+    # Use the plain pickler. Connection.send makes a pickler for closures, which takes 0.3 ms a message.
     connection.send_bytes(pickle.dumps(message))
 
 

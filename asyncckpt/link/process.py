@@ -1,4 +1,4 @@
-"""The worker as a process: how the trainer starts it, and how it has ended."""
+"""The worker process: start it, wait for its end, and describe its exit."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from asyncckpt.shm.segment import Descriptor, close
 from asyncckpt.threads import process_limit
 
 _LAST_WORDS_BYTES = 4096
-_END_S = 1.0  # what a process may take to end after its socket is closed
+_END_S = 1.0  # maximum time for a process to end after its socket is closed
 _POLL_S = 0.02
 ENDED = 256
-"""The exit code of a worker that another process has started: the kernel tells it to nobody else."""
-# The beginnings of names in the environment that clients of object stores read, and transports to other hosts.
+"""The exit code of a worker that another process has started. The kernel tells the real code to that process only."""
+# Prefixes of the environment variables that clients of object stores read, and that transports to other hosts read.
 _OF_CLIENTS = ("AWS_", "AZURE_", "GOOGLE_", "HTTP", "ALL_PROXY", "NO_PROXY", "SSL_")
 _OF_TRANSPORTS = ("NIXL_", "UCX_")
-# By this a worker's command line is known among all others.
+# The mark of a worker's command line.
 _MARK = {"program": "asyncckpt worker"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """How the worker process runs; the fields mean what they mean in ``Config``."""
+    """The options of a worker process. The fields are explained in ``Config``."""
 
     direct_io: bool = True
     io_threads: int = 2
@@ -51,19 +51,25 @@ class WorkerOptions:
     start_timeout: float = 60.0
     linger: float = 0.0
     endpoint: str | None = None
-    """Where others find it, see ``endpoint.py``; None: nowhere, and it never lingers."""
+    """The name of its endpoint, see ``endpoint.py``; None: it has no endpoint, and never lingers."""
     job: str | None = None
-    """What it is for, as its trainer says it (see ``publication.py``); for those who list workers."""
+    """The description of its job by its trainer (see ``publication.py``), for lists of workers."""
     rank: int = 0
     """The rank of its trainer."""
     metrics_folder: str | None = None
 
 
 class _Found:
-    """A worker process that another process has started. Like ``Popen``, but nobody knows how it ends."""
+    """A worker process that another process has started. Like ``Popen``, but without an exit code."""
 
     def __init__(self, pid: int, connection: SocketConnection) -> None:
-        """``pid``: 0 if it is in another container. Then its socket alone shows its end, and it cannot be killed."""
+        """Find the process.
+
+        Args:
+            pid: Its process id; 0: the process is in another container. A process there cannot be killed, and only
+                its socket shows its end.
+            connection: The connection to the process.
+        """
         self.pid, self._connection = pid, connection
         with contextlib.suppress(psutil.Error):
             self._process = psutil.Process(pid) if pid else None
@@ -89,20 +95,20 @@ class _Found:
         if self._process is None:
             self._connection.hang_up()
         else:
-            with contextlib.suppress(psutil.Error):  # it has ended
+            with contextlib.suppress(psutil.Error):  # the process has ended
                 self._process.kill()
 
 
 class WorkerProcess:
-    """A worker process in a session of its own, with our end of its socket, ``connection``."""
+    """A worker process in a process session of its own. ``connection`` is this process's end of its socket."""
 
     _stderr: Descriptor | None = None
     _process: subprocess.Popen[bytes] | _Found
     is_attached = False
-    """Whether it ran before, for another trainer."""
+    """Whether the worker ran before, for another trainer."""
 
     def __init__(self, options: WorkerOptions) -> None:
-        """Start it. Raises ``WorkerDiedError``."""
+        """Start the worker. Raises ``WorkerDiedError``."""
         detached_workers()
         try:
             occupy_standard_streams()
@@ -124,9 +130,9 @@ class WorkerProcess:
         """Return a worker that runs already.
 
         Args:
-            pid: Its process id; 0 if it is in another container.
-            connection: The connection to it.
-            stderr: The file that it writes stderr to, of ``stderr_file``.
+            pid: The process id of the worker; 0: the worker is in another container.
+            connection: The connection to the worker.
+            stderr: The file for the worker's stderr, made by ``stderr_file``.
         """
         self = cls.__new__(cls)
         self.connection, self._stderr, self.is_attached = connection, stderr, True
@@ -151,7 +157,7 @@ class WorkerProcess:
 
     def __del__(self) -> None:
         if self._stderr is not None and not self._stderr.closed:
-            # An exception came before somebody had this. Without its socket the process ends by itself.
+            # An exception came before any caller had this object. Without its socket the process ends by itself.
             self.detach()
             self.close()
 
@@ -161,18 +167,19 @@ class WorkerProcess:
         return self._process.pid
 
     def send_stderr(self) -> None:
-        """Send the worker the file that it is to write stderr to. Raises ``OSError``."""
+        """Send the worker the file for its stderr. Raises ``OSError``."""
         if self._stderr is not None:
             self.connection.send_descriptor(self._stderr.fileno())
 
     def wait_ready(self, timeout: float) -> str | None:
-        """Wait until it is up. Return the reason why others cannot find it; None: they can, if it has an endpoint.
+        """Wait until the worker is up, at most ``timeout`` seconds.
 
-        Raises ``WorkerDiedError``, ``JobTakenError`` if another worker has its endpoint.
+        Returns the reason why others cannot find it; None: they can, if it has an endpoint. Raises ``WorkerDiedError``
+        if the worker does not get ready, and ``JobTakenError`` if another worker has its endpoint.
         """
         ready: Sequence[object] = []
         with contextlib.suppress(EOFError, OSError), watched(self.pid) as sentinel:
-            # Its socket alone would not tell: a fork of it may hold that open.
+            # Watch the process too, because a fork of the worker may hold the socket open.
             ready = wait([self.connection, *sentinel], timeout)
             if self.connection in ready:
                 said: Ready | Refused = receive(self.connection)
@@ -188,7 +195,7 @@ class WorkerProcess:
         raise WorkerDiedError(f"the worker process {how}; {self.last_words()}")
 
     def end(self) -> None:
-        """End it at once, and give back what it took; or leave one that was attached to, with what it holds."""
+        """Kill a worker that this process has started, and release its resources. Leave an attached worker running."""
         if self.is_attached:
             self.detach()
             self.hang_up()
@@ -198,27 +205,27 @@ class WorkerProcess:
         self.close()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the worker."""
         self._process.kill()
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait ``timeout`` seconds for its end, and return its exit code; None where it has not ended."""
+        """Wait at most ``timeout`` seconds for the end of the worker. Return its exit code; None after a timeout."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
 
     def detach(self) -> None:
-        """It goes on while this process lives on; Python is to take note of its end."""
+        """Let the worker run on. Keep its process object, so that this process reaps the worker when it ends."""
         if self._process not in _detached:
             _detached.append(self._process)
 
     def hang_up(self) -> None:
-        """End all talk with it, at once, in whatever thread."""
+        """Shut the connection down at once. Any thread may call."""
         self.connection.hang_up()
 
     def last_words(self) -> str:
-        """The end of what it wrote to stderr, in a sentence."""
+        """Return the end of the worker's stderr, in a sentence."""
         fd = -1 if self._stderr is None else self._stderr.fileno()
         try:
             end = os.lseek(fd, 0, os.SEEK_END)
@@ -228,14 +235,14 @@ class WorkerProcess:
         return f"its last words: {text.strip()}" if text.strip() else "it said nothing"
 
     def close(self) -> None:
-        """Give our end of the socket and its stderr back. Safe to call twice."""
+        """Close this end of the socket, and the worker's stderr file. Safe to call twice."""
         self.connection.close()
         if self._stderr is not None:
             self._stderr.close()
 
 
 def not_started(text: str, error: OSError) -> WorkerDiedError:
-    """Return what to raise for ``error``, with which a process could not be started; ``text`` says which process."""
+    """Return the error to raise if starting a process failed with ``error``. ``text``: the begin of its message."""
     limit = f"; {process_limit()}" if error.errno == errno.EAGAIN else ""
     return WorkerDiedError(f"{text} {error}{limit}")
 
@@ -247,7 +254,7 @@ def watched(pid: int) -> Iterator[list[int]]:
     Yields a list with a descriptor, which becomes readable when the child ends; an empty list if the kernel has none.
     """
     fds: list[int] = []
-    with contextlib.suppress(OSError, AttributeError):  # a Python without them
+    with contextlib.suppress(OSError, AttributeError):  # a Python or a kernel without pidfds
         fds.append(os.pidfd_open(pid))
     try:
         yield fds
@@ -273,7 +280,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def stderr_file() -> Descriptor:
-    """Make a file in memory that a worker writes stderr to."""
+    """Make a file in memory for the stderr of a worker."""
     return Descriptor.of(os.memfd_create, "asyncckpt-stderr", os.MFD_CLOEXEC)
 
 
@@ -296,15 +303,15 @@ def _command_line(options: WorkerOptions, fd: int | None) -> list[str]:
 
 
 def _worker_environment() -> dict[str, str]:
-    # torch warns, with a stack, of each connection that breaks; we say it in a sentence.
-    # And a relative folder is another one from "/".
+    # torch warns of each broken connection, with a stack. Our own error says the same in a sentence.
+    # The runtime folder must be absolute, because the worker runs in "/".
     return {"TORCH_CPP_LOG_LEVEL": "ERROR"} | same_modules() | {FOLDER_VARIABLE: runtime_folder()}
 
 
 def fingerprint() -> str:
-    """Return a text that is the same for two workers if one can go on for the other.
+    """Return a text that is equal for two workers if one can continue the work of the other.
 
-    They have the same program and code, and the same environment for transports to other hosts.
+    Both workers have the same program and code, and the same environment for transports to other hosts.
     """
     facts = [command()[:2], _code(), _environment(_OF_TRANSPORTS)]
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
@@ -312,11 +319,11 @@ def fingerprint() -> str:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The part of a process that its worker takes over.
+    """The surroundings of a process that its worker takes over.
 
     Args:
         environment: The variables that clients of object stores read.
-        modules: The folders of Python modules, for those that are not imported yet.
+        modules: The folders of Python modules, for modules that the worker has not imported yet.
     """
 
     environment: Mapping[str, str]
@@ -328,7 +335,7 @@ class Surroundings:
         return cls(_environment(_OF_CLIENTS), _module_folders())
 
     def take_over(self) -> None:
-        """Give this process these surroundings."""
+        """Apply these surroundings to this process."""
         for name in _environment(_OF_CLIENTS).keys() - self.environment.keys():
             del os.environ[name]
         os.environ.update(self.environment)
@@ -347,7 +354,7 @@ def _code() -> list[tuple[str, int, int]]:
     for folder, _, names in os.walk(package, followlinks=True):
         for name in names:
             path = os.path.join(folder, name)
-            with contextlib.suppress(OSError):  # a link to nowhere
+            with contextlib.suppress(OSError):  # a dangling link
                 if name.endswith((".py", ".so")):
                     facts = os.stat(path)
                     found.append((path, facts.st_size, facts.st_mtime_ns))
@@ -355,7 +362,7 @@ def _code() -> list[tuple[str, int, int]]:
 
 
 def detached_workers() -> set[int]:
-    """The process ids of workers that this process has left, and that linger."""
+    """Return the process ids of workers that this process has detached, and that still run."""
     _detached[:] = [process for process in _detached if process.poll() is None]
     return {process.pid for process in _detached}
 
@@ -363,8 +370,8 @@ def detached_workers() -> set[int]:
 def occupy_standard_streams() -> None:
     """Open the null device for each standard stream that is closed, as in a daemon.
 
-    Otherwise a socket or memory of ours has the number of that stream: what somebody prints is written there, and a
-    child gets another file in its place.
+    Otherwise a socket or a memory file of ours would get the number of that stream. Then printed text would be written
+    there, and a child process would get another file in its place.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
@@ -372,22 +379,22 @@ def occupy_standard_streams() -> None:
 
 
 def same_modules() -> dict[str, str]:
-    """The environment for a Python that finds the same modules as this one, whatever this process did to its path."""
+    """Return an environment in which Python finds the same modules as here, even if ``sys.path`` was changed."""
     path = [entry for entry in _module_folders() if os.pathsep not in entry]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
 def start_module(name: str) -> tuple[subprocess.Popen[bytes], SocketConnection]:
-    """Start a module as a process in a session of its own, which finds the same modules as this one.
+    """Start a module as a process in its own process session. The process finds the same modules as this process.
 
     Args:
-        name: The module. Its argument is the descriptor of its end of a socket.
+        name: The module. The process gets the descriptor of its end of a socket as its command-line argument.
 
     Returns:
         The process, and this end of the socket.
 
     Raises:
-        WorkerDiedError: The host has refused it.
+        WorkerDiedError: The host has refused the process.
     """
     try:
         occupy_standard_streams()
@@ -407,11 +414,11 @@ def start_module(name: str) -> tuple[subprocess.Popen[bytes], SocketConnection]:
 
 
 def run_module(name: str) -> list[str]:
-    """The command that runs a module, in the environment of ``same_modules``."""
+    """Return the command that runs a module, in the environment of ``same_modules``."""
     path = _module_folders()
     if not any(os.pathsep in entry for entry in path):
         return [sys.executable, "-m", name]
-    # A folder with a colon in its name cannot be told by the environment.
+    # PYTHONPATH cannot have a folder with a colon in its name.
     run = f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
     return [sys.executable, "-c", f"import runpy, sys; sys.path[:] = {path!r}; {run}"]
 
@@ -419,7 +426,7 @@ def run_module(name: str) -> list[str]:
 def _module_folders() -> list[str]:
     folders = []
     for entry in sys.path:
-        with contextlib.suppress(FileNotFoundError):  # the current folder was removed, and no module is there any more
+        with contextlib.suppress(FileNotFoundError):  # the current folder was removed, so it has no modules
             folders.append(os.path.abspath(entry))
     return [folder for folder in folders if os.path.exists(folder)]
 
@@ -427,8 +434,12 @@ def _module_folders() -> list[str]:
 class CommandLine(NamedTuple):
     """The content of a worker's command line.
 
-    ``trainer``: the process id of its first trainer; 0: it was started ahead of it. ``runtime``: the folder of its
-    endpoint. ``fd``: its end of the socket to that trainer. ``fingerprint``: see ``fingerprint``.
+    Args:
+        options: The options of the worker.
+        trainer: The process id of the first trainer; 0: the worker was started before its trainer.
+        runtime: The folder of the worker's endpoint.
+        fd: The worker's end of the socket to the first trainer; None: the worker was started before its trainer.
+        fingerprint: See the function ``fingerprint``.
     """
 
     options: WorkerOptions
@@ -439,19 +450,19 @@ class CommandLine(NamedTuple):
 
 
 def parse(command_line: Sequence[str]) -> CommandLine | None:
-    """Read the command line of a process; None if it is no worker."""
+    """Parse the command line of a process. Return None if the process is no worker."""
     try:
         said = json.loads(command_line[-1])
         if any(said.pop(name) != value for name, value in _MARK.items()):
             return None
         its = {name: said.pop(name) for name in ("trainer", "runtime", "fd", "fingerprint")}
         return CommandLine(WorkerOptions(**said), **its)
-    except (IndexError, ValueError, AttributeError, KeyError, TypeError):  # as of any other process, or another version
+    except (IndexError, ValueError, AttributeError, KeyError, TypeError):  # another program, or another version
         return None
 
 
 def command() -> list[str]:
-    """Return the command of a worker. Tests replace it by a faulty one."""
+    """Return the command of a worker. Tests replace this function to start a faulty worker."""
     return run_module("asyncckpt.worker")
 
 
@@ -460,7 +471,7 @@ _started: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """A fork (a data loader's worker, say) must not hold the trainer's end of a socket open."""
+    """Close the trainer's ends of all sockets in a fork, for example in a data loader's worker."""
     for process in list(_started):
         process.close()
 

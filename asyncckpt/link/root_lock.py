@@ -1,9 +1,9 @@
-"""The lock of a root: one job at a time saves to a folder of checkpoints, from whichever host.
+"""The lock of a root: only one job at a time, on any host, saves to a folder of checkpoints.
 
-The first rank's worker holds it from before its first save until its last one has ended, also when its trainer has
-died meanwhile. It is a lock of the kernel, on a small file in the folder: it ends with its holder, however that ends.
-The file says who that is, for those who are refused, and which job the folder is of. Who only reads needs no lock.
-An object store has no locks: the file of a root there is in the runtime folder, and holds for this host alone.
+The first rank's worker holds the lock from before its first save until its last save has ended, even if its trainer
+dies meanwhile. The lock is a kernel lock on a small file in the folder, so it ends with the process of the worker. The
+file names the holder, for the errors of other workers, and the job that the folder belongs to. Readers need no lock.
+An object store has no locks. The lock file of a root there is in the runtime folder, and is valid for this host only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LOCK_NAME = "asyncckpt.lock"
 
 _MOST_BYTES = 4096
 _POLL_S = 0.1
-# How long the worker of a trainer that has died may take to see that, and to say so; on another host it is not known
-# whether the trainer has died.
+# Maximum time for a worker to notice the death of its trainer, and to write this to the file. This process cannot
+# check itself whether a trainer on another host lives.
 _NOTICE_S = 5.0
 
 
@@ -40,16 +40,16 @@ class RootLock:
     """The lock of one root, held by this process until ``release``."""
 
     def __init__(self, fd: int, path: str, holder: RootHolder) -> None:
-        """Say in the file who holds it; ``take`` does."""
+        """Write the holder to the locked file. Only ``take`` calls this."""
         self._fd, self._path = fd, path
         self._holder = holder
         self._write()
 
     @classmethod
     def take(cls, claim: Claim, trainer: int) -> RootLock | RootHolder:
-        """Take the lock for the trainer with that process id. Returns it, or who has it.
+        """Take the lock for the trainer with that process id. Return the lock, or its present holder.
 
-        Raises ``JobTakenError`` where the folder is of another job, ``OSError`` where there can be no lock.
+        Raises ``JobTakenError`` if the folder belongs to another job, and ``OSError`` if a lock is not possible.
         """
         if is_address(claim.root):
             endpoint_scope()  # makes the runtime folder
@@ -63,10 +63,10 @@ class RootLock:
                     raise OSError("its file system has no locks")
                 if not is_ours:
                     return found
-                if is_at(fd, path):  # else somebody has removed it meanwhile
+                if is_at(fd, path):  # otherwise another process has removed the file meanwhile
                     _check_job(claim, found)
                     job_id = claim.job_id or found.job_id
-                    scope = _scope() if trainer else ""  # of a trainer in another container nobody knows the id
+                    scope = _scope() if trainer else ""  # 0: a trainer in another container, with an unknown id
                     own = RootHolder(socket.gethostname(), scope, os.getpid(), trainer, job_id, leaving=False)
                     lock = cls(fd, path, own)
                     fd = -1
@@ -76,38 +76,38 @@ class RootLock:
                     os.close(fd)
 
     def announce_end(self) -> None:
-        """Say that the trainer has gone: the lock will be free when all is written."""
+        """Note in the file that the trainer is gone. The worker releases the lock when everything is written."""
         self._holder = replace(self._holder, leaving=True)
         self._write()
 
     def release(self) -> None:
-        """Let others save there. What the file says stays, where it is beside checkpoints."""
+        """Release the lock. A lock file beside checkpoints keeps its content, because it names the folder's job."""
         if self._path.endswith(ROOT_LOCK):
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
         os.close(self._fd)
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # no space: who is refused is told less
-            # In one call: it is read at any moment, on other hosts too.
+        with contextlib.suppress(OSError):  # no space: the errors of other workers say less
+            # Write in one call, because processes on any host may read the file at any moment.
             os.pwrite(self._fd, text := json.dumps(asdict(self._holder)).ljust(1000).encode(), 0)
             os.ftruncate(self._fd, len(text))
             os.fsync(self._fd)
 
 
 def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str | None:
-    """Have a worker take the lock of a root; one that is about to be free is waited for.
+    """Have a worker take the lock of a root. Wait for a lock that is about to be released.
 
     Args:
-        claim: What is asked for.
-        ask: Asks the worker for it.
-        timeout: Seconds for which to wait for a worker that writes out what a dead trainer had staged.
+        claim: The root, and the job that asks for its lock.
+        ask: Sends the claim to the worker, and returns the worker's answer.
+        timeout: Maximum seconds to wait for a worker that still writes the staged saves of a dead trainer.
 
     Returns:
-        Why there is no lock all the same; None: the worker has it.
+        The reason why a lock is not possible; None: the worker has the lock.
 
     Raises:
-        JobTakenError: Another job has it, or its worker does not end.
+        JobTakenError: Another job has the lock, or its worker does not end in time.
     """
     begun = time.monotonic()
     is_told = False
@@ -133,10 +133,10 @@ def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str |
 
 
 def is_finishing(root: str) -> bool:
-    """Whether the worker of a trainer that is gone has the lock: it may be about to write what that one had staged.
+    """Return whether the worker of a dead trainer has the lock, and may still write that trainer's staged saves.
 
-    That is seen in the kernel's list of locks, of this host alone: who tried to take the lock would, for that moment,
-    refuse it to a worker that wants it.
+    This function reads the kernel's list of locks, which covers this host only. Trying to take the lock instead would
+    refuse a worker that asks for the lock at that moment.
     """
     try:
         with opened(_lock_path(root), os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
@@ -157,7 +157,7 @@ def check_job(root: str, job_id: str | None) -> None:
     """Raise ``JobTakenError`` if the folder ``root`` belongs to another job than ``job_id``."""
     if job_id is None:
         return
-    with contextlib.suppress(OSError):  # nobody has ever claimed it, or nobody can say
+    with contextlib.suppress(OSError):  # no job has ever claimed the folder, or the file cannot be read
         with opened(_lock_path(root), os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             found = _read(fd)
         _check_job(Claim(root, job_id), found)
@@ -173,7 +173,7 @@ def _check_job(claim: Claim, found: RootHolder) -> None:
 
 
 def _read(fd: int) -> RootHolder:
-    """Who has taken the lock last; with empty fields where the file does not say. Raises ``OSError``."""
+    """Return the last holder of the lock, with empty fields if the file is incomplete. Raises ``OSError``."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise OSError(f"{LOCK_NAME} is no file")
     try:
@@ -181,7 +181,7 @@ def _read(fd: int) -> RootHolder:
         host, scope, worker, trainer, leaving = (found[name] for name in _FIELDS)
         job_id = found["job_id"] if isinstance(found["job_id"], str) else None
         return RootHolder(str(host), str(scope), int(worker), int(trainer), job_id, leaving=leaving is True)
-    except (ValueError, KeyError, TypeError):  # it has just been made
+    except (ValueError, KeyError, TypeError):  # the file was created just now, and is not written yet
         return RootHolder("unknown", "", 0, 0, None, leaving=False)
 
 
@@ -195,7 +195,7 @@ def _lock_path(root: str) -> str:
 
 
 def _scope() -> str:
-    """The same for two processes that see each other's process ids; empty where nobody says."""
+    """Return a text that is equal for processes that see each other's process ids; empty if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

@@ -22,10 +22,10 @@ from asyncckpt.link.messages import OtherVersionError, send
 from asyncckpt.link.process import CommandLine, parse
 from asyncckpt.link.takeover import ask, is_running
 
-# Seconds that a worker may take to tell its status, and to end when it is killed.
+# Timeouts in seconds for a worker to tell its status, and to end after it is killed.
 _ANSWER_S, _END_S = 2.0, 5.0
 _POLL_S = 0.05
-# Number of workers to ask at once: some may not answer.
+# Number of workers to ask in parallel, because some may not answer.
 _ASKED_AT_ONCE = 32
 
 Doing: TypeAlias = Literal["serving", "writing", "lingering", "leaving", "stopped", "unknown"]
@@ -72,7 +72,7 @@ def running_workers() -> list[RunningWorker]:
         try:
             if process.uids().effective == os.geteuid() and (said := parse(process.cmdline())) is not None:
                 started.append((process, said))
-        except psutil.Error:  # it has just ended
+        except psutil.Error:  # the process has ended just now
             continue
     with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
         found = pool.map(lambda each: _look(*each), started)
@@ -80,7 +80,7 @@ def running_workers() -> list[RunningWorker]:
 
 
 def end_worker(worker: RunningWorker, timeout: float, *, force: bool = False) -> None:
-    """End a worker, and wait for its end. It first writes the staged saves.
+    """End a worker, and wait for its end. The worker first writes the staged saves.
 
     Args:
         worker: The worker.
@@ -108,7 +108,7 @@ def end_worker(worker: RunningWorker, timeout: float, *, force: bool = False) ->
             " another"
         )
     deadline = time.monotonic() + timeout
-    # One without an endpoint that answers understands SIGTERM: as long as it writes, it takes no notice of that.
+    # A worker without an answering endpoint ends on SIGTERM, but ignores the signal while it writes. So send it again.
     while not (is_asked := _ask_to_retire(worker)):
         _signal(worker, kill=False)
         if _wait_end(worker, min(_ANSWER_S, deadline - time.monotonic())) or time.monotonic() >= deadline:
@@ -153,7 +153,7 @@ def _ask(pid: int, said: CommandLine) -> tuple[WorkerStatus | None, str | None]:
     """Ask a worker for its status. Returns the status, or None and the reason."""
     name = said.options.endpoint
     if name is None:
-        return None, None  # nobody finds it but its trainer
+        return None, None  # only its trainer can reach a worker without an endpoint
     if (connection := connect(name, _ANSWER_S, said.runtime)) is None:
         return None, f"there is nobody at its endpoint in {said.runtime}"
     with connection:
@@ -172,7 +172,7 @@ def _ask(pid: int, said: CommandLine) -> tuple[WorkerStatus | None, str | None]:
 
 def _doing(status: WorkerStatus | None, trouble: str | None, *, has_trainer: bool) -> Doing:
     if status is None:
-        # Without an endpoint it has nobody to wait for but its trainer.
+        # A worker without an endpoint waits for its own trainer only.
         return "unknown" if trouble is not None else "serving" if has_trainer else "leaving"
     if status.saving:
         return "writing"
@@ -191,26 +191,26 @@ def _may_have_trainer(worker: int, trainer: int, since: float) -> bool:
     """Return whether the trainer of a worker may live. ``since``: the time when its session began."""
     try:
         if os.readlink(f"/proc/{worker}/ns/pid") != os.readlink("/proc/self/ns/pid"):
-            return True  # that number is of another container
-        # One of that number that came later is another process.
+            return True  # the process id belongs to another container
+        # A process with that id that started later is not the trainer.
         return is_running(trainer) and psutil.Process(trainer).create_time() <= since
     except (OSError, psutil.Error):
         return False
 
 
 def _shared_memory(pid: int) -> int:
-    """Return the number of bytes of its segments that are taken."""
+    """Return the number of bytes of the worker's segments that occupy memory."""
     total = 0
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # it has just closed it
+            with contextlib.suppress(OSError):  # the worker has closed the file just now
                 if os.readlink(entry.path).startswith("/memfd:asyncckpt "):
                     total += entry.stat().st_blocks * 512
     return total
 
 
 def _ask_to_retire(worker: RunningWorker) -> bool:
-    """Ask a worker at its endpoint to retire. Return whether it was told."""
+    """Ask a worker at its endpoint to retire. Return whether the request was sent."""
     said = worker.command_line
     if said.options.endpoint is None or (connection := connect(said.options.endpoint, _ANSWER_S, said.runtime)) is None:
         return False
@@ -223,7 +223,7 @@ def _ask_to_retire(worker: RunningWorker) -> bool:
 
 def _signal(worker: RunningWorker, *, kill: bool) -> None:
     """Send a signal. psutil checks that the process id still means the same process."""
-    with contextlib.suppress(psutil.Error):  # it has ended
+    with contextlib.suppress(psutil.Error):  # the worker has ended
         worker.process.kill() if kill else worker.process.terminate()
 
 
@@ -235,7 +235,7 @@ def _is_there(worker: RunningWorker) -> bool:
 
 
 def _wait_end(worker: RunningWorker, timeout: float) -> bool:
-    """Return whether it ends within ``timeout`` seconds."""
+    """Return whether the worker ends within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while _is_there(worker):
         if time.monotonic() >= deadline:

@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 ImageKind = TypeVar("ImageKind")
 """``HeldImage`` for the image of a save; for a published version the sizes of its files."""
 
-# Timeout for others to give back memory that is needed here.
+# Timeout for other processes to give back memory that this process needs.
 GIVE_BACK_S = 10.0
-# Timeout for the turn to take memory. Each of the processes before this one may take some hundred GiB.
+# Timeout for the lock of the host. A process that has the lock may wait for others to give back memory.
 _TURN_S = 120.0
 HINT = "use fewer slots, or leave more memory to them (each holds one image of the state)"
 
@@ -54,20 +54,20 @@ def take_memory(
         begin: The begin of the memory to take, in bytes.
 
     Raises:
-        OutOfMemoryError: There is too little memory. Part of it may be taken.
+        OutOfMemoryError: There is too little memory. A part of the requested memory may be taken all the same.
     """
     end = segment.nbytes if end is None else end
     nbytes = end - begin
     with contextlib.ExitStack() as announced:
-        # One process looks at a time, because two would see the same memory. The taking itself, some 2 GiB a second, is
-        # done in parallel.
+        # Only one process checks the budget at a time, because two processes would count the same free memory. The
+        # processes then take memory in parallel, at some 2 GiB a second.
         with host_lock(_TURN_S) as alone:
             if not alone:
                 logger.warning("%d bytes are taken without a look at what others take", nbytes)
             try:
                 budget.require(nbytes + announced_bytes(), "staging", HINT)
             except OutOfMemoryError:
-                # Images for trainers that may never come back must not keep memory from a trainer that is here.
+                # A lingering worker's images must not keep memory from a live trainer: their trainer may never return.
                 if not (wait_released() or retire_idle_workers(GIVE_BACK_S)):
                     raise
                 budget.require(nbytes + announced_bytes(), "staging", HINT)
@@ -121,7 +121,7 @@ def _digests(spans: Iterator[memoryview]) -> bytes:
 
 
 class Leased(Generic[ImageKind]):
-    """An image that another process reads. Nobody writes in its slot until this is closed."""
+    """An image that another process reads. Its slot is not overwritten until this object is closed."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class Leased(Generic[ImageKind]):
         Args:
             described: The description of the image for its reader.
             memory: The segment with the image.
-            digests: Returns digests of spans, from the number in the first argument on. It waits for the first of
-                them, at most as many seconds as the second argument says. None: no more will ever be here.
+            digests: Returns digests of spans, from the number in the first argument on, or None if no further digest
+                will ever come. The function waits for the first digest, at most for the seconds in the second argument.
             kept: The resources to release at the end of the lease.
         """
         self.described = described
@@ -193,7 +193,7 @@ class SegmentStore:
                 take_memory(hosted.segment, lambda: self._wait_released(GIVE_BACK_S), end, begin)
             except OutOfMemoryError:
                 with self._lock:
-                    # Unless the memory is there already, because it was asked for twice.
+                    # Keep the memory if an earlier, equal request has taken it already.
                     if hosted.taken_end < end:
                         hosted.segment.give_back(begin)
                 raise
@@ -214,7 +214,7 @@ class SegmentStore:
         return self._hosted[number]
 
     def release(self, number: int) -> None:
-        """Give back a segment. Safe to call twice: a trainer may have been interrupted as it said so."""
+        """Give back a segment. Safe to call twice: an interrupted trainer may send ``Release`` again."""
         with self._lock:
             self._forget_images(number)
             if (hosted := self._hosted.pop(number, None)) is None:
@@ -228,7 +228,7 @@ class SegmentStore:
             self._images.pop((request.segment, request.slot), None)
 
     def image_staged(self, request: WriteRequest) -> None:
-        """Note that an image is complete. Images of single files are not held, because nobody looks for them here."""
+        """Note that an image is complete. Images of single files are not held, because no process loads them here."""
         layout = self._hosted[request.segment].layout
         if isinstance(layout, CheckpointLayout):
             with self._lock:
@@ -268,7 +268,7 @@ class SegmentStore:
             self._images[request.segment, request.slot] = record
 
     def image_written(self, request: WriteRequest, checksums: array[int]) -> None:
-        """Note the checksums of an image, which has been written."""
+        """Note the checksums of an image after it is written."""
         with self._lock:
             if (image := self._images.get((request.segment, request.slot))) and image.request == request:
                 image.checksums = checksums
@@ -287,7 +287,7 @@ class SegmentStore:
         with self._lock:
             for hosted in self._hosted.values():
                 hosted.taken_end = 0
-            self._ended.clear()  # the numbers of saves begin anew
+            self._ended.clear()  # each session numbers its saves anew
             self._staged = 0
             self._images = {place: image for place, image in self._images.items() if self._is_whole(image)}
             for image in self._images.values():
@@ -318,19 +318,19 @@ class SegmentStore:
         return found
 
     def holds_anything(self) -> bool:
-        """Return whether there is an image or a publication for anybody to come for."""
+        """Return whether there is an image or a publication that another process may come for."""
         with self._lock:
             return bool(self._images or self.published())
 
     def held_images(self) -> tuple[HeldImage, ...]:
-        """Return the complete images. Do not call this while there is a trainer, because it stages others."""
+        """Return the complete images. Do not call this while there is a trainer, because the trainer stages others."""
         with self._lock:
             whole = [image for image in self._images.values() if self._is_whole(image)]
-        # Nothing is staged until the next trainer is here.
+        # No image changes before the next trainer attaches.
         return tuple(map(self._held, whole))
 
     def held(self, key: ImageKey) -> HeldImage | None:
-        """Return a complete image; None if it is not here."""
+        """Return a complete image; None if the worker does not hold it."""
         with self._lock:
             image = next((each for each in self._images.values() if each.key == key and self._is_whole(each)), None)
         return None if image is None else self._held(image)
@@ -344,7 +344,7 @@ class SegmentStore:
             return tuple(ImageSummary(replace(each.request, small_files=()), each.committed) for each in whole)
 
     def lease(self, key: ImageKey, *, with_checksums: bool = True) -> Leased[HeldImage] | None:
-        """Let another process read an image. Return None if it is not here, or is just being overwritten.
+        """Let another process read an image. Return None if the image is not here, or is being overwritten.
 
         ``with_checksums``: compute the checksums of the whole image that are not known yet.
         """
@@ -360,7 +360,7 @@ class SegmentStore:
             if fd is None:
                 return None
             kept.callback(fd.close)
-            if not self._is_whole(image):  # its slot was taken just before
+            if not self._is_whole(image):  # the trainer took the slot just before the lease
                 return None
             layout, slot = image.layout, image.request.slot
             return Leased(
@@ -373,7 +373,7 @@ class SegmentStore:
     def published(self) -> tuple[endpoint_messages.PublishedSegment, ...]:
         """Return the segments that have publications.
 
-        Raises ``OSError`` when the store is closed. With an empty answer a reader would unmap what it has.
+        Raises ``OSError`` when the store is closed. After an empty answer, a reader would unmap its segments.
         """
         with self._lock:
             if self._is_closed:
@@ -420,7 +420,7 @@ class SegmentStore:
         return any([hosted.closed.wait(timeout) for hosted in waiting])
 
     def _is_whole(self, image: _ImageRecord) -> bool:
-        """Return whether an image is complete. A trainer may take its slot again, and die before it says so."""
+        """Return whether an image is complete. A trainer may take the slot again, and die before telling the worker."""
         request = image.request
         slots = self._hosted[request.segment].slots
         return slots.save_id(request.slot) == request.save_id and slots.state(request.slot) is not State.STAGING
@@ -433,9 +433,9 @@ class SegmentStore:
             hosted.use()
         checksums, layout = image.checksums, image.layout
         try:
-            if checksums is None and with_checksums:  # not written yet, or writing failed
+            if checksums is None and with_checksums:  # the image is not written yet, or writing failed
                 checksums = array("Q", (checksum(span) for span in _spans(hosted, layout, image.request.slot)))
-                image.checksums = checksums  # set when complete, because another thread may ask meanwhile
+                image.checksums = checksums  # set only when complete, because another thread may read the field
         finally:
             hosted.close()
         return HeldImage(

@@ -1,4 +1,7 @@
-"""The connections of workers: messages over a Unix socket, and descriptors beside them."""
+"""The connections of workers: messages and file descriptors over a Unix socket.
+
+An *asynchronous exception* is raised by a signal handler or by another thread, between any two steps of Python code.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,18 @@ from typing import Any
 from asyncckpt.errors import OutOfMemoryError, unless_interrupt
 from asyncckpt.shm.segment import Descriptor, Segment
 
-# How long to try again where the kernel refuses to send, for want of memory, say; and how often.
+# Time for which to retry when the kernel refuses to send, for example for lack of memory, and pause between retries.
 _TRY_S, _PAUSE_S = 1.0, 0.01
 _NUMBER = struct.Struct("i")
-# What stands before a message, as multiprocessing has it: its length, or -1 and then its length.
+# The header of a message, as in multiprocessing: its length, or -1 and then its length.
 _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!iQ")
 _LONG_BYTES = 1 << 31
-# From what ``recvmsg`` returns to the descriptor: each step is written in C, see ``receive_descriptor``.
+# The steps from the result of ``recvmsg`` to the descriptor. Each step is written in C, see ``receive_descriptor``.
 _STEPS = itemgetter(1), itemgetter(0), itemgetter(2), _NUMBER.unpack, itemgetter(0), Descriptor
 
 
 class _Message:
-    """A message on its way, and how much of it was sent each time."""
+    """A message that is being sent, and the number of bytes sent by each call."""
 
     def __init__(self, text: bytes) -> None:
         self.text = memoryview(text)
@@ -39,20 +42,21 @@ class _Message:
 class SocketConnection(Connection):
     """A connection that keeps its ``socket``.
 
-    That, and not a number, is what is closed: it is closed once, and also where an exception of a signal handler or of
-    another thread comes before anybody has this.
+    ``close`` closes the socket object, not a descriptor number. So the descriptor is closed exactly once. The
+    descriptor is closed even if an asynchronous exception comes before the caller has the connection.
     """
 
     def __init__(self, connected: socket.socket) -> None:
-        """Over a socket that is connected, which is this one's from now on."""
-        connected.settimeout(None)  # whatever socket.setdefaulttimeout says
+        """Take over a connected socket."""
+        connected.settimeout(None)  # overrides socket.setdefaulttimeout
         self.socket = connected
-        self._unsent: list[_Message] = []  # more than one where an exception came while one was sent
+        self._unsent: list[_Message] = []  # more than one if an exception interrupted the sending of a message
         super().__init__(connected.fileno())
 
     def _send_bytes(self, buf: memoryview) -> None:
-        """Send a message, and before it the rest of one where an exception of a signal handler or of another thread
-        came: half a message would take what follows for its own.
+        """Send a message, and before it the rest of an earlier message that an asynchronous exception interrupted.
+
+        Without that rest, the receiver would take this message for the end of the earlier message.
         """
         length = len(buf)
         head = _LENGTH.pack(length) if length < _LONG_BYTES else _LONG_LENGTH.pack(-1, length)
@@ -61,34 +65,34 @@ class SocketConnection(Connection):
         while self._unsent:
             message = self._unsent[0]
             while (done := sum(message.sent)) < len(message.text):
-                # No such exception comes between the sending and the note of it: that is written in C.
+                # No asynchronous exception comes between sending and noting the bytes, because both happen in C.
                 try:
                     message.sent.extend(map(self.socket.send, (message.text[done:],)))
                 except unless_interrupt(OSError) as error:
                     _pause(error, until)
-            with contextlib.suppress(ValueError):  # who tells a worker to end does not wait for another that tells it
+            with contextlib.suppress(ValueError):  # another thread has removed it: ``Close`` is sent without a lock
                 self._unsent.remove(message)
 
     def _close(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed, whatever the kernel says
+        with contextlib.suppress(OSError):  # the socket is closed even if the kernel reports an error
             self.socket.close()
 
     def hang_up(self, how: int = socket.SHUT_RDWR) -> None:
-        """End all talk, at once, in whatever thread; ``how``: or that of one direction."""
+        """Shut the socket down at once. Any thread may call. ``how``: both directions, or one."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(how)
 
     def has_other_end(self) -> bool:
-        """Whether the other end is open, whatever has come from there and was not received."""
+        """Return whether the other end is open, even if messages from there have not been received yet."""
         poll = select.poll()
         try:
             poll.register(self.socket, select.POLLRDHUP)
-        except ValueError:  # it was closed here
+        except ValueError:  # this end is closed
             return False
         return not poll.poll(0)
 
     def send_descriptor(self, fd: int) -> None:
-        """Let the process at the other end have ``fd``, too. Raises ``OSError``."""
+        """Send a copy of the descriptor ``fd`` to the process at the other end. Raises ``OSError``."""
         until = time.monotonic() + _TRY_S
         while True:
             try:
@@ -98,9 +102,9 @@ class SocketConnection(Connection):
                 _pause(error, until)
 
     def receive_descriptor(self) -> Descriptor:
-        """Wait for a descriptor. Raises ``EOFError``, ``OSError``; ``EMFILE`` if this process may have no more.
+        """Wait for a descriptor. Raises ``EOFError``, ``OSError``; ``EMFILE`` if this process may open no more files.
 
-        No exception of a signal handler or of another thread comes between its arrival and there being an owner.
+        No asynchronous exception comes between the arrival of the descriptor and its owner, so it never leaks.
         """
         room, flags = socket.CMSG_SPACE(_NUMBER.size), socket.MSG_CMSG_CLOEXEC
         messages: Iterator[Any] = map(self.socket.recvmsg, (1,), (room,), (flags,))
@@ -117,7 +121,7 @@ class SocketConnection(Connection):
         return descriptor
 
     def receive_segment(self, *, writable: bool = True) -> Segment:
-        """Wait for a memory file, and map it, ``writable`` or not. The file is taken off the socket in any case.
+        """Wait for a memory file, and map it, ``writable`` or not. The file is received from the socket in any case.
 
         Raises ``EOFError``, ``OSError``; ``OutOfMemoryError`` if this process has no room for it.
         """
@@ -134,7 +138,7 @@ class SocketConnection(Connection):
 
 
 def _pause(error: OSError, until: float) -> None:
-    """Wait a little before the next try to send. Raises ``error`` if the other end is gone, or after ``until``."""
+    """Pause before the next retry of sending. Raise ``error`` if the other end is gone, or after ``until``."""
     if isinstance(error, ConnectionError) or error.errno == errno.EBADF or time.monotonic() > until:
         raise error
     time.sleep(_PAUSE_S)

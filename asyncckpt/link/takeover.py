@@ -56,18 +56,18 @@ from asyncckpt.storage.history import was_removed
 
 logger = logging.getLogger(__name__)
 
-# Seconds for a worker to notice the death of its trainer, if this process cannot know of that; and the interval of
+# Seconds for a worker to notice the death of its trainer, if this process cannot check that itself. Interval between
 # questions.
 _NOTICE_S = 5.0
 _POLL_S = 0.02
 # Seconds for the end of a worker that was killed.
 _END_S = 5.0
-# Seconds for the checksums of an image: a worker makes some GB/s, for all readers together.
+# Seconds for the checksums of an image. A worker computes some GB/s, shared by all readers.
 _CHECKSUMS_S = 300.0
 
 
 class Takeover:
-    """A connection to the worker that a dead trainer has left, with what the worker holds.
+    """A connection to the worker that a dead trainer has left, and the contents of the worker's memory.
 
     The worker stays while the connection is open, and lingers after that.
 
@@ -80,7 +80,7 @@ class Takeover:
     """
 
     def __init__(self, connection: SocketConnection, inventory: Inventory, segments: dict[int, Segment]) -> None:
-        """Use a connection; ``find`` makes one.
+        """Use a connection. Callers use ``find`` instead.
 
         Args:
             connection: The connection.
@@ -104,7 +104,7 @@ class Takeover:
         Args:
             endpoint: The name of the endpoint.
             timeout: Timeout in seconds for each answer.
-            left: The process ids of workers that this process itself has left. They may take a while to notice that.
+            left: The process ids of workers that this process itself has left, and that may not have noticed yet.
 
         Returns:
             The connection; None if there is no worker.
@@ -120,8 +120,8 @@ class Takeover:
                 if isinstance(reply, Inventory):
                     return cls(connection, reply, _take_segments(connection, reply, timeout))
                 is_left = reply.worker in left and reply.trainer == os.getpid()
-                # A busy worker notices the death of its trainer late. A trainer that is not found may also live in
-                # another container, unless the worker is in this one.
+                # A busy worker notices the death of its trainer late. A trainer that is not found may live in another
+                # container, unless the worker is in this container.
                 is_near = reply.trainer > 0 and peer_pid(connection) == reply.worker
                 limit = left_by if is_left or is_near else noticed
                 if time.monotonic() > limit or (not is_left and is_running(reply.trainer)):
@@ -190,7 +190,7 @@ class Takeover:
         if answer is not None and answer.trouble is None:
             return process
         if answer is not None:
-            level = logging.INFO if self._session > 0 else logging.WARNING  # somebody has started it for this trainer
+            level = logging.INFO if self._session > 0 else logging.WARNING  # 0: started in advance for this trainer
             logger.log(level, "the worker %d, which was there before, is not used: %s", self.worker, answer.trouble)
             self.retire(timeout, longest)
         process.end()
@@ -200,16 +200,16 @@ class Takeover:
         """Tell the worker to leave, and wait until everything is written. The mapped segments stay.
 
         Args:
-            timeout: Seconds after which the worker is killed: storage may be stalled, or a host of the job lost.
-            longest: Seconds in the place of a smaller ``timeout``, if the worker writes saves without images here: sets
-                of files, and saves of a trainer that has closed.
+            timeout: Seconds after which the worker is killed, because storage may be stalled, or a host may be lost.
+            longest: The least timeout in seconds if the worker writes saves without holding their images: sets of
+                files, and saves of a trainer that has closed.
 
         Raises:
             SaveTimeoutError: The worker cannot be killed.
         """
         try:
             send(self._connection, Retire())
-            self._wait(timeout, longest)  # for the end of file
+            self._wait(timeout, longest)  # until the end of file
         except CheckpointError:
             raise
         except OSError:
@@ -251,7 +251,7 @@ _connected: weakref.WeakSet[Takeover] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """Close the connections in a fork. A connection may become that of a session, and show the death of its trainer."""
+    """Close the connections in a fork. An open connection would hide the death of the trainer from the worker."""
     for each in list(_connected):
         each._connection.close()
 
@@ -273,7 +273,7 @@ class ReaderClient:
 
     @classmethod
     def connect(cls, endpoint: str) -> ReaderClient | None:
-        """Connect to the worker with that endpoint. Return None if there is none."""
+        """Connect to the worker with that endpoint. Return None if there is no worker."""
         connection = connect(endpoint)
         return None if connection is None else cls(connection, endpoint)
 
@@ -283,7 +283,7 @@ class ReaderClient:
         return answer
 
     def follow(self, locator: str) -> Followed:
-        """Let the worker mirror the publication of ``locator``, which is on another host."""
+        """Let the worker mirror the publication at ``locator``, on another host."""
         answer: Followed = ask(self._connection, Follow(locator), self.timeout, Followed)
         return answer
 
@@ -297,14 +297,14 @@ class ReaderClient:
         send(self._connection, AskImage(key))
         until = time.monotonic() + max(self.timeout, _CHECKSUMS_S)
         while not self._connection.poll(self.timeout / 2):
-            self._check_answers()  # a stopped worker makes no checksums
+            self._check_answers()  # a stopped worker computes no checksums
             if time.monotonic() > until:
                 _await_answer(self._connection, 0)
         found: FoundImage = _receive(self._connection, AskImage(key), FoundImage)
         return found.held
 
     def _check_answers(self) -> None:
-        """Raise an error if the worker is stopped. It answers on a second connection whatever it does."""
+        """Raise an error if the worker is stopped. A running worker always answers on a second connection."""
         if (connection := connect(self._endpoint)) is None:
             raise EOFError("the worker has left")
         with connection:
@@ -331,9 +331,9 @@ class ReaderClient:
 
 
 def retire_idle_workers(timeout: float) -> bool:
-    """Tell workers to leave that only linger and hold nothing that is not in storage. Return whether one has left.
+    """Tell lingering workers to leave if all their images are committed. Return whether any worker has left.
 
-    ``timeout``: timeout in seconds for each.
+    ``timeout``: timeout in seconds for each worker.
     """
     found = False
     for endpoint in endpoint_names():

@@ -1,7 +1,7 @@
-"""The shell around the saves of a trainer: one thread has the machine, and carries out what that says.
+"""The saves of a trainer: one thread runs their state machine, and carries out its actions.
 
-The machine is ``asyncckpt/protocol/trainer.py``. The thread is the one that listens to the worker. Other threads post
-events, and nothing else: an exception may come in any of them at any instant.
+The machine is in ``asyncckpt/protocol/trainer.py``. The thread is the listener, which receives the messages of the
+worker. Other threads only post events, because an asynchronous exception may interrupt them at any step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class SaveWork(Protocol):
-    """The work for one save. The thread of the saves calls this, and must not wait for long."""
+    """The work for one save. The listener calls these methods, so they must not wait for long."""
 
     done: Flag
     """Set when the save has ended."""
@@ -41,7 +41,7 @@ class SaveWork(Protocol):
         """Take a slot if one is free. Return whether there was one."""
 
     def start_copy(self) -> None:
-        """Tell the worker, and have a thread copy. It posts ``Copied`` or ``CopyFailed``."""
+        """Tell the worker, and start a thread that copies. The thread posts ``Copied`` or ``CopyFailed``."""
 
     def stop_copy(self) -> None:
         """Have the copy fail soon."""
@@ -56,27 +56,27 @@ class SaveWork(Protocol):
         """End a save that was never wanted, unless it has ended. A thread of its own calls this."""
 
     def on_written(self, inode: int | None, timings: Mapping[str, float]) -> None:
-        """Note that the worker lets go of the slot.
+        """Note that the worker does not use the slot any more.
 
         Args:
             inode: The inode of a single file, which identifies it under its final name.
-            timings: All timings so far; with ``write_s`` if it was written.
+            timings: All timings so far; with ``write_s`` if the image was written.
         """
 
     def on_slot_free(self) -> None:
-        """Note that nobody uses the slot any more."""
+        """Note that the slot is free."""
 
     def on_replicated(self, failure: CheckpointError | None) -> None:
-        """Note that other hosts have copies of the image; with ``failure``, that they will not have any."""
+        """Note whether other hosts have copies of the image. ``failure``: the reason why they never will, or None."""
 
     def on_end(self, failure: CheckpointError | None, committed: messages.Committed | None) -> None:
-        """Note how the save has ended. ``committed``: what the worker said, if it did."""
+        """Note the end of the save. ``committed``: the message of the worker; None: there was none."""
 
     def find_out(self, failure: CheckpointError) -> CheckpointError | None:
-        """Find out how the save has ended without its worker. Return the failure. A thread of its own calls this."""
+        """Find out the end of the save after its worker's death. Return the failure. A thread of its own calls this."""
 
     def tell_decision(self, decision: machines.Decision) -> None:
-        """First rank: tell the others what becomes of the save. A thread of its own calls this."""
+        """First rank: tell the others the decision about the save. A thread of its own calls this."""
 
     def report(self, error: CheckpointError, *, begun: bool) -> None:
         """Tell the other ranks that the save has failed. A thread of its own calls this."""
@@ -86,14 +86,14 @@ _Posted: TypeAlias = "TrainerEvent | tuple[Wanted | machines.Interrupted, SaveWo
 
 
 class RunningSaves:
-    """The saves that one worker is to write."""
+    """The saves for one worker."""
 
     def __init__(self, tell: Callable[[messages.FromTrainer], None], kill: Callable[[], object]) -> None:
         """Run nothing yet.
 
         Args:
             tell: Sends a message to the worker.
-            kill: Ends the worker, because it has stopped.
+            kill: Kills a worker that has stopped.
         """
         self._tell = tell
         self._kill = kill
@@ -101,7 +101,7 @@ class RunningSaves:
         self._work: dict[int, SaveWork] = {}
         self._committed: dict[int, messages.Committed] = {}
         self.is_waiting = False
-        """Whether a save waits for a slot. For the thread that listens to the worker."""
+        """Whether a save waits for a slot. Only the listener reads this."""
         self._posted: SimpleQueue[_Posted] = SimpleQueue()
         self._taken: _Posted | None = None
         self._jobs: set[threading.Thread] = set()
@@ -120,7 +120,7 @@ class RunningSaves:
         self.post((wanted, work))
 
     def interrupt(self, work: SaveWork, error: CheckpointError) -> None:
-        """End a save with ``error``, unless it is staged. An exception may have come before it was begun."""
+        """End a save with ``error``, unless it is staged. The save may not have begun when the exception came."""
         self.post((machines.Interrupted(work.number, error), work))
 
     def mark(self) -> Flag:
@@ -130,12 +130,12 @@ class RunningSaves:
         return handled
 
     def post(self, posted: _Posted) -> None:
-        """Have the machine take an event. Any thread may call. After an exception nothing is posted."""
+        """Post an event for the machine. Any thread may call. If this raises an exception, nothing is posted."""
         self._posted.put(posted)
         try:  # noqa: SIM105
             os.eventfd_write(self._wake, 1)
         except (OSError, MemoryError):
-            pass  # it is found after a second; to suppress would need memory, too
+            pass  # the listener looks once a second anyway; contextlib.suppress would need memory, too
 
     def is_free(self, save: int) -> bool:
         """Return whether the slot of a save is free."""
@@ -146,15 +146,18 @@ class RunningSaves:
         return self._machine.is_idle() and self._posted.empty() and self._taken is None
 
     def wait_for_jobs(self, timeout: float) -> None:
-        """Wait until the other ranks have been told what they are to be told, at most ``timeout`` seconds."""
+        """Wait until all messages to other ranks are sent, at most ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         for job in [each for each in list(self._jobs) if each.ident is not None]:
             job.join(max(0.0, deadline - time.monotonic()))
 
-    # What follows is for the thread that listens to the worker.
+    # Only the listener calls the methods below.
 
     def run(self, job: Callable[[], object], then: TrainerEvent | None = None) -> None:
-        """Run a job on a thread of its own, as it may wait for another rank or for storage; ``then``: an event."""
+        """Run a job on its own thread, because the job may wait for another rank or for storage.
+
+        ``then``: an event to post after the job.
+        """
         calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         thread = threading.Thread(target=make_all, args=(calls,), name="asyncckpt-outcome", daemon=True)
         following = [] if then is None else [partial(self.post, then)]
@@ -179,7 +182,7 @@ class RunningSaves:
             time.sleep(timeout)
 
     def take_posted(self) -> None:
-        """Handle the events that were posted. After a ``MemoryError`` a second call goes on, and loses no event."""
+        """Handle the posted events. After a ``MemoryError``, the next call continues with the same event."""
         with contextlib.suppress(OSError):
             os.eventfd_read(self._wake)
         while True:
@@ -224,17 +227,17 @@ class RunningSaves:
                 self.handle(machines.Ended(save, error))
 
     def handle(self, event: TrainerEvent) -> None:
-        """Have the machine take an event, and carry out what it says."""
+        """Give an event to the machine, and carry out its actions."""
         events: deque[TrainerEvent] = deque([event])
         while events:
             for action in self._machine.handle(events.popleft(), time.monotonic()):
                 try:
                     self._carry_out(action, events)
-                except Exception as error:  # each save is to get what is its own
+                except Exception as error:  # an error of one save must not affect the actions of other saves
                     self._on_error(action, error, events)
         for save in self._work.keys() - self._machine.saves.keys():
             work = self._work[save]
-            if not work.done.is_set():  # there was no memory for what the machine had to say
+            if not work.done.is_set():  # there was no memory for the machine's last actions
                 self.run(partial(_end_lost, work, is_left=self._machine.is_left))
             del self._work[save]
         self.is_waiting = any(save.stage is machines.Stage.WAITING for save in self._machine.saves.values())
@@ -246,12 +249,12 @@ class RunningSaves:
             case machines.FindSlot() | machines.HandOver() | machines.AskCancel() if isinstance(
                 error, (WorkerDiedError, ClosedError)
             ):
-                pass  # the end of the worker comes, and tells more
+                pass  # the end of the worker is noticed soon, and its error says more
             case machines.FindSlot(save):
                 events.append(machines.Interrupted(save, located(error, otherwise=CheckpointError)))
             case machines.StartCopy(save):
                 events.append(machines.CopyFailed(save, located(error, otherwise=CheckpointError), told=False))
-            case _ if not again:  # for want of memory, say; each of these can be done twice
+            case _ if not again:  # for example for lack of memory; each of these actions may be repeated
                 try:
                     self._carry_out(action, events)
                 except Exception as second:
@@ -277,7 +280,7 @@ class RunningSaves:
             case machines.HandOver():
                 try:
                     self._tell(work.hand_over())
-                finally:  # not before: from the return of ``save`` on, nothing is asked of the trainer
+                finally:  # release last: after ``save`` returns, the save must not need the trainer any more
                     work.release()
             case machines.ReleaseTensors():
                 work.release()
@@ -300,7 +303,7 @@ def _end_lost(work: SaveWork, *, is_left: bool) -> None:
     work.release()
     work.on_slot_free()
     work.on_replicated(error)
-    work.on_end(error if is_left else _found_out(work, error), None)  # a worker that was left may still write
+    work.on_end(error if is_left else _found_out(work, error), None)  # a detached worker may still write
 
 
 def _found_out(work: SaveWork, error: CheckpointError) -> CheckpointError | None:

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: its values with their shards, from the indexes, or from the metadata if DCP wrote it."""
+"""List the values of a checkpoint with their shards, from its indexes, or from the metadata of stock DCP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a value: ``nbytes`` in ``file``. ``offsets`` in the whole tensor, and ``shape``; () for objects."""
+    """A part of a value: ``nbytes`` in ``file``. ``offsets`` in the whole tensor and ``shape`` are () for objects."""
 
     file: str
     nbytes: int
@@ -60,7 +60,8 @@ def checkpoints_at(path: str) -> list[str]:
 
     They are sorted by step, or by name if no name is of a step. The list is empty for an empty folder.
 
-    Raises ``CheckpointNotFoundError`` if nothing exists at ``path``, or something else; ``StorageError``.
+    Raises ``CheckpointNotFoundError`` if ``path`` is neither a checkpoint nor a folder of checkpoints;
+    ``StorageError``.
     """
     storage = storage_for(path)
     if any(storage.exists(os.path.join(path, name)) for name in (MANIFEST_NAME, METADATA_NAME)):
@@ -72,7 +73,7 @@ def checkpoints_at(path: str) -> list[str]:
     if found := checkpoints_in(path):
         return found
     if step_of(path) is not None and names:
-        return [path]  # the file that would mark a checkpoint is missing
+        return [path]  # a damaged checkpoint: the file that marks a checkpoint is missing
     raise CheckpointNotFoundError("there is no checkpoint here, nor a folder of checkpoints", path=path)
 
 
@@ -158,8 +159,8 @@ def _is_set(above: str, folder: str) -> bool:
         found = json.loads(storage.read(name))
         return isinstance(found, dict) and found.keys() >= {"attempt", "files"}
     except (ValueError, RecursionError):
-        return above == folder  # then it is damaged, if it is a set
-    except StorageError as error:  # as in a store that allows reading only some keys
+        return above == folder  # in the file's own folder: a damaged set; above: another program's file
+    except StorageError as error:  # e.g. an object store that allows reading only some keys
         if above == folder:
             raise
         logger.info("whether %s is a set of files cannot be seen: %s", above, error)

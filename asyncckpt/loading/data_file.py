@@ -1,4 +1,4 @@
-"""Data files: read from storage or from memory, span by span, with checksums, into the destinations of the bytes."""
+"""Read data files from storage or memory: compare the checksum of each span, and copy bytes to their destinations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from asyncckpt.threads import Pool, settle
 def sharing(folder: str, name: str) -> list[str]:
     """Return the names of the other checkpoints beside ``folder`` that share the file ``name`` (hard links), sorted.
 
-    The list is empty if the storage cannot be read, because the list is only an addition to another error.
+    The list only adds to another error, so it is empty if storage cannot be read.
     """
     above, its_own = os.path.split(folder)
     known = _identity(os.path.join(folder, name))
@@ -65,16 +65,16 @@ def distrusted(folder: str, name: str) -> str:
 
 
 def explained(error: DamagedCheckpointError, path: str, name: str) -> DamagedCheckpointError:
-    """Return the error about the file at ``path``, with the other checkpoints that share the file appended.
+    """Distrust the file at ``path``, see ``distrusted``. Return the error with the other checkpoints that share it.
 
-    The file is distrusted, see ``distrusted``. ``name`` is its name in the checkpoint.
+    ``name`` is the file's name in the checkpoint.
     """
     more = distrusted(path.removesuffix(name).rstrip("/"), name)
     return DamagedCheckpointError(error.message + more, path=error.path, rank=error.rank, step=error.step)
 
 
 class CheckedFile(NamedTuple):
-    """A file, and the indexes that it was checked against, by their checksums."""
+    """The identity of a file, and the checksums of the indexes that it was checked against."""
 
     device: int
     inode: int
@@ -82,7 +82,7 @@ class CheckedFile(NamedTuple):
 
 
 CheckedFiles: TypeAlias = dict[CheckedFile, list[str]]
-"""Results of checks of files with several names, so that each file is read only once: the damages, as texts."""
+"""The error texts of damages in files with several hard links. With them, each file is read only once."""
 
 
 # Bytes that are checked and copied together, while they are in the CPU cache. Also the size of one read, unless the
@@ -121,9 +121,10 @@ class FilePart(NamedTuple):
 
 
 class FileReading:
-    """Runs of a file that threads read, yielded in the order of the file. Their size is ``nbytes_read(ranges)``.
+    """Iterate over runs of a file, in the order of the file, while threads read them.
 
-    Some runs are under way before the caller asks for them. The destinations are written until this is closed.
+    The total size of the runs is ``nbytes_read(ranges)``. Some runs are read ahead of the caller. Threads may write to
+    the destinations until ``close`` returns.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class FileReading:
         *,
         verify: bool,
     ) -> None:
-        """Begin.
+        """Start to read the first runs.
 
         Args: see ``ChecksummedFile.read``; ``runs`` has the first span of each run, and the span after its last.
         """
@@ -158,14 +159,14 @@ class FileReading:
             StorageError: The file cannot be read.
         """
         while self._tasks:
-            run = self._tasks[0].result()  # not removed from the tasks yet, because an interrupt may end the wait
+            run = self._tasks[0].result()  # still in the tasks, so that ``close`` waits for it after an interrupt
             self._tasks.popleft()
             self._begin_next()
             self._file.nbytes_done += run.nbytes
             yield run
 
     def close(self) -> None:
-        """Begin no more runs, and wait for the runs under way."""
+        """Start no more runs, and wait for the runs under way."""
         settle(self._tasks)
 
     def __enter__(self) -> FileReading:
@@ -228,8 +229,8 @@ class ChecksummedFile(ABC):
     def explained(self, damage: DamagedCheckpointError) -> DamagedCheckpointError:
         """Return the error to raise for ``damage``, with the other checkpoints that share the file.
 
-        Later checkpoints do not link to the file any more. Call this only for an error that is raised, because it may
-        look at all checkpoints of a root.
+        This prevents later checkpoints from linking to the file. Call it only for an error that will be raised, because
+        it may look at all checkpoints of a root.
         """
         return damage
 
@@ -237,8 +238,8 @@ class ChecksummedFile(ABC):
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         """Yield the bytes from ``begin`` to ``end``, or up to the file's end, in order.
 
-        A part is valid until the next one. Some parts may be read straight to their destination. Without destinations,
-        a run is one part.
+        A part is valid until the next part. Some parts may be read straight to their destination. Without destinations,
+        yield a run as one part.
         """
 
     def _runs(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -260,8 +261,8 @@ class ChecksummedFile(ABC):
         bounds = np.asarray(self._bounds, np.int64)
         if len(edges) and edges[:, 1].max() > bounds[-1]:
             raise DamagedCheckpointError("the index of this file names bytes beyond its end", path=self.path)
-        # For each span: the ranges that begin in it, less the ranges that end before it. The cumulative sum is the
-        # number of ranges that touch the span.
+        # ``change`` counts, for each span, the ranges that begin in it, minus the ranges that end before it. Its
+        # cumulative sum is the number of ranges that touch the span.
         change = np.zeros(len(bounds) + 1, np.int64)
         np.add.at(change, np.searchsorted(bounds, edges[:, 0], "right") - 1, 1)
         np.add.at(change, np.searchsorted(bounds, edges[:, 1], "left"), -1)
@@ -299,7 +300,7 @@ class ChecksummedFile(ABC):
         destinations.fill(part.begin, part.data)
         if not verify:
             return []
-        # All in C: for 100,000 small spans each microsecond costs a tenth of a second.
+        # The loop runs in C: for 100,000 small spans, one microsecond a span adds up to a tenth of a second.
         edges = [bound - part.begin for bound in bounds]
         found = map(xxh3_64_intdigest, map(part.data.__getitem__, map(slice, edges, edges[1:])))
         expected = self.index.checksums
@@ -317,7 +318,7 @@ class StoredFile(ChecksummedFile):
     """A data file in storage. It is read in whole blocks into aligned memory, or straight to its destination."""
 
     def __init__(self, file: InputFile, index: Index) -> None:
-        """Read nothing yet. ``file`` is closed together with this object."""
+        """Read nothing yet. ``close`` closes ``file``, too."""
         super().__init__(file.path, index, file.run_bytes)
         self._file = file
 
@@ -354,7 +355,7 @@ class StoredFile(ChecksummedFile):
     def _read_around(self, begin: int, first: int, last: int, end: int, address: int) -> list[FilePart] | None:
         """Read from ``begin`` to ``end``, with the whole blocks from ``first`` to ``last`` straight to ``address``.
 
-        Returns three parts; None if the storage refuses the read after all.
+        Returns three parts; None if storage refuses to read in place.
         """
         aligned = begin // PAGE * PAGE
         buffer = _buffer(first - aligned + round_up(end) - last)

@@ -1,4 +1,4 @@
-"""Load by DCP's planner: it decides which bytes go where, and these readers fetch the bytes from a checkpoint."""
+"""Load by DCP's planner. The planner decides which bytes go where, and the readers here fetch them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool
         options: The other arguments of ``torch.distributed.checkpoint.load``, by name.
     """
     with warnings.catch_warnings(), contextlib.ExitStack() as held:
-        # Suppress the warning that only one process loads. In a job of one process it is no news.
+        # Suppress the warning that only one process loads. A job of one process expects this.
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
         if "no_dist" in inspect.signature(state_dict_loader.load).parameters:
             options["no_dist"] = no_dist
@@ -123,14 +123,14 @@ def load_by_dcp(state_dict: dict[str, Any], *, process_group: Any, no_dist: bool
             process_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
             held.callback(dist.destroy_process_group, process_group)
         if not no_dist and many(process_group):
-            process_group = cpu_group(process_group)  # otherwise DCP exchanges the messages of its planners on devices
+            process_group = cpu_group(process_group)  # otherwise DCP sends the messages of its planners over devices
         state_dict_loader.load(state_dict, process_group=process_group, **options)
 
 
 def read_stock_metadata(path: str, *, weights_only: bool) -> Metadata:
-    """Return the metadata of the checkpoint ``path``, which stock DCP wrote. It names only files of that folder.
+    """Return the metadata of the checkpoint ``path``, which stock DCP wrote, after checking it.
 
-    Raises as ``load_metadata``, and ``StorageError``.
+    The metadata names only files of that folder. Raises as ``load_metadata``, and ``StorageError``.
     """
     data = storage_for(path).read(os.path.join(path, METADATA_NAME))
     metadata = load_metadata(data, path, weights_only=weights_only)
@@ -142,7 +142,7 @@ def read_stock_metadata(path: str, *, weights_only: bool) -> Metadata:
 
 
 class _LookedAt:
-    """A planner that unpickles any bytes. Bytes that could run code are refused before the planner gets them."""
+    """Wrap a planner that unpickles any bytes, to refuse bytes that could run code before the planner gets them."""
 
     def __init__(self, planner: LoadPlanner, path: str) -> None:
         self._planner, self._path = planner, path
@@ -168,15 +168,15 @@ def _looked_at(planner: LoadPlanner, path: str, *, weights_only: bool) -> LoadPl
 
 
 class _Converting:
-    """A planner for DCP's own reader.
+    """Wrap a planner for DCP's own reader, to convert stored tensors to the dtype of the tensor to fill.
 
-    It converts tensors with another dtype than the stored one, and checks the values.
+    Count the values that are out of range of that dtype.
     """
 
     def __init__(self, planner: LoadPlanner, metadata: Metadata) -> None:
         self._planner, self._known = planner, metadata.state_dict_metadata
         self.out_of_range: Counter[str] = Counter()
-        self._into: dict[int, torch.Tensor] = {}  # keyed by the address of the tensor that DCP fills instead
+        self._into: dict[int, torch.Tensor] = {}  # by the address of the temporary tensor that DCP fills
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._planner, name)
@@ -206,7 +206,7 @@ class StockReader(FileSystemReader):
     def __init__(self, path: str, *, weights_only: bool) -> None:
         super().__init__(path)
         self._weights_only = weights_only
-        self._stamp: FileStamp | None = None  # of the metadata that was read
+        self._stamp: FileStamp | None = None  # stamp of the metadata file, taken before it was read
         self._metadata = Metadata({})
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -258,7 +258,7 @@ class CheckpointReader(StorageReader):
             verify: Whether to compare the checksums.
             weights_only: Whether to refuse values that could run code while they are unpickled.
             source: The source of its files; None: the folder ``path``.
-            progress: Gets the number of bytes that are read; None: no progress bar.
+            progress: Receives the number of bytes that are read; None: no progress bar.
 
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError: There is no checkpoint, or its manifest is damaged.
@@ -280,7 +280,7 @@ class CheckpointReader(StorageReader):
         if self._metadata is None:
             self._metadata = load_metadata(self._source.metadata(), self._path, weights_only=self._weights_only)
             save_id = getattr(self._metadata.storage_meta, "save_id", None)  # missing if the checkpoint is in memory
-            # The present path, because a checkpoint may be moved.
+            # Use the present path instead of the stored path, because the checkpoint may have been moved.
             place = self._path if is_address(self._path) else Path(self._path)
             self._metadata.storage_meta = StorageMeta(place, save_id=save_id, load_id=str(uuid.uuid4()))
         return self._metadata
@@ -318,7 +318,7 @@ class CheckpointReader(StorageReader):
                         planner.load_bytes(item, io.BytesIO(data))
                     out_of_range += requests.out_of_range
                 all_filled += filled
-        for item, tensor in all_filled:  # after all copies, also to devices
+        for item, tensor in all_filled:  # all copies are done now, also to devices
             planner.commit_tensor(item, tensor)
         warn_out_of_range(out_of_range, self._path)
         done: Future[None] = Future()
@@ -328,7 +328,7 @@ class CheckpointReader(StorageReader):
     def _requests(
         self, file: ChecksummedFile, items: list[tuple[ReadItem, int]], planner: LoadPlanner
     ) -> tuple[ReadRequests, list[tuple[ReadItem, torch.Tensor]]]:
-        """Return the requests of ``file`` for ``items`` (each with its offset), and the tensors that they fill."""
+        """Return the requests to ``file`` for ``items`` (each with its offset), and the tensors that they fill."""
         stored: dict[int, list[Item]] = {}
         for each in file.index.items:  # tied tensors are stored once, under several names
             stored.setdefault(each.at, []).append(each)
@@ -354,7 +354,7 @@ class CheckpointReader(StorageReader):
                     f"{item.dest_index.fqn!r} has the shape {tuple(tensor.shape)} and {tuple(item.lengths)} is stored",
                     path=file.path,
                 )
-            # For other planners; the default one has checked this.
+            # This check is for other planners. The default planner has already done it.
             if is_lossy(dtype := dtype_named(found.dtype), tensor.dtype):
                 raise MismatchError(f"{item.dest_index.fqn!r} {_lost(tensor.dtype, dtype)}", path=file.path)
             filled.append((item, tensor))
@@ -413,11 +413,11 @@ class CheckingPlanner(DefaultLoadPlanner):
         loaded = load_object(value, name, self._path, weights_only=self._weights_only)
         if name in self._keys:
             put_leaf(self.original_state_dict, self._keys[name], loaded)
-        else:  # the form of names that DCP gave before torch 2.4
+        else:  # the name has the form of DCP before torch 2.4
             set_element(self.original_state_dict, self.mappings[name], loaded)
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        # DCP writes loaded values under text keys, beside the caller's own keys if these are numbers.
+        # DCP would put a loaded value under a text key. If the caller's key is a number, that is another key.
         self._keys = {".".join(map(str, keys)): keys for keys in leaf_keys(state_dict)}
         if not dist.is_initialized():  # otherwise DCP makes tensors on the device of the process group
             self._refuse_meta(state_dict)
@@ -429,8 +429,8 @@ class CheckingPlanner(DefaultLoadPlanner):
         self.unexpected = unexpected(self.state_dict, known)
         left = left_out(self.original_state_dict, self.state_dict, known) if self.missing or self._warns else []
         if self.missing and not self.allow_partial_load:
-            others = left  # often a prefix, such as DDP's
-            if not others and not _tops(self.missing) <= _tops(known):  # another name at the top
+            others = left  # often the same names with a prefix, such as DDP's
+            if not others and not _tops(self.missing) <= _tops(known):  # the checkpoint lacks a top-level key
                 others = sorted(_tops(self.unexpected))
             there = f"; it has {some(others)}, which were not asked for" if others else ""
             raise MismatchError(

@@ -1,7 +1,6 @@
 """Pinned buffers for loading tensors to devices. While one buffer is sent, the next ones are filled.
 
-A copy from memory that is not pinned goes through the driver's own memory, some bytes at a time. It occupies a thread
-meanwhile.
+The driver copies memory that is not pinned through its own memory, piece by piece, and occupies a thread meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from asyncckpt.shm.segment import round_up
 
 # Alignment of tensors in a buffer, in bytes; enough for every dtype.
 ALIGNMENT = 64
-# Minimum size to pin, in bytes: the driver pins whole pages, and each call has a cost.
+# Minimum size of a buffer, in bytes: the driver pins whole pages, and each call has a cost.
 _LEAST_BYTES = 1 << 20
 BUFFERS = 4
 """Maximum number of buffers of each load."""
@@ -78,7 +77,7 @@ class DeviceBuffer:
 
 
 class DeviceBuffers:
-    """The buffers of one load, for the loading thread. Each is allocated when it is first needed."""
+    """The buffers of one load, for use by the loading thread. Each buffer is allocated when it is first needed."""
 
     def __init__(self) -> None:
         self._buffers: list[DeviceBuffer] = []  # the next one to reuse is first
@@ -94,7 +93,7 @@ class DeviceBuffers:
         if buffer is not None and buffer.nbytes < total:
             buffer.close()
             buffer = None
-        if buffer is None:  # rounded up to a power of two, so that few buffers are outgrown
+        if buffer is None:  # the size is rounded up to a power of two, so that few buffers become too small
             buffer = DeviceBuffer(device, max(_LEAST_BYTES, 1 << (total - 1).bit_length()))
         self._buffers.append(buffer)
         buffer.divide(sizes)

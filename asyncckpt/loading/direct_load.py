@@ -1,8 +1,8 @@
 """Load without a plan: read the bytes of every value straight into the value, from the place that the indexes name.
 
 DCP's planner makes some ten objects for each tensor, and the first rank has to process the objects of all ranks. For a
-small tensor this takes longer than reading its bytes. The indexes of a checkpoint name the box of a tensor in each
-place; each rank takes the boxes that overlap its own part. DCP loads every state that is not plain, as a whole, and
+small tensor this takes longer than reading its bytes. Without a planner, each rank finds the stored boxes of a tensor
+in the indexes, and reads the boxes that overlap its own part. If a state is not plain, DCP loads the whole state, and
 reports its errors.
 """
 
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 # Every rank reads the indexes of all ranks. For more files than this, DCP's metadata, which is one file, is faster.
 _MOST_FILES = 64
 
-# The places of each value, or of each part of it, by name.
+# The files and items in which each value, or each part of a value, is stored, by name.
 _Stored = dict[str, "list[tuple[ChecksummedFile, Item]]"]
 
 
 class _NotPlain(Exception):
-    """The load has to be done, or refused, by DCP."""
+    """DCP has to do this load, or to refuse it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class DirectLoad:
         """Fill the state dict.
 
         Args:
-            progress: Gets the number of bytes that are read.
+            progress: Receives the number of bytes that are read.
             verify: Whether to compare the checksums.
             weights_only: Whether to refuse values that could run code while they are unpickled.
             warns: Whether to warn about values that were not requested.
@@ -82,7 +82,7 @@ class DirectLoad:
         if progress.shown:
             progress.expect(sum(requests.nbytes_read(file) for file, requests in self.requests.items()))
         with DeviceBuffers() as buffers, read_pool(self.path) as pool:
-            metadata = pool.submit(self.source.metadata)  # not needed, but checked as a part of the checkpoint
+            metadata = pool.submit(self.source.metadata)  # only to compare its checksum
             for file, requests in self.requests.items():
                 for (name, keys), data in requests.read(file, pool, buffers, progress.update, verify=verify):
                     value = load_object(io.BytesIO(data), name, self.path, weights_only=weights_only)
@@ -126,9 +126,9 @@ def unexpected(asked: Iterable[str], known: Iterable[str]) -> list[str]:
 def left_out(state_dict: Mapping[str, Any], asked: Iterable[str], known: Iterable[str]) -> list[str]:
     """Return the stored names that the caller may have forgotten to request.
 
-    The name is ``known`` but not ``asked`` for. Besides, another name with the same top-level key is asked for, or the
-    name lies in an empty container of ``state_dict``. Per-rank values do not count if the value of this rank, or of any
-    rank, is asked for.
+    A name counts if it is ``known`` but not ``asked`` for, and either another name with the same top-level key is asked
+    for, or the name lies in an empty container of ``state_dict``. A per-rank value does not count if the value of this
+    rank, or of any rank, is asked for.
     """
     missing = set(known).difference(asked := set(asked))
     if not missing:
@@ -144,7 +144,7 @@ def left_out(state_dict: Mapping[str, Any], asked: Iterable[str], known: Iterabl
 
 
 def _empty(container: Any, name: str) -> Iterator[str]:
-    """Yield the prefixes of names of values in the empty containers within a container."""
+    """Yield the name prefixes of values that would lie in the empty containers within ``container``."""
     if isinstance(container, Mapping | list):
         if not container:
             yield f"{name}."
@@ -155,7 +155,7 @@ def _empty(container: Any, name: str) -> Iterator[str]:
 def warn_left_out(left: Sequence[str], path: str) -> None:
     """Warn about forgotten values.
 
-    A fresh optimizer has no state yet, and a dict may get its keys later: DCP skips both silently.
+    A fresh optimizer has no state yet, and a dict may get its keys later. DCP skips such values silently.
     """
     if left:
         logger.warning(
@@ -169,7 +169,7 @@ def warn_left_out(left: Sequence[str], path: str) -> None:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first of ``names``, for a message."""
+    """Return the first five of ``names``, and the number of other names, as text for a message."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(repr, names[:5])) + more
 
@@ -178,10 +178,10 @@ class _Leaves:
     """The values of a state dict, by the names that DCP gives them."""
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises ``_NotPlain``."""
+        """Collect the values of ``state_dict``. Raises ``_NotPlain``."""
         self.tensors: dict[str, torch.Tensor] = {}
-        self.others: dict[str, Keys] = {}  # the keys that lead to each other value
-        self.containers: set[str] = set()  # containers with a leaf in them, whatever DCP would call them
+        self.others: dict[str, Keys] = {}  # values that are no tensors: the keys that lead to each
+        self.containers: set[str] = set()  # names of the containers that have a leaf in them
         self._collect(state_dict, (), "")
         self.containers.discard("")
         if shards_in(list(self.tensors.values())):
@@ -198,7 +198,7 @@ class _Leaves:
         for key, value in container.items() if is_dict else enumerate(container):
             name = f"{prefix}{key}"
             if type(value) in PLAIN:
-                # One by one, because some of these checks raise for tensors of other kinds.
+                # Keep the short-circuit, because some of these checks raise for tensors of other kinds.
                 if name in tensors or value.layout != torch.strided or value.is_meta or value.is_quantized:
                     raise _NotPlain(f"{name} is there twice, or no plain tensor")
                 tensors[name] = value
@@ -231,7 +231,7 @@ def _stored(source: Source, held: ExitStack) -> _Stored:
 
 def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, ReadRequests]:
     requests: defaultdict[ChecksummedFile, ReadRequests] = defaultdict(ReadRequests)
-    # Cached, because layers have the same shapes.
+    # Cache the results, because many layers have the same shapes.
     part_of, pieces_of = functools.cache(_part_of), functools.cache(_pieces_of)
     for name in _request_rows(leaves.tensors, stored, requests):
         tensor, found = leaves.tensors[name], stored.get(name, ())
@@ -265,7 +265,7 @@ def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, Read
 def _request_rows(
     tensors: Mapping[str, torch.Tensor], stored: _Stored, requests: Mapping[ChecksummedFile, ReadRequests]
 ) -> Iterable[str]:
-    """Request plain rows of bytes, for each file together. Return the names of all other tensors."""
+    """Request all tensors that are plain rows of bytes, file by file. Return the names of all other tensors."""
     plain: defaultdict[ChecksummedFile, list[tuple[str, torch.Tensor, Item]]] = defaultdict(list)
     others = []
     for name, tensor in tensors.items():
@@ -282,13 +282,13 @@ def _request_rows(
 
 
 def _is_of(item: Item, dtype: torch.dtype) -> bool:
-    """Return whether the item is a tensor of that dtype. Also compare the size, because an index may be forged."""
+    """Return whether the item is a tensor of that dtype. Check its size, too, because an index may be forged."""
     is_such = item.kind == "tensor" and dtype_named(item.dtype) == dtype
     return is_such and item.payload_bytes == dtype.itemsize * math.prod(item.shape)
 
 
 class _Box(NamedTuple):
-    """A part of a tensor, or of a part: its offsets, and its lengths, in elements of each dimension."""
+    """A part of a tensor, or of another box: its offsets and lengths in each dimension, in elements."""
 
     offsets: Sequence[int]
     lengths: Sequence[int]
@@ -297,8 +297,8 @@ class _Box(NamedTuple):
 class _Piece(NamedTuple):
     """The overlap of the stored part ``number`` and the part of this rank.
 
-    ``place`` is the overlap in this rank's part, and ``stored`` in the stored part. ``stored`` is None if both parts
-    are the same.
+    ``place`` is the overlap's box in this rank's part, ``stored`` its box in the stored part. ``stored`` is None if
+    both parts are the same.
     """
 
     number: int

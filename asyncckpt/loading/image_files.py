@@ -1,4 +1,4 @@
-"""The files of one image that a worker holds: mapped on this host, or fetched from another host."""
+"""Read the files of an image that a worker holds: map the image on this host, or fetch it from another host."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class ImageFiles(ABC):
-    """The files of an image, as if they were in storage. The caller has to close it."""
+    """The files of an image, as if they were in storage. The caller has to close this object."""
 
     def __init__(self, held: HeldImage) -> None:
         self.held = held
-        # Parsed once, while a file uses the index.
+        # Each index is parsed once, and kept while a file uses it.
         self._indexes: WeakValueDictionary[int, Index] = WeakValueDictionary()
         self.is_damaged = self.is_gone = False
-        """Results of reading: the bytes differ from the staged bytes; the worker does not answer any more."""
+        """Set by reads: the bytes differ from the staged bytes; the worker does not answer any more."""
 
     def metadata(self) -> bytes:
         """Return DCP's ``.metadata`` of the checkpoint. Only the image of the first rank has it.
@@ -77,7 +77,7 @@ class ImageFiles(ABC):
     def _constant(self, region: Region) -> bytes:
         """Return bytes that are the same in all images of the segment, after comparing their checksum.
 
-        The trainer could write there until it died, and a stray write may have been the cause of its death.
+        The trainer could write to these bytes until it died, and a stray write may have been the cause of its death.
         """
         held = self.held
         found = self._bytes(region)
@@ -93,14 +93,17 @@ class MappedImage(ImageFiles):
     """An image in a segment that is mapped in this process. The image must not change until this is closed."""
 
     def __init__(self, held: HeldImage, segment: Segment, lease: Descriptor, *, owns: bool = True) -> None:
-        """Map the image. ``lease`` prevents reuse of the slot; closed with this. ``owns``: close ``segment``, too."""
+        """Map the image. ``lease`` prevents reuse of the slot.
+
+        ``close`` closes ``lease``, and also ``segment`` if ``owns``.
+        """
         super().__init__(held)
         self._segment, self._closing = segment, ExitStack()
         if owns:
             self._closing.callback(segment.close)
         self._closing.enter_context(lease)
-        # Keep the mapping alive if another owner closes the segment. numpy is needed for the address, because a
-        # read-only view does not tell its address.
+        # The array keeps the mapping alive if another owner closes the segment. It also gives the address, which a
+        # read-only view does not.
         self._mapping: np.ndarray[Any, Any] | None = np.frombuffer(segment.view, np.uint8)
         self._address = self._mapping.ctypes.data
 
@@ -160,7 +163,7 @@ class FetchedImage(ImageFiles):
 
 
 class _FetchedFile(ChecksummedFile):
-    """A data file of a fetched image. Its bytes go straight to their destination, except at the edges."""
+    """A data file of a fetched image. Bytes go straight to their destination, except at the edges of a destination."""
 
     def __init__(self, path: str, index: Index, image: FetchedImage, offset: int) -> None:
         super().__init__(path, index)
@@ -188,7 +191,7 @@ class _FetchedFile(ChecksummedFile):
 
 @dataclass(frozen=True)
 class HeldImages:
-    """The ``images`` that the previous trainer's worker holds, in ``segments`` that are mapped here.
+    """The ``images`` that the worker of this rank's previous trainer holds, in ``segments`` that are mapped here.
 
     This object does not close the segments.
     """
@@ -197,7 +200,7 @@ class HeldImages:
     images: Sequence[HeldImage]
 
     def is_closed(self) -> bool:
-        """Return whether a segment was closed meanwhile."""
+        """Return whether any of the segments is closed."""
         return any(segment.closed for segment in self.segments.values())
 
     def without(self, keys: Collection[ImageKey]) -> HeldImages:
@@ -206,7 +209,7 @@ class HeldImages:
         return HeldImages(self.segments, kept)
 
     def files(self, held: HeldImage) -> MappedImage | None:
-        """Return the files of an image, to be closed by the caller. The image does not change until then.
+        """Return the files of an image, which the caller has to close. The image does not change until then.
 
         Returns None if another trainer has taken the slot, or if another thread is closing the memory.
         """

@@ -1,4 +1,4 @@
-"""Load a checkpoint straight into the values if the indexes suffice (``direct_load.py``), or by DCP's planner."""
+"""Load a checkpoint straight into the values if the indexes suffice (``direct_load.py``), else by DCP's planner."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from asyncckpt.threads import without_gc
 
 logger = logging.getLogger(__name__)
 
-# A load that takes longer, in seconds, shows a progress bar.
+# Loads that take longer than this, in seconds, show a progress bar.
 _LONG_S = 3.0
 _LATE_POLL_S = 0.5
 
@@ -83,21 +83,22 @@ def load(
 
     Args:
         state_dict: The state to load; its tensors have the shapes to fill.
-        path, source: The folder of the checkpoint. If there is a ``source``, it is read instead, and ``path`` is for
-            errors.
+        path, source: The folder of the checkpoint. If there is a ``source``, the load reads the source instead, and
+            ``path`` is for errors.
         planner: The DCP planner to use; None: the default planner, if a plan is needed at all.
         verify: Check all bytes while they are copied. After an error, parts of ``state_dict`` may have bad bytes.
         weights_only: Whether to refuse values that could run code while they are unpickled, see ``unpickle.py``.
-        process_group, no_dist: The ranks that load; None: all ranks of the job; or this rank alone. All ranks raise the
-            error of one.
+        process_group, no_dist: The ranks that load together (None: all ranks of the job), or whether this rank loads
+            alone. If one rank fails, all ranks raise its error.
         progress, warns: Whether to show a bar on the terminal; whether to warn about values that were not requested,
             such as the state of a fresh optimizer.
         strict: Raise if the checkpoint lacks a value. With False, the value stays unchanged.
-        on_loaded: Called with the source while its files are open; with None if the checkpoint is of stock DCP.
+        on_loaded: Called after the load with the source, while its files are open; with None if the checkpoint is of
+            stock DCP.
 
     Raises:
-        CheckpointNotFoundError, StorageError, DamagedCheckpointError: There is none, it cannot be read, or it is
-            damaged.
+        CheckpointNotFoundError, StorageError, DamagedCheckpointError: There is no checkpoint, it cannot be read, or it
+            is damaged.
         ValueError: ``strict=False`` with a ``planner``, because the planner decides this.
         MismatchError: The checkpoint lacks a key, or has another shape, or a dtype that the tensor's cannot hold.
         UntrustedValueError, CheckpointError: A value could run code, or fails to unpickle; or ``planner`` raises.
@@ -143,7 +144,7 @@ def _dtensors(container: Any) -> Iterator[DTensor]:
 def _drafted_by_all(
     states: dict[str, Any], source: Source | None, path: str, held: contextlib.ExitStack, ranks: Any
 ) -> DirectLoad | None:
-    """Return the load without DCP; None: some rank needs DCP."""
+    """Return the prepared load without DCP; None: some rank needs DCP."""
     direct = on_all(lambda: draft(states, source, path, held) if source else None, ranks)
     return direct if all(gather(direct is not None, ranks)) else None
 
@@ -162,17 +163,17 @@ def _states(
         for name, value in per_rank.items():
             held.enter_context(value.loaded_from(metadata, name))
 
-    on_all(ask_for_stored, ranks)  # before states are requested, which may need all ranks
+    on_all(ask_for_stored, ranks)  # before ``Stateful`` values are called, because they may communicate
     keys: Iterable[str] = state_dict
     if any(stateful_types(state_dict)):
-        keys = sorted(keys, key=str)  # the same order on all ranks, because ``Stateful`` values may communicate
+        keys = sorted(keys, key=str)  # the same order on all ranks
     return on_all(lambda: dict(stateful_to_dict({key: state_dict[key] for key in keys})), ranks)
 
 
 def _open_on_all(path: str, held: contextlib.ExitStack, ranks: Any) -> Source | None:
-    """Open the checkpoint ``path``, with ``held`` protecting it against removal; None: stock DCP wrote it.
+    """Open the checkpoint ``path``, and protect it against removal until ``held`` ends; None: stock DCP wrote it.
 
-    If only some ranks find it, wait for its name on the others: a network file system may show a new name late.
+    If only some ranks find the checkpoint, wait for the others: a network file system may show a new name late.
     """
 
     def opened() -> Source | None:
@@ -191,7 +192,7 @@ def _open_on_all(path: str, held: contextlib.ExitStack, ranks: Any) -> Source | 
 
 
 def _open_reader(path: str, source: Source | None, bar: Progress, verify: bool, weights_only: bool) -> StorageReader:
-    """Return the reader for DCP. Read its metadata here, because DCP would turn an error of that into a text."""
+    """Return the reader for DCP. Read the metadata here, because DCP would turn an error of this read into text."""
     reader: StorageReader
     if source is None:
         reader = StockReader(path, weights_only=weights_only)
@@ -205,7 +206,7 @@ def _open_reader(path: str, source: Source | None, bar: Progress, verify: bool, 
 def _as_ours(path: str, ranks: Any) -> Iterator[None]:
     """Raise every failure as an error of this package.
 
-    DCP wraps the errors of ranks in an error that is no ``Exception``.
+    DCP wraps the errors of ranks in an error that does not derive from ``Exception``.
     """
     try:
         with interrupts_as_they_are():
@@ -218,7 +219,7 @@ def _as_ours(path: str, ranks: Any) -> Iterator[None]:
             if isinstance(cause, CheckpointError):
                 raise cause from None
         if (me := rank_of(ranks)) in causes and is_interrupt(causes[me]):
-            raise causes[me] from None  # such as Ctrl-C
+            raise causes[me] from None  # e.g. Ctrl-C
         rank, cause = next(iter(causes.items()))
         raise located(cause, path=path, rank=rank if many(ranks) else None) from error
     except unless_interrupt(Exception) as error:
@@ -226,16 +227,16 @@ def _as_ours(path: str, ranks: Any) -> Iterator[None]:
 
 
 def read_plan(source: Source | None, rank: int) -> StoredPlan | None:
-    """Return the part of the plan that the rank of that number needs, or None.
+    """Return the part of the stored plan that ``rank`` needs.
 
-    The plan may not be stored, as in a checkpoint of stock DCP (``source`` is None then), or may be unreadable. A load
-    does not fail because of that.
+    Return None if the plan is not stored, as in a checkpoint of stock DCP (``source`` is None then), or is unreadable.
+    A load does not fail because of a missing plan.
     """
     if source is None:
         return None
     try:
         return _read(source, rank)
-    # No error may stop this rank, because the other ranks have loaded and go on.
+    # Ignore all errors, because the load has ended: the other ranks go on.
     except unless_interrupt(Exception) as error:
         logger.info("the next save is planned anew, as the plan of attempt %s is not known: %s", source.attempt, error)
         return None

@@ -1,4 +1,4 @@
-"""Load from memory: the images that workers hold for dead trainers are the source of a checkpoint."""
+"""Load from memory: find the images that workers hold for dead trainers, and read a checkpoint from them."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _KEY_BYTES = 32
-# Maximum seconds for a worker to notice that its trainer is dead, and seconds between questions.
+# Maximum seconds to wait for a worker to notice that its trainer is dead, and seconds between questions.
 _NOTICE_S = 5.0
 _POLL_S = 0.02
-# Number of workers that are asked in parallel, because a stopped worker is waited for until its timeout.
+# Number of workers to ask in parallel. A question to a stopped worker takes until its timeout.
 _ASKED_AT_ONCE = 32
 
 
@@ -68,7 +68,7 @@ class ImagePlace:
 class Unusable(NamedTuple):
     """Images that a rank could not load: image ``key`` of the worker at ``endpoint``, on the host ``scope``.
 
-    If ``key`` is None, all images of the worker. If ``endpoint`` is None, an image that a rank on the host has mapped.
+    ``key`` None: all images of the worker. ``endpoint`` None: the image that a rank on the host has mapped.
     """
 
     scope: str
@@ -85,7 +85,7 @@ class Unusable(NamedTuple):
 class HeldAttempt:
     """The held images of one attempt: the places of the image of each rank that saved it.
 
-    ``request``: the request of the first rank; its image is held.
+    ``request``: the request of the first rank. A worker holds the first rank's image.
     """
 
     request: WriteRequest
@@ -102,8 +102,8 @@ class HeldAttempt:
 class FoundImages:
     """The images that workers hold: ``places``, on the first rank only.
 
-    ``own``: the images of this rank's predecessor, mapped here. ``scope``: the scope of this host. ``key``: allows this
-    job to read from workers on other hosts.
+    ``own``: the images of this rank's previous trainer, mapped here. ``scope``: the scope of this host. ``key``: the
+    secret with which this job may read from workers on other hosts.
     """
 
     own: HeldImages | None
@@ -119,15 +119,18 @@ class FoundImages:
         return replace(self, own=own, places=places)
 
     def unfinished(self, root: str, step: int) -> list[WriteRequest]:
-        """Return saves of dead trainers under ``root`` at later steps. They may still be committed. First rank only."""
+        """Return the uncommitted saves under ``root`` after ``step``, of dead trainers. First rank only.
+
+        Workers may still commit these saves.
+        """
         requests = [place.summary.request for place in self.places if not place.summary.committed]
         later = [each for each in requests if (each.step or 0) > step and os.path.dirname(each.path) == root]
         return [*{each.attempt: each for each in later}.values()]
 
     def attempts(self) -> Iterator[HeldAttempt]:
-        """Yield the held attempts with all their images, the newest first. First rank only.
+        """Yield the held attempts, each with all its held images, the newest attempt first. First rank only.
 
-        An attempt needs the image of its first rank.
+        Skip an attempt if no worker holds the image of its first rank.
         """
         of: defaultdict[str, list[ImagePlace]] = defaultdict(list)
         for place in self.places:
@@ -136,7 +139,7 @@ class FoundImages:
         for attempt, request in {each.attempt: each for each in sorted(firsts, key=_age)}.items():
             places: defaultdict[int, list[ImagePlace]] = defaultdict(list)
             for place in of[attempt]:
-                if place.summary.request.plan == request.plan:  # otherwise the parts do not belong together
+                if place.summary.request.plan == request.plan:  # parts of another plan do not fit
                     places[place.summary.request.rank].append(place)
             yield HeldAttempt(request, any(place.summary.committed for place in of[attempt]), dict(places))
 
@@ -144,12 +147,12 @@ class FoundImages:
 def find_images(
     job: str, own: HeldImages | None, address: str | None, ranks: ProcessGroup | None = None
 ) -> FoundImages:
-    """Find the images that workers hold, on all ranks together.
+    """Find the images that workers hold. All ranks call this together.
 
     Args:
         job: The job of the images.
-        own: The images that are held for this rank, and mapped here; None: none.
-        address: The address of this host for other hosts; None: determine it.
+        own: The images that a worker holds for this rank, mapped here; None: there are none.
+        address: The address of this host for other hosts; None: determine the address.
         ranks: The ranks that search together; None: the whole job.
     """
     scope = _scope()
@@ -197,7 +200,7 @@ def _served(client: ReaderClient, key: bytes, host: str) -> TransferAddress | No
 
 
 def _settled(client: ReaderClient) -> Images:
-    """Return the images of the worker, after it has noticed the death of its trainer, if the trainer is dead."""
+    """Return the images of the worker. If its trainer is dead, wait first until the worker has noticed."""
     noticed = time.monotonic() + _NOTICE_S
     while (found := client.images()).trainer is not None:
         if is_running(found.trainer) or time.monotonic() > noticed:
@@ -209,7 +212,7 @@ def _settled(client: ReaderClient) -> Images:
 def _scope() -> str:
     try:
         return endpoint_scope()
-    except OSError:  # no worker can be found on this host
+    except OSError:  # then no worker can be found on this host, and a random scope fits no other host
         return secrets.token_hex(_KEY_BYTES)
 
 
@@ -218,7 +221,7 @@ if TYPE_CHECKING:
 
     from asyncckpt.transfer.holder import Holder
 
-# Maximum number of looks at storage, which changes with each commit of a worker that is finishing.
+# Maximum number of times to list storage. Each commit of a worker that is finishing changes the list.
 _MOST_LOOKS = 100
 
 BytesFrom = Literal["memory", "peer", "storage"]
@@ -230,7 +233,7 @@ def chosen_source(
     transport: str,
     ranks: ProcessGroup | None = None,
 ) -> MemorySource | None:
-    """Return the checkpoint to load from memory, the same on all ranks; None: none. The caller has to close it.
+    """Return the checkpoint to load from memory, the same on all ranks; None: there is none. The caller closes it.
 
     Args:
         found: The images that are held.
@@ -243,7 +246,7 @@ def chosen_source(
 
 
 def load_image(fill: Callable[..., None], source: MemorySource) -> bool:
-    """Load the checkpoint ``source``. Return whether that was possible; the answer is the same on all ranks.
+    """Load the checkpoint ``source``. Return True if the load succeeded. The result is the same on all ranks.
 
     If an image is damaged or unreachable, try another copy, or an older step. ``source`` changes to that checkpoint.
 
@@ -261,18 +264,18 @@ def load_image(fill: Callable[..., None], source: MemorySource) -> bool:
             fill(source.request.path, source=source)
             return True
         except expected as error:
-            words = str(error)  # not the error, which keeps a reference to the memory
+            words = str(error)  # keep only the text, because the error has references to the memory
         if not source.choose_again():
             logger.warning("not loaded from memory: %s", words)
             return False
         logger.warning("step %s is loaded from what else is held, for: %s", source.request.step, words)
-        expected = (*expected, MismatchError)  # the caller has prepared the state for another checkpoint
+        expected = (*expected, MismatchError)  # the caller prepared the state for the first checkpoint
 
 
 def choose_in_memory(roots: Sequence[str], step: int | None, found: FoundImages) -> HeldAttempt | None:
-    """Choose the checkpoint to load from memory: a complete one, and no older than the newest in storage.
+    """Choose the checkpoint to load from memory: a complete checkpoint that is not older than the newest in storage.
 
-    In storage the checkpoint may have been replaced, or removed by a user who did not want it.
+    Storage decides, because the checkpoint may have been replaced there, or removed by a user who did not want it.
 
     Args:
         roots: The folders of the run's checkpoints; saves go to the first.
@@ -285,10 +288,10 @@ def choose_in_memory(roots: Sequence[str], step: int | None, found: FoundImages)
     stored = history(*roots) if step is None else []
     for _ in range(_MOST_LOOKS):
         chosen = _choose(roots[0], step, attempts, stored[-1] if stored else None)
-        # A dead trainer's worker may be writing. Its commit between two looks would otherwise look like another
-        # checkpoint.
+        # A dead trainer's worker may be writing. List storage again: a commit during the choice would otherwise look
+        # like another checkpoint.
         before, stored = stored, history(*roots) if step is None else []
-        if [each[:2] for each in stored] == [each[:2] for each in before]:  # step, and time of creation
+        if [each[:2] for each in stored] == [each[:2] for each in before]:  # compare steps and times of creation
             return chosen
     return None  # another program may be copying checkpoints here
 
@@ -306,7 +309,7 @@ def _choose(
         # another checkpoint.
         is_taken = request.existing != "set aside" and storage.exists(request.path)
         is_finalized = False
-        with contextlib.suppress(DamagedCheckpointError, FormatError):  # it is damaged, but it exists
+        with contextlib.suppress(DamagedCheckpointError, FormatError):  # a damaged checkpoint still exists
             is_finalized = storage.is_finalized(request.path, request.attempt)
         if is_finalized:
             is_newest = newest is not None and newest.step == request.step and root in newest.roots
@@ -318,10 +321,10 @@ def _choose(
 
 
 def _is_newer(request: WriteRequest, newest: StoredStep | None) -> bool:
-    """Return whether a staged checkpoint that is not committed yet is newer than the newest in storage."""
+    """Return whether a staged, uncommitted checkpoint is newer than the newest checkpoint in storage."""
     if newest is None or newest.step < (request.step or 0):
         return True
-    return newest.created is not None and newest.created <= request.since  # the training went back before that step
+    return newest.created is not None and newest.created <= request.since  # the training had gone back before that step
 
 
 class MemorySource:
@@ -352,7 +355,7 @@ class MemorySource:
         self._found, self._places, self._choose = found, attempt.places, choose
         self._transport, self._ranks = transport, ranks
         self._images: dict[int, ImageFiles | None] = {}
-        self._origins: dict[int, Unusable] = {}  # for the open images, in case they prove to be unusable
+        self._origins: dict[int, Unusable] = {}  # by rank: excludes the rank's open image if reading it fails
         self._unusable: set[Unusable] = set()
         self._holders: dict[TransferAddress, Holder] = {}
         self._held = ExitStack()
@@ -364,14 +367,14 @@ class MemorySource:
         return self.request.attempt
 
     def prepare(self) -> None:
-        """Read the metadata of the checkpoint, on all ranks together. Raises as ``open``."""
+        """Read the metadata of the checkpoint. All ranks call this together. Raises as ``open``."""
         self._metadata = from_first(self._first_metadata, self._ranks)
 
     def choose_again(self) -> bool:
-        """Exclude images that some rank could not load, and choose again, on all ranks together.
+        """Exclude the images that some rank could not load, and choose again. All ranks call this together.
 
-        Returns whether another checkpoint, or another copy of this one, is left. If so, this source changes to it; call
-        ``prepare`` next.
+        Return True if another checkpoint, or another copy of this checkpoint, is left. This source then changes to that
+        checkpoint; call ``prepare`` next.
         """
         for rank, origin in self._origins.items():
             image = self._images.get(rank)
@@ -392,7 +395,7 @@ class MemorySource:
         return self._metadata
 
     def data_files(self) -> list[str]:
-        return data_names_in(self._metadata)  # the number of ranks may differ from now
+        return data_names_in(self._metadata)  # the saving job may have had another number of ranks
 
     def open(self, name: str) -> ChecksummedFile:
         """Open a data file, see ``Source.open``. Raises ``CheckpointNotFoundError`` if the file is unreachable."""
@@ -404,7 +407,7 @@ class MemorySource:
             return self._noted(origin, image.file(number))
         if storage_for(request.path).is_finalized(request.path, request.attempt):
             stored = StorageSource(request.path)
-            if stored.attempt == request.attempt:  # otherwise another checkpoint has just replaced it
+            if stored.attempt == request.attempt:  # otherwise another checkpoint has just replaced this one
                 return self._noted("storage", stored.open(name))
         raise CheckpointNotFoundError(
             f"{name} is in no memory that can be reached, and not yet in storage", path=request.path, step=request.step
@@ -456,7 +459,7 @@ class MemorySource:
         for place in places:
             origin, image = Unusable(place.scope, place.endpoint, place.summary.key), None
             if origin._replace(key=None) in self._unusable:
-                continue  # the worker has not answered
+                continue  # this worker did not answer before
             try:
                 image = self._mapped(place) if place.scope == self._found.scope else self._fetched(place)
             except unless_interrupt(CheckpointError, EOFError, OSError) as error:
@@ -483,7 +486,7 @@ class MemorySource:
                 return None
             undo.callback(fd.close)
             again = client.image(key)
-            # The slot was reused before the lease.
+            # If the image has changed, the slot was reused before this process got the lease.
             if again is None or replace(again, committed=held.committed) != held:
                 return None
             undo.pop_all()

@@ -46,7 +46,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
     @property
     def shown(self) -> bool:
-        """Return whether there is a bar, perhaps still hidden by the delay."""
+        """Return whether there is a bar. The delay may still hide the bar."""
         return self._bar is not None
 
     def expect(self, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Requests to read a data file: bytes for tensors in place, and objects."""
+"""Requests to read a data file: fill tensors in place, and read objects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _INTEGERS = frozenset(
 
 
 def is_lossy(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a conversion loses more than digits: float to integer, complex to real, smaller integers."""
+    """Return whether a conversion loses more than precision: float to integer, complex to real, smaller integers."""
     if stored in _INTEGERS and wanted in _INTEGERS:
         has, takes = torch.iinfo(stored), torch.iinfo(wanted)
         return has.min < takes.min or has.max > takes.max
@@ -48,13 +48,13 @@ def copy_converted(into: torch.Tensor, stored: torch.Tensor) -> int:
     if into.dtype == stored.dtype or type(into) not in PLAIN or not (into.is_floating_point() or into.is_complex()):
         return 0
     limits = torch.finfo(into.dtype)
-    # Values below this limit are rounded to the largest finite value; values from the limit on are out of range.
+    # Values below this limit are rounded to finite values. All other values are out of range.
     limit = limits.max + limits.eps * 2.0 ** (math.frexp(limits.max)[1] - 2)
     source, found = _real(stored), _real(into)
     if into.is_complex() and not stored.is_complex():
         found = found[..., 0]
     beyond = source.abs() >= limit
-    if limits.min > 0:  # a dtype without a sign
+    if limits.min > 0:  # the dtype has no sign
         beyond |= source < 0
     if not beyond.any():
         return 0
@@ -81,14 +81,14 @@ def warn_out_of_range(counts: Mapping[str, int], path: str) -> None:
         )
 
 
-# Maximum bytes to collect before they are copied to their tensors; one tensor may be larger. The link to a device takes
-# about a millisecond for them.
+# Maximum bytes of a batch, which are collected before they are copied to their tensors. One tensor may be larger. The
+# link to a device takes about a millisecond for a batch.
 _BATCH_BYTES = 64 << 20
 _BATCHES_AT_ONCE = BUFFERS - 1
 
 
 class BoxCopy(NamedTuple):
-    """Collected bytes that become a tensor: the box of ``lengths`` of a stored tensor, first element to last."""
+    """Collected bytes to copy to ``tensor``: a box of ``lengths`` of the stored ``item``, first element to last."""
 
     tensor: torch.Tensor
     item: Item
@@ -97,7 +97,7 @@ class BoxCopy(NamedTuple):
     def fill(self, data: memoryview) -> int:
         """Copy ``data``, the bytes of the box, into the tensor. Return the number of values out of its range.
 
-        Raises ``MismatchError`` if the tensor cannot hold them.
+        Raises ``MismatchError`` if the tensor cannot be filled.
         """
         if data:
             source = torch.frombuffer(data, dtype=torch.uint8).view(dtype_named(self.item.dtype))
@@ -113,8 +113,8 @@ class BoxCopy(NamedTuple):
 class _Batch(NamedTuple):
     """Rows that are read together.
 
-    The memory of ``buffer`` is sent to the tensors ``to_devices``. ``collected`` has the other bytes, each with its
-    request.
+    The memory of ``buffer`` is sent to the tensors ``to_devices``. ``collected`` has the requests for all other
+    collected bytes, each with its memory.
     """
 
     reading: FileReading
@@ -124,7 +124,7 @@ class _Batch(NamedTuple):
 
 
 class DeviceFill(NamedTuple):
-    """Collected bytes that are sent unchanged to a device: to ``tensor``, which has one dimension."""
+    """Collected bytes to send unchanged to ``tensor``, which is on a device and has one dimension."""
 
     tensor: torch.Tensor
 
@@ -132,27 +132,29 @@ class DeviceFill(NamedTuple):
 class ReadRequests:
     """The bytes to read from one data file, as rows. Rows may overlap.
 
-    The bytes of a row go straight to an address in this process, or they are collected. Collected bytes become a tensor
-    (``DeviceFill``, ``BoxCopy``), or are yielded with a key, once they are complete and their checksums match.
+    The bytes of a row either go straight to an address in this process, or are collected. Once collected bytes are
+    complete and their checksums match, they are copied to a tensor (``DeviceFill``, ``BoxCopy``), or yielded with a
+    key.
     """
 
     def __init__(self) -> None:
-        # Stored as columns, because there may be very many rows.
+        # The rows are stored as columns, because there may be very many.
         self._begins: list[int] = []
         self._ends: list[int] = []
-        self._addresses: list[int] = []  # 0: collected, or empty
+        self._addresses: list[int] = []  # 0 if the row is collected, or empty
         self._filled: list[torch.Tensor] = []  # the tensors at the addresses other than 0
         self.out_of_range: Counter[str] = Counter()
         """Number of values of each stored tensor that are out of range in the tensor to fill."""
-        self._collected: dict[int, Any] = {}  # by the number of the row: the request, or the key of an object
+        self._collected: dict[int, Any] = {}  # by row number: the request, or the key of an object
 
     def rows(self, tensors: Sequence[torch.Tensor], items: Sequence[Item]) -> bool:
-        """Request plain ``tensors`` on the host, if each takes the bytes of its item in a row. Return whether all do.
+        """Request plain ``tensors`` on the host, if each tensor takes the bytes of its item in a row.
 
-        Works on columns: for 100,000 tensors each microsecond costs a tenth of a second.
+        Return False, and request nothing, if any tensor does not. This works on columns: for 100,000 tensors, one
+        microsecond a tensor adds up to a tenth of a second.
         """
         _, kinds, dtypes, shapes, *_, begins, sizes = zip(*items, strict=True)
-        # Items of one form share the shape object.
+        # Check each form once. Items of one form share the shape object.
         keys = list(zip(kinds, dtypes, map(id, shapes), sizes, strict=True))
         forms = {}
         for (kind, dtype, _, nbytes), shape in dict(zip(keys, shapes, strict=True)).items():
@@ -234,10 +236,10 @@ class ReadRequests:
             raise CheckpointError("a graph is being captured on this stream, and each replay would load: load before")
         increment_version(self._filled)
         # Collected bytes are read in batches, to limit the memory. While one batch is sent, the threads read the next
-        # ones: neither the disk nor the link waits for the last run of a batch.
+        # batches, so that neither the disk nor the link waits for the last run of a batch.
         batches = list(self._batches())
-        # Tensors may share memory in the state dict without sharing bytes in the checkpoint. The last one then wins as
-        # a whole.
+        # Tensors may share memory in the state dict without sharing bytes in the checkpoint. Then read one batch at a
+        # time, so that the last tensor wins as a whole.
         is_tied = len(batches) > 1 and self._destinations(range(len(self._begins))).tied
         under_way: deque[_Batch] = deque()
         try:
@@ -280,14 +282,14 @@ class ReadRequests:
                 yield becomes, data
 
     def _fill(self, tensor: torch.Tensor, item: Item, begin: int, nbytes: int) -> None:
-        """Request that the bytes of ``item`` from ``begin`` on become the elements of a plain tensor, in a row."""
+        """Request to fill a contiguous plain tensor with the bytes of ``item`` from ``begin`` on."""
         if tensor.is_cpu:
             self._add(begin, nbytes, tensor.data_ptr())
             self._filled.append(tensor)
             return
         flat, size = tensor.detach().view(-1), tensor.itemsize
         while len(flat):
-            # Cut at a border between spans of the item, so that no span is read twice.
+            # Cut at a boundary between spans of the item, so that no span is read twice.
             left = _BATCH_BYTES - (begin - item.at) % _BATCH_BYTES
             some, flat = flat[: max(1, left // size)], flat[max(1, left // size) :]
             self._collect(begin, some.nbytes, DeviceFill(some))
@@ -339,9 +341,9 @@ class ReadRequests:
         return buffer, tensors
 
     def _take_memory(self, rows: Sequence[int], file: ChecksummedFile) -> list[tuple[Any, memoryview]]:
-        """Return the other requests of ``rows`` that collect bytes, each with its memory.
+        """Return the requests of ``rows`` that collect bytes outside of a device buffer, each with its memory.
 
-        The memory is a view of the file if the file is in memory.
+        If the file is in memory, the memory is a view of the file.
         """
         collected = []
         for row in rows if self._collected else ():
@@ -356,14 +358,14 @@ class ReadRequests:
         return collected
 
     def _destinations(self, rows: Sequence[int]) -> Destinations:
-        """Return the destinations of the rows that have an address: for a copy, or for a read in place."""
+        """Return the destinations of the rows that have an address. Bytes are copied there, or read in place."""
         begins, ends, addresses = self._begins, self._ends, self._addresses
         columns: Sequence[Sequence[int]] = (begins, ends, addresses)
         if rows != range(len(begins)) or not all(addresses) or any(map(ge, begins, ends)):
             to = [row for row in rows if addresses[row] and begins[row] < ends[row]]
             columns = [[column[row] for row in to] for column in columns]
         destinations = Destinations(*columns)
-        if destinations.tied:  # rows that are tied in both places are copied once
+        if destinations.tied:  # rows with the same source and the same destination are copied once
             destinations = Destinations(*map(list, zip(*sorted(set(zip(*columns, strict=True))), strict=True)))
         return destinations
 
@@ -376,7 +378,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def has_room(tensor: torch.Tensor) -> bool:
-    """Return whether each element of a plain tensor has memory of its own: it is not expanded, and not freed."""
+    """Return whether each element of a plain tensor has its own memory: the tensor is not expanded, and not freed."""
     if tensor.numel() == 0:
         return True
     if (tensor.is_cpu or tensor.is_cuda) and tensor.data_ptr() == 0:
@@ -387,7 +389,10 @@ def has_room(tensor: torch.Tensor) -> bool:
 
 
 def _is_filled_by_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether a plain tensor is its elements in a row, on the host or on a device with a known kind."""
+    """Return whether copying bytes can fill a plain tensor.
+
+    The tensor must be contiguous, and on the host or on a device with a known kind.
+    """
     is_reached = tensor.is_cpu or kind_of(tensor.device) is not None
     return is_reached and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 

@@ -45,8 +45,8 @@ _MARKS = (MANIFEST_NAME, METADATA_NAME, "trainer_state.json")
 def check_root(root: str) -> None:
     """Raise ``CheckpointExistsError`` if ``root`` is itself a checkpoint, or holds only checkpoints of other kinds.
 
-    A training would find nothing to load there. It would begin at step 0, inside a checkpoint or beside checkpoints
-    that its user meant to load.
+    A training would find nothing to load there. The training would begin at step 0, inside a checkpoint, or beside
+    checkpoints that the user meant to load.
     """
     storage = storage_for(root)
     if _is_checkpoint(root):
@@ -76,10 +76,10 @@ def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> N
     """Wait until no worker writes under ``root``.
 
     A dead trainer's worker may be about to finalize a checkpoint, or to begin one. A wait is logged. The worker of a
-    live trainer may write for ever; so the wait ends after as many attempts as a dead trainer can have left. Raises
+    live trainer may write for ever, so the wait ends after as many attempts as a dead trainer can have staged. Raises
     ``StorageError`` after ``timeout`` seconds.
 
-    ``locked``: the folder that a saver to ``root`` has locked; None: ``root``.
+    ``locked``: the folder that a saver to ``root`` locks; None: ``root``.
     """
     storage, deadline = storage_for(root), time.monotonic() + timeout
     known: set[str] = set()
@@ -101,7 +101,7 @@ def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> N
 
 
 def settled_step(timeout: float, *roots: str) -> int | None:
-    """Return the newest step under ``roots``, once no worker writes there. Saves go to the first root.
+    """Wait until no worker writes under ``roots``, and return the newest step. Saves go to the first root.
 
     Raises as ``wait_for_attempts``, and as ``check_root`` if there is no checkpoint.
     """
@@ -112,9 +112,10 @@ def settled_step(timeout: float, *roots: str) -> int | None:
 
 
 def find_step(step: int | None, timeout: float, *roots: str) -> list[tuple[int, str]]:
-    """Return the step and the root of each copy of ``step``; for None: of the newest step, once no worker writes.
+    """Return the step and the root of each copy of ``step``. If ``step`` is None, find the newest step.
 
-    Raises ``CheckpointNotFoundError``, ``StorageError``, and as ``check_root``.
+    For the newest step, wait until no worker writes. Raises ``CheckpointNotFoundError``, ``StorageError``, and as
+    ``check_root``.
     """
     if step is None:
         wait_for_attempts(roots[0], timeout, roots[-1])
@@ -136,8 +137,8 @@ def find_step(step: int | None, timeout: float, *roots: str) -> list[tuple[int, 
 def is_stock(path: str) -> bool:
     """Return whether stock DCP wrote the checkpoint ``path``: it has DCP's metadata, and no manifest of this library.
 
-    A folder with an index of this library is not of stock DCP, even without a manifest. The manifest was lost, or
-    another checkpoint is just replacing this one, file by file. DCP would load such bytes unchecked.
+    A folder with an index of this library is not of stock DCP, even without a manifest. In this case the manifest was
+    lost, or another checkpoint is just replacing this checkpoint, file by file. DCP would load these bytes unchecked.
     """
     storage = storage_for(path)
     if storage.exists(os.path.join(path, MANIFEST_NAME)) or not storage.exists(os.path.join(path, METADATA_NAME)):
@@ -179,7 +180,7 @@ def read_manifest(path: str) -> Manifest:
 
 
 def checkpoints_in(path: str) -> list[str]:
-    """Return the checkpoints of this library directly in the folder ``path``, sorted by name, whatever their names."""
+    """Return all checkpoints of this library directly in the folder ``path``, with any names, sorted by name."""
     storage = storage_for(path)
     inside = [os.path.join(path, name) for name in sorted(storage.names_in(path)) if not name.startswith(".")]
     # Folders without a manifest are attempts.
@@ -189,7 +190,7 @@ def checkpoints_in(path: str) -> list[str]:
 def stands_there(path: str, attempt: str) -> Literal["still", "another", "none"]:
     """Return whether the checkpoint at ``path`` is still of the ``attempt``.
 
-    If not, the bytes that were read may be of two checkpoints, or only a part of one, and are not damaged.
+    Otherwise, wrong bytes do not show damage: a reader may have read parts of two checkpoints, or a part of one.
     """
     try:
         return "still" if read_manifest(path).attempt == attempt else "another"
@@ -220,17 +221,17 @@ class StorageSource:
     """The checkpoint ``path`` in storage. All methods raise ``DamagedCheckpointError`` and ``StorageError``."""
 
     def __init__(self, path: str) -> None:
-        """Read the ``manifest``. Raises also ``CheckpointNotFoundError``."""
+        """Read the ``manifest``. Also raises ``CheckpointNotFoundError``."""
         self.path = path
         self._metadata = b""
-        # Parsed once, while a file uses the index.
+        # Each index is parsed once, and kept while a file uses it.
         self._indexes: WeakValueDictionary[str, Index] = WeakValueDictionary()
         self.manifest = read_manifest(path)
         self.attempt = self.manifest.attempt
         self._storage = storage_for(path)
 
     def metadata(self) -> bytes:
-        """Return DCP's ``.metadata``. Raises also ``MismatchError`` if this is a set of files without it."""
+        """Return DCP's ``.metadata``. Also raises ``MismatchError`` if this is a set of files without ``.metadata``."""
         if METADATA_NAME not in self.manifest.files:
             some = ", ".join(list(self.manifest.files)[:4])
             raise MismatchError(f"this is no state dict, but a set of files: load these, as {some}", path=self.path)
@@ -243,14 +244,14 @@ class StorageSource:
         return [name for name, its in files if "index" in its and "/" not in name and name.endswith(".distcp")]
 
     def open(self, name: str, opened: Callable[[str], InputFile] | None = None) -> ChecksummedFile:
-        """Open the data file ``name``. ``opened``: how a path is opened; None: as its storage does."""
+        """Open the data file ``name``. ``opened``: the function that opens a path; None: the function of storage."""
         if "index" not in self._facts(name):
             raise DamagedCheckpointError("this is no data file with an index", path=os.path.join(self.path, name))
         index, path = self.index(name), self._checked(name)
         return StoredFile((opened or self._storage.open)(path), index)
 
     def index(self, data: str) -> Index:
-        """Return the index of the data file ``data``, checked."""
+        """Return the index of the data file ``data``, after checking it."""
         facts = self._facts(data)
         path = os.path.join(self.path, name := facts["index"])
         if (index := self._indexes.get(name)) is None:
@@ -304,8 +305,8 @@ class StorageSource:
 class Report:
     """Result of ``verify``: ``nbytes`` checked, and an error for each damage, with its file.
 
-    ``shared``: bytes, included in ``nbytes``, of files that were checked before as files of another checkpoint, and
-    were not read again.
+    ``shared``: the part of ``nbytes`` in files that were checked before as files of another checkpoint (hard links),
+    and were not read again.
     """
 
     path: str
@@ -322,10 +323,10 @@ def verify(
     Args:
         path: The checkpoint.
         progress: Called with the number of bytes checked since the last call.
-        checked: Results for files of other checkpoints that were verified; new results are added. None: no others.
+        checked: Results for files that were checked with other checkpoints, if any. This function adds its results.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint, or it was removed meanwhile.
+        CheckpointNotFoundError: There is no checkpoint, or it was removed during the check.
         StorageError: The checkpoint cannot be read.
     """
     path = absolute(path)
@@ -364,7 +365,7 @@ def verify_files(
                 source.read(name)
                 progress(facts["bytes"])
         except DamagedCheckpointError as error:
-            if error.args not in [known.args for known in report.damages]:  # an index is read twice
+            if error.args not in [known.args for known in report.damages]:  # a damaged index is found twice
                 report.damages.append(error)
         report.nbytes += facts["bytes"]
 

@@ -29,15 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 class Tiers:
-    """The folders of a run's checkpoints. Made once, and the same on all ranks."""
+    """The folders of a run's checkpoints. They never change, and are the same on all ranks."""
 
     def __init__(self, root: str, local_root: str | None) -> None:
         """Make the folders that are missing.
 
         Args:
-            root: The folder of the checkpoints, or of some of them; absolute, or an address.
-            local_root: A folder on faster disks; checkpoints of this root go to a folder of their own in it. With None
-                there is no local folder.
+            root: The folder of the checkpoints; with a ``local_root``, of the uploaded checkpoints. An absolute path,
+                or an address.
+            local_root: A folder on faster disks, in which checkpoints of this root get a folder of their own; None for
+                no local folder.
 
         Raises:
             CheckpointExistsError: As ``check_root``. An object store is checked only by a load.
@@ -49,7 +50,7 @@ class Tiers:
         self.root = root
         self.local = None if local_root is None else os.path.join(absolute(local_root), _name(root))
         self.roots: Sequence[str] = (root,) if self.local is None else (self.local, root)
-        """The nearest first; saves go to the nearest."""
+        """The folders, the nearest first. Saves go to the nearest."""
         for folder in self.roots:
             if not is_address(folder):
                 _make_folder(folder)
@@ -71,7 +72,7 @@ class Tiers:
         return complete_steps(*self.roots)
 
     def newest(self, timeout: float) -> int | None:
-        """Return the newest step, once no dead trainer's worker writes any more. Raises ``StorageError``."""
+        """Wait until no dead trainer's worker writes, and return the newest step. Raises ``StorageError``."""
         return settled_step(timeout, *self.roots)
 
     def origin(
@@ -99,13 +100,13 @@ class Tiers:
             step: The step; None: the newest.
             timeout: Seconds to wait for workers that are still writing.
             ranks: The ranks that load together; None: the whole job.
-            fallback: If a checkpoint cannot be read, try the next older one. Set a damaged checkpoint aside.
+            fallback: If a checkpoint cannot be read, try the next older checkpoint, and set a damaged one aside.
 
         Returns:
             The step that was loaded, and its tier.
 
         Raises:
-            CheckpointError: As ``fill``; or there is no checkpoint.
+            CheckpointError: There is no checkpoint, or ``fill`` raises.
         """
         look = partial(find_step, step, timeout, *self.roots)
         copies = from_first(look, ranks)

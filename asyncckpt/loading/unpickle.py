@@ -1,7 +1,8 @@
 """Unpickle values and metadata of a checkpoint so that its bytes cannot run code.
 
-With ``weights_only``, DCP's ``.metadata`` may name only classes that DCP itself writes there, and a value only classes
-that ``torch.load(weights_only=True)`` allows. Both may also name classes of ``torch.serialization.add_safe_globals``.
+With ``weights_only``, DCP's ``.metadata`` may name only classes that DCP itself writes there. A value may name only
+classes that ``torch.load(weights_only=True)`` allows. Both may also name classes that the user has allowed with
+``torch.serialization.add_safe_globals``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _CLASSES = (
     *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata"),
     *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
 )
-# The ranks' own plans, which Megatron-LM and nvidia-resiliency-ext store beside the metadata.
+# Megatron-LM and nvidia-resiliency-ext store the plans of the ranks beside the metadata.
 _PLAN_MODULE = "torch.distributed.checkpoint.planner"
 _PLAN_CLASSES = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 # The module of these classes until torch 2.3.
@@ -52,9 +53,9 @@ _METADATA_GLOBALS = frozenset(
 
 
 class _MemberOfEnum:
-    """Replace ``getattr`` in the pickle of an enum member, as Python 3.11.0 to 3.11.3 writes it.
+    """Replace ``getattr`` in the pickles of enum members that Python 3.11.0 to 3.11.3 writes.
 
-    An instance has no attributes, so a pickle cannot change this one.
+    An instance has no attributes, so a pickle cannot change it.
     """
 
     __slots__ = ()
@@ -68,7 +69,7 @@ class _MemberOfEnum:
 
 _member_of_enum = _MemberOfEnum()
 
-# Types of plain Python values that torch does not allow by default, and ``io.BytesIO``.
+# Harmless types that torch does not allow by default: types of plain Python values, and ``io.BytesIO``.
 _HARMLESS: list[Any] = [bytes, bytearray, complex, frozenset, range, slice, io.BytesIO]
 _HARMLESS.append((_member_of_enum, "builtins.getattr"))
 
@@ -76,8 +77,8 @@ _HARMLESS.append((_member_of_enum, "builtins.getattr"))
 class _Harmless:
     """Additional safe globals for ``torch.load(weights_only=True)``, for as long as any thread unpickles.
 
-    torch has one set of safe globals for all threads. Removing a global removes it for all of them, even if another
-    thread has added it, too.
+    torch has one set of safe globals for all threads. Removing a global removes it for all threads, even if another
+    thread has also added it. So this class counts its users.
     """
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
 
     Raises:
         UntrustedValueError: The pickle names something that could run code, or changes classes.
-        DamagedCheckpointError: The bytes are no pickle, or not of DCP's metadata.
+        DamagedCheckpointError: The bytes are no pickle, or no pickle of DCP's metadata.
     """
     unpickler = (_MetadataUnpickler if weights_only else pickle.Unpickler)(io.BytesIO(data))
     classes = [getattr(dcp_metadata, name) for name in _CLASSES if hasattr(dcp_metadata, name)]
@@ -126,7 +127,7 @@ def load_metadata(data: bytes, path: str, *, weights_only: bool) -> Metadata:
     try:
         try:
             found = unpickler.load()
-        finally:  # also if the pickle has changed classes and then ends in garbage
+        finally:  # a pickle can change classes and then end in garbage
             if weights_only:
                 _restore(classes, before)
     except _NotAllowed as error:
@@ -160,7 +161,7 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool, d
         file.seek(begin)
         try:
             return _without_names(file)
-        except unless_interrupt(Exception):  # no value without names; torch's error says what it is
+        except unless_interrupt(Exception):  # the value names something, and torch's error says what
             raise untrusted(repr(name), error, path) from error
     except unless_interrupt(Exception) as error:  # the value's own code runs
         raise CheckpointError(f"{name!r} fails to unpickle: {type(error).__name__}: {error}", path=path) from error
@@ -169,7 +170,7 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool, d
 def _without_names(file: io.BytesIO) -> Any:
     """Unpickle a value that names no class and no function, and so cannot run code.
 
-    torch knows only some opcodes of a pickle, and none for an integer of more than 2,040 bits.
+    torch's unpickler knows only some opcodes, and none for an integer of more than 2,040 bits.
     """
     magic, protocol, _, value, storages = (_NamelessUnpickler(file).load() for _ in range(5))
     if (magic, protocol, storages) != (MAGIC_NUMBER, PROTOCOL_VERSION, []):
@@ -178,9 +179,9 @@ def _without_names(file: io.BytesIO) -> Any:
 
 
 def _restore(classes: list[type], before: list[dict[str, Any]]) -> None:
-    """Undo changes of classes, and raise ``_NotAllowed`` if there are any.
+    """Undo changes of ``classes`` since ``before``, and raise ``_NotAllowed`` if there are any.
 
-    A pickle can set attributes of classes that it names.
+    A pickle can set attributes of the classes that it names.
     """
     changed = False
     for each, attributes in zip(classes, before, strict=True):

@@ -1,1 +1,1 @@
-"""What of a state dict goes where, found out once for a structure."""
+"""Planning: compute the place of each value of a state dict, once for each structure."""

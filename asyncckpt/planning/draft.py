@@ -1,4 +1,4 @@
-"""Make the plan of a checkpoint, with all ranks, by DCP's own planner: all works as DCP users know it."""
+"""Make the plan of a checkpoint, together with all ranks. DCP's own planner decides, with its usual behavior."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ from asyncckpt.threads import without_gc
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """The plan of one rank, as the checkpoint of an ``attempt`` has it.
+    """The plan of one rank, as stored in the checkpoint of an ``attempt``.
 
-    ``indexes``: those of the rank's data files, in their order. ``metadata``: DCP's, on the first rank, without the
-    bytes of a single save.
+    ``indexes``: the indexes of the rank's data files, in the order of the files. ``metadata``: DCP's metadata without
+    the storage metadata of the save; empty except on the first rank.
     """
 
     attempt: str
@@ -72,11 +72,11 @@ class StoredPlan:
 def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPlan | None:
     """Return the plan of a checkpoint for a new state, or None if the plan does not fit.
 
-    Use the plan only if all ranks have one of the same attempt.
+    Use the plan only if all ranks restore a plan of the same attempt.
 
     Args:
         draft: The draft for the state.
-        stored: The plan as the checkpoint has it.
+        stored: The plan that the checkpoint has.
         number: The number of the new plan.
 
     Raises:
@@ -98,7 +98,7 @@ def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPl
     except StructureChanged:  # an object has grown
         return None
     plan: CheckpointPlan = draft.plan
-    # To the byte: a tensor may be on another device, or be one with another, and then stand elsewhere.
+    # Compare all bytes: a tensor may have another place if its device changed, or if it shares bytes with another now.
     heads = [Index.head(index.data, index.items, asked=index.asked) for index in stored.indexes]
     if heads != [file.index_head for file in plan.files]:
         return None
@@ -109,10 +109,10 @@ def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPl
 class DraftInput(NamedTuple):
     """A state dict to be planned.
 
-    ``state_dict``: this rank's part, without ``Stateful`` values. ``planner``: the user's own; None: DCP's default one.
-    ``separate``: a prefix of names; the values with it are stored in a file of their own; "": none. ``folder``: a
-    folder of DCP's, in the checkpoint; "": its top. ``frozen``: the names of the frozen parameters of modules.
-    ``assumed``: patterns of other frozen names (``Config.assume_unchanged``).
+    ``state_dict``: this rank's part, without ``Stateful`` values. ``planner``: the user's own planner; None: DCP's
+    default planner. ``separate``: a prefix of names; values with the prefix are stored in a file of their own; "": no
+    prefix. ``folder``: DCP's folder in the checkpoint; "": the top. ``frozen``: the names of the frozen parameters of
+    modules. ``assumed``: patterns of other frozen names (``Config.assume_unchanged``).
     """
 
     state_dict: StateDict
@@ -124,17 +124,19 @@ class DraftInput(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """A key. Equal for values that are planned alike."""
+        """A key that is equal for inputs with equal planning options."""
         if self.planner is None or type(self.planner) is DefaultSavePlanner:
             return *options(self.planner or DefaultSavePlanner()).values(), self.separate
         return type(self.planner), self.separate
 
 
 def make_plans(drafts: Sequence[Draft], group: Group, number: int) -> None:
-    """Plan state dicts with all ranks, together: then each draft has its ``plan``. What any rank raises, all raise.
+    """Plan several state dicts together, with all ranks. Afterwards each draft has its ``plan``.
+
+    If any rank raises an error, all ranks raise it.
 
     Args:
-        drafts: Those of this rank, as many on all ranks.
+        drafts: The drafts of this rank. All ranks have the same number of drafts.
         group: The ranks, which all call this.
         number: The number of the plans: new, and the same on all ranks.
 
@@ -159,8 +161,9 @@ def make_plans(drafts: Sequence[Draft], group: Group, number: int) -> None:
 
 
 def _for_each(decide: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[[list[list[Any]]], list[list[Any]]]:
-    """First rank: return a function that has each draft ``decide`` its answers to the reports of all ranks; its
-    result is, for each rank, the answers for its drafts.
+    """First rank: return a function that applies the ``decide`` function of each draft to the reports of all ranks.
+
+    The returned function takes the reports of each rank for all drafts, and returns the answers in the same order.
     """
 
     def answers(said: list[list[Any]]) -> list[list[Any]]:
@@ -177,10 +180,11 @@ class Draft:
         """Plan nothing yet.
 
         Args:
-            given: What is to be planned.
-            rank, world_size: The number of this rank, and how many there are.
+            given: The state dict to plan.
+            rank: The number of this rank.
+            world_size: The number of ranks.
         """
-        self.plan: Any  # a ``CheckpointPlan``, from ``lay_out`` on; complete with the metadata
+        self.plan: Any  # a ``CheckpointPlan``; ``lay_out`` sets it, and ``finish`` adds the metadata
         self._given, self._state_dict = given, given.state_dict
         self._separate, self._folder = given.separate, given.folder
         self._planner, self._rank, self._world_size = fresh(given.planner), rank, world_size
@@ -190,13 +194,13 @@ class Draft:
         """A digest of this rank's local plan; "": the draft is not plain, or not planned yet."""
         self.reserved: Sequence[int] | None = None
         """The bytes to reserve for each object; None: as many as the object needs."""
-        # First rank: what all have, until it becomes the metadata.
+        # First rank: the final plans of all ranks, and DCP's metadata under construction.
         self._finals: list[SavePlan] = []
         self.global_metadata = Metadata({})
 
     @property
     def is_plain(self) -> bool:
-        """True if DCP's own planner plans it, for a checkpoint and not for a folder in a set of files."""
+        """True if DCP's default planner plans the state, and the state is a checkpoint, not a folder in a file set."""
         return type(self._planner) is DefaultSavePlanner and not self._folder
 
     @without_gc
@@ -209,7 +213,7 @@ class Draft:
                 check_shards(planner.state_dict)
             if type(planner) is DefaultSavePlanner and not any(map(is_sharded, planner.state_dict.values())):
                 self._flat = planner.state_dict
-                # What has no plain bytes is planned, and stored, as an object.
+                # Plan and store a tensor without plain bytes as an object.
                 planner.state_dict = {
                     name: Opaque(name, value) if is_opaque(value) else value for name, value in self._flat.items()
                 }
@@ -230,13 +234,13 @@ class Draft:
         return hasher.hexdigest()
 
     def replicas(self, number: int) -> Replicas:
-        """Return the values that other ranks may have, too."""
+        """Return the values that other ranks may have too."""
         values = self.values() if self._world_size > 1 else {}
         names = [str(name) for name, value in values.items() if not (isinstance(value, DTensor) or is_sharded(value))]
         return Replicas(self._state_dict, names, number)
 
     def values(self) -> Mapping[str, Any]:
-        """Return the values of the state by their names, as far as the planner shows them."""
+        """Return the values of the state by name. Empty if the planner shows no state dict."""
         values: Any = self._flat if self._flat is not None else getattr(self._planner, "state_dict", None)
         return values if isinstance(values, Mapping) else {}
 
@@ -251,7 +255,7 @@ class Draft:
 
     @without_gc
     def lay_out(self, final: Any, number: int) -> Any:
-        """Lay out this rank's files for its ``final`` plan, see ``final_plan``. Return the places of its items."""
+        """Lay out this rank's files for the ``final`` plan (see ``final_plan``). Return the places of the items."""
         final = self.final_plan(final)
         items = self.finished(final)
         values = self.capture_of(items)
@@ -297,7 +301,10 @@ class Draft:
 
     @without_gc
     def metadata(self, places: list[Any]) -> list[bytes]:
-        """First rank: return DCP's metadata, with the places of all ranks. Only the first rank's has any bytes."""
+        """First rank: return an answer for each rank. The first rank gets DCP's metadata, all others get no bytes.
+
+        ``places``: the places of the items of each rank.
+        """
         storage: dict[MetadataIndex, _StorageInfo] = {}
         for rank, (plan, its) in enumerate(zip(self._finals, places, strict=True)):
             storage.update(its.storage(rank, plan))
@@ -307,11 +314,14 @@ class Draft:
         return [pickle_metadata(self.global_metadata)] + [b""] * (len(places) - 1)
 
     def finish(self, metadata: bytes) -> None:
-        """Complete the plan with ``metadata``, this rank's answer from ``metadata``."""
+        """Complete the plan with ``metadata``, this rank's answer from the method ``metadata``."""
         self.plan.metadata = metadata
 
     def final_plan(self, said: SavePlan | bytes) -> SavePlan:
-        """Return this rank's final plan. The first rank has ``said`` all of it, or which local items are kept."""
+        """Return this rank's final plan.
+
+        ``said``: the answer of the first rank, either the whole plan or a byte for each local item (``kept_items``).
+        """
         return said if isinstance(said, SavePlan) else SavePlan(list(compress(self.local.items, said)))
 
     def finished(self, final: SavePlan) -> Sequence[WriteItem]:
@@ -321,7 +331,7 @@ class Draft:
         return items
 
     def taken(self, values: FlatCapture | PlannerCapture) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
-        """Return the tensors and the objects."""
+        """Return the tensors and the objects of the state."""
         try:
             return values.take(self._state_dict, self._planner)
         except StructureChanged as error:
@@ -333,11 +343,11 @@ class Draft:
         return PlannerCapture(self._planner, self.local, items, self._rank == 0)
 
     def _kinds(self, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[tuple[bool, bool, bool]]:
-        """Return the kind of each item; items of one kind stand side by side. A kind says whether the item is a frozen
-        tensor, whether it goes to the file with the prefix, and whether it is on the host.
+        """Return the kind of each item. Items of one kind stand side by side in the image.
 
-        AdamW has its steps on the host, between its moments on the device. In that order the moments could not be
-        copied many at a time.
+        A kind has three parts: whether the item is a frozen tensor, whether the item goes to the file with the prefix,
+        and whether the item is on the host. AdamW has its steps on the host, between its moments on the device. In that
+        order the moments could not be copied many at a time.
         """
         its = iter(tensors)
         is_frozen = self._is_frozen()
@@ -352,7 +362,7 @@ class Draft:
         return kinds
 
     def _is_frozen(self) -> Callable[[str], bool]:
-        """Return a function to tell whether the tensor of a name is frozen."""
+        """Return a function that tells whether the tensor with a name is frozen."""
         values = {name: value for name, value in self.values().items() if isinstance(value, torch.nn.Parameter)}
         frozen = self._given.frozen | {name for name, value in values.items() if not value.requires_grad}
         is_assumed = matcher(self._given.assumed)
@@ -365,7 +375,7 @@ class Draft:
     def _counts(
         self, kinds: Sequence[tuple[bool, bool, bool]], items: Sequence[WriteItem]
     ) -> dict[tuple[bool, bool], tuple[int, int]]:
-        """Return, for each data file, how many tensors and objects it has."""
+        """Return the number of tensors and the number of objects of each data file."""
         of = Counter((kind[:2], item.type == WriteItemType.BYTE_IO) for kind, item in zip(kinds, items, strict=True))
         files = {(False, False), (False, bool(self._separate)), *(file for file, _ in of)}
         return {file: (of[file, False], of[file, True]) for file in sorted(files)}
@@ -377,7 +387,7 @@ class Draft:
         tensors: Sequence[WriteItem],
         objects: Sequence[WriteItem],
     ) -> list[PlannedFile]:
-        """Return the data files (see ``_kinds``), each with an index of its items, in their order."""
+        """Return the data files, each with an index of its items. ``which``: the first two parts of their kinds."""
         indexed: list[list[Item]] = [[] for _ in layout.begins]
         for item, spec, place in zip(tensors, layout.specs, layout.tensors, strict=True):
             offsets = list(item.index.offset or [0] * len(spec.shape))
@@ -402,7 +412,7 @@ class Draft:
 
 
 def _check_parts(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ``UnsavableStateError`` if this rank's part of a tensor is not the part that DCP notes."""
+    """Raise ``UnsavableStateError`` if this rank's part of a tensor differs in shape from the part that DCP notes."""
     for item, tensor in zip(items, tensors, strict=True):
         if item.tensor_data is not None and item.tensor_data.chunk.sizes != tensor.shape:
             raise UnsavableStateError(
@@ -412,7 +422,10 @@ def _check_parts(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) ->
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Return which tensors have the same bytes as an earlier one. Such bytes are stored once, under both names."""
+    """Return the number of an earlier tensor with the same bytes, for each tensor that has one.
+
+    The shared bytes are stored once, under both names.
+    """
     first: dict[Any, int] = {}
     aliases = {}
     for number, tensor in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""A set of files that are saved together: all of them are there in the end, under one name, or none."""
+"""A set of files, saved together as one checkpoint: after a save, either all files exist or none does."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from asyncckpt.planning.torch_file_plan import TorchFileContents
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
 
-# Names at the top of a set that are not the caller's: our manifest and marker, and files of DCP and of states.
+# Reserved names at the top of a set: the manifest and marker of this package, and files of DCP and of states.
 _OURS = re.compile(r"asyncckpt\.(json|uploaded)|\.metadata|.*__\d+_\d+\.(index\.json|distcp)")
 
-# A smaller file of torch's is made here and now: its pickle alone may be more than its tensors, and may grow.
+# A smaller file of ``torch.save`` is made at once: its pickle may be larger than its tensors, and may grow.
 _LARGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """As ``safetensors.torch.save_file`` writes ``tensors`` and ``metadata``."""
+    """A file with ``tensors`` and ``metadata``, as ``safetensors.torch.save_file`` writes it."""
 
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str] | None
@@ -33,7 +33,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True)
 class DcpFolder:
-    """As ``torch.distributed.checkpoint.save`` writes ``state_dict``."""
+    """A folder with ``state_dict``, as ``torch.distributed.checkpoint.save`` writes it."""
 
     state_dict: Mapping[str, Any]
     planner: SavePlanner | None
@@ -43,38 +43,39 @@ Content: TypeAlias = TorchFileContents | SafetensorsFile | DcpFolder | bytes
 
 
 class FileSet:
-    """The files that one rank adds to a checkpoint of many files, by their names in its folder.
+    """The files that one rank adds to a checkpoint of many files, by their names in the checkpoint's folder.
 
-    A name is a path relative to that folder, with "/" between its parts. No two ranks may have the same name, but those
-    of folders of DCP, which all ranks must have. Tensors and state dicts are looked at when the set is saved: until
-    then they must stay as they are.
+    A name is a path relative to the folder, with "/" between its parts. No two ranks may add files of the same name,
+    but all ranks must add the same folders of DCP. A save of the set reads the tensors and state dicts. Do not change
+    them before the save.
     """
 
     def __init__(self, kind: str = "") -> None:
-        """Nothing is in it yet.
+        """Make an empty set.
 
         Args:
-            kind: Sets with files of the same names, but tensors of other sizes, that are saved in turns (two models,
-                say) are planned once each if they have different kinds. Each kind has memory of its own.
+            kind: A name for sets with one structure. Give different kinds to sets with the same file names but other
+                tensor sizes that are saved in turns, for example of two models. Then each kind is planned once and has
+                memory of its own.
         """
         self.kind = kind
         self.contents: dict[str, Content] = {}
-        """What was added, by its name, in that order."""
+        """The added files and folders by name, in the order of the calls."""
         self.error: Exception | None = None
-        """Why this rank cannot make its part: what was added is of no use."""
+        """The error because of which this rank cannot make its part. With an error, ``contents`` is not saved."""
 
     def add_torch_file(self, name: str, obj: object, pickle_protocol: int = 2) -> None:
-        """Add a file that ``torch.load`` reads. The object is pickled now; only its tensors are read later.
+        """Add a file that ``torch.load`` reads. The object is pickled now. A save reads only its tensors.
 
-        Where it cannot be pickled, the save fails, on all ranks.
+        If the object cannot be pickled, the save fails on all ranks.
 
         Args:
-            name: Of the file.
-            obj: What ``torch.save`` takes.
-            pickle_protocol: As ``torch.save`` has it.
+            name: The name of the file.
+            obj: An object that ``torch.save`` accepts.
+            pickle_protocol: The pickle protocol, as for ``torch.save``.
 
         Raises:
-            UnsavableStateError: The name is taken, or cannot be one.
+            UnsavableStateError: The name is taken or invalid.
         """
         content: TorchFileContents | bytes = b""
         try:
@@ -85,7 +86,7 @@ class FileSet:
                 content = buffer.getvalue()
         except UnsavableStateError as error:
             self.fail(error)
-        except unless_interrupt(Exception) as error:  # of the object's own code, or of its device
+        except unless_interrupt(Exception) as error:  # raised by the object's own code, or by its device
             self.fail(UnsavableStateError(f"{name!r} cannot be saved: {type(error).__name__}: {error}"))
         self._add(name, content)
 
@@ -95,45 +96,45 @@ class FileSet:
         """Add a file that safetensors reads.
 
         Args:
-            name: Of the file.
-            tensors: Contiguous ones, none of which shares memory with another.
+            name: The name of the file.
+            tensors: Contiguous tensors that share no memory with each other.
             metadata: Text for the header of the file.
 
         Raises:
-            UnsavableStateError: The name is taken, or cannot be one.
+            UnsavableStateError: The name is taken or invalid.
         """
         self._add(name, SafetensorsFile(tensors, metadata))
 
     def add_dcp_folder(self, name: str, state_dict: Mapping[str, Any], planner: SavePlanner | None = None) -> None:
-        """Add a folder that ``torch.distributed.checkpoint.load`` reads. All ranks add it, in the same order.
+        """Add a folder that ``torch.distributed.checkpoint.load`` reads. All ranks add the same folders in one order.
 
         Args:
-            name: Of the folder; "" is that of the set itself.
-            state_dict: This rank's part.
-            planner: DCP's or the caller's own; None: DCP's default.
+            name: The name of the folder; "": the folder of the set itself.
+            state_dict: This rank's part of the state dict.
+            planner: A planner of DCP or of the caller; None: DCP's default planner.
 
         Raises:
-            UnsavableStateError: The name is taken, or cannot be one.
+            UnsavableStateError: The name is taken or invalid.
         """
         self._add(name, DcpFolder(state_dict, planner))
 
     def add_bytes(self, name: str, data: bytes) -> None:
-        """Add a file with these bytes; for small ones, as they are not staged in shared memory.
+        """Add a small file with these bytes. The bytes are not staged in shared memory.
 
         Args:
-            name: Of the file.
-            data: What stands in it.
+            name: The name of the file.
+            data: The content of the file.
 
         Raises:
-            UnsavableStateError: The name is taken, or cannot be one.
+            UnsavableStateError: The name is taken or invalid.
         """
         self._add(name, bytes(data))
 
     def fail(self, error: Exception) -> None:
-        """Have the save of this set fail, on all ranks, as this one cannot make its part of it.
+        """Make the save of this set fail on all ranks, because this rank cannot make its part.
 
         Args:
-            error: Why not; the first one counts.
+            error: The reason. Only the error of the first call counts.
         """
         self.error = self.error or error
 

@@ -1,4 +1,4 @@
-"""The plan of a set of files: that of each of its large files, which stand in one image, one after the other."""
+"""Plan a set of files. Each large file has a plan. The large files stand in one image, one after the other."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ _PartPlan = CheckpointPlan | SafetensorsPlan | TorchFilePlan
 
 
 class FileSetContents:
-    """A set taken apart: its ``large`` files, those first whose bytes are all known before, and its ``small`` ones."""
+    """A set of files, divided into ``large`` and ``small`` files.
+
+    Archives of ``torch.save`` come last among the large files, because the worker completes them. All other large files
+    consist of the trainer's bytes alone.
+    """
 
     def __init__(self, files: FileSet) -> None:
-        """Ask states for their values."""
+        """Divide ``files``, and call ``state_dict()`` of all ``Stateful`` values."""
         self.kind = files.kind
         folders: dict[str, _Contents] = {}
         tensors: dict[str, _Contents] = {}
@@ -51,7 +55,7 @@ class FileSetContents:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for sets that may fit the same plan."""
+        """A key that is equal for sets that may fit the same plan."""
         large = (
             (name, type(content), content.key if isinstance(content, DraftInput) else None)
             for name, content in self.large.items()
@@ -60,20 +64,27 @@ class FileSetContents:
 
     @property
     def names(self) -> frozenset[str]:
-        """Those of large files, in this kind of sets."""
+        """The names of the large files, each with the kind of the set."""
         return frozenset(f"{self.kind}\0{name}" for name in self.large)
 
     @property
     def pickle_bytes(self) -> tuple[int, ...]:
-        """How long the pickle of each archive is."""
+        """The length of the pickle of each archive, in bytes."""
         return tuple(len(each.pickle) for each in self.large.values() if isinstance(each, TorchFileContents))
 
 
 def make_file_set_plan(contents: FileSetContents, group: Group, number: int, assumed: tuple[str, ...]) -> FileSetPlan:
-    """Plan a set of files. What all ranks have part in is planned with all, and what any rank raises, all raise.
+    """Plan a set of files. All ranks plan the folders of DCP together, and all ranks raise an error of any rank there.
 
-    Args: as those of ``make_plans`` and ``Draft``; ``assumed``: as of ``DraftInput``, for folders of DCP's. Raises as
-    ``make_plans``; ``UnsavableStateError`` also where two files have one name.
+    Args:
+        contents: The set of this rank.
+        group: The ranks, which all call this.
+        number: The number of the plan: new, and the same on all ranks.
+        assumed: The patterns of frozen names in folders of DCP, as in ``DraftInput``.
+
+    Raises:
+        UnsavableStateError: A value cannot be saved.
+        RankFailedError, SaveTimeoutError: Another rank failed, or the ranks did not meet in time.
     """
     drafts = {
         name: Draft(content._replace(assumed=assumed), group.rank, group.world_size)
@@ -96,25 +107,25 @@ def make_file_set_plan(contents: FileSetContents, group: Group, number: int, ass
 
 @dataclass
 class FileSetPlan:
-    """How sets of one structure are laid out: ``parts`` are the plans of their large files, by name, in that order.
+    """The layout of sets of one structure. ``parts``: the plans of the large files, by name, in the order of the image.
 
-    Where there are none, its ``number`` is ``ANY_PLAN``: it goes with every plan of the other ranks.
+    If there are no large files, ``number`` is ``ANY_PLAN``, which fits every plan of the other ranks.
     """
 
     number: int
     parts: Mapping[str, _PartPlan]
     layout: DataLayout
-    names: frozenset[str]  # a new plan takes the place of one with the same
+    names: frozenset[str]  # a new plan replaces a plan with the same names
 
     @cached_property
     def objects(self) -> _SetObjects:
-        """What is stored beside tensors."""
+        """The objects of all large files."""
         return _SetObjects([each for each in self.parts.values() if isinstance(each, CheckpointPlan | TorchFilePlan)])
 
     def capture(self, contents: FileSetContents) -> Sequence[torch.Tensor]:
-        """The tensors of all large files, in the order of the layout; all else is taken into ``objects``.
+        """Return the tensors of all large files, in the order of the layout, and take the objects into ``objects``.
 
-        Raises ``StructureChanged`` if this plan is not for this set, ``UnsavableStateError``.
+        Raises ``StructureChanged`` if this plan does not fit the set, ``UnsavableStateError`` if it cannot be saved.
         """
         tensors: list[torch.Tensor] = []
         for content, part in zip(contents.large.values(), self.parts.values(), strict=True):
@@ -130,7 +141,7 @@ class FileSetPlan:
         return tensors
 
     def sample(self, contents: FileSetContents, number: int) -> Sample:
-        """What ranks compare in save ``number``, of the files that they write together."""
+        """Return the digests that ranks compare in save ``number``, for the folders that they write together."""
         found: list[tuple[str, object]] = []
         for (file, content), part in zip(contents.large.items(), self.parts.values(), strict=True):
             if isinstance(content, DraftInput) and isinstance(part, CheckpointPlan):
@@ -139,13 +150,13 @@ class FileSetPlan:
         return Sample(found)
 
     def note_end(self, *, is_committed: bool) -> None:
-        """As ``CheckpointPlan.note_end``."""
+        """Note that a save by this plan has ended; see ``CheckpointPlan.note_end``."""
         for part in self.parts.values():
             if isinstance(part, CheckpointPlan):
                 part.note_end(is_committed=is_committed)
 
     def constants(self) -> dict[str, bytes | memoryview]:
-        """What the worker has to know of the layout, by the name of its region in the segment."""
+        """Return the bytes that are the same in every save, by the name of their region in the segment."""
         return {
             f"{name} {part}": data
             for part, (file, plan) in enumerate(self.parts.items())
@@ -153,7 +164,7 @@ class FileSetPlan:
         }
 
     def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> FileSetLayout:
-        """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
+        """Return the layout of a segment with images at ``slots`` (offsets in bytes), for the worker."""
         files: list[LargeFile] = []
         metadata: list[tuple[str, Region]] = []
         begin = 0
@@ -173,24 +184,24 @@ class FileSetPlan:
 
 
 class _SetObjects:
-    """The objects of the plans of a set, ``StoredObjects`` of each."""
+    """The objects of all plans of a set, with the interface of ``StoredObjects``."""
 
     def __init__(self, plans: Sequence[CheckpointPlan | TorchFilePlan]) -> None:
         self._plans = plans
 
     def forget_slots(self) -> None:
-        """The slots are in other memory now."""
+        """Note that the slots are in other memory now."""
         for plan in self._plans:
             plan.objects.forget_slots()
 
     def own_pickles(self) -> Iterator[tuple[str, bytes]]:
-        """As ``StoredObjects.own_pickles``, of folders of DCP's."""
+        """Yield ``StoredObjects.own_pickles`` of all folders of DCP."""
         for plan in self._plans:
             if isinstance(plan, CheckpointPlan):
                 yield from plan.objects.own_pickles()
 
     def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
-        """As ``StoredObjects.write``."""
+        """Write the objects of all plans; see ``StoredObjects.write``."""
         begin = 0
         for plan in self._plans:
             end = begin + len(plan.layout.objects)

@@ -1,4 +1,4 @@
-"""The forms of tensors, their dtypes, shapes and layouts, which are compared on every save; and where they are."""
+"""Compare the forms of tensors on every save, and find their addresses. A form is a dtype, a shape and a layout."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _SHARD_ATTRIBUTES = ("global_offsets", "global_shape", "local_offsets", "local_s
 
 
 def has_shards(value: object) -> bool:
-    """Whether ``value`` says of itself which parts of a larger tensor it holds: torch's ``CheckpointableTensor``, which
-    may be a plain tensor with attributes.
+    """Return whether ``value`` declares which parts of a larger tensor it holds.
+
+    The value may be torch's ``CheckpointableTensor``, or a plain tensor with the same attributes.
     """
     return all(map(hasattr, repeat(value), _SHARD_ATTRIBUTES))
 
@@ -40,32 +41,33 @@ def is_partial(value: object) -> TypeGuard[DTensor]:
 
 
 def shards_in(values: Sequence[object]) -> list[int]:
-    """The positions of those of ``values`` that do, in C for all others: 0.02 us a value."""
+    """Return the positions of ``values`` with ``has_shards``. All other values are skipped in C, at 0.02 us each."""
     suspects = compress(range(len(values)), map(hasattr, values, repeat(_SHARD_ATTRIBUTES[0])))
     return [number for number in suspects if has_shards(values[number])]
 
 
 class Forms:
-    """The forms of some strided tensors, and the tensors among them that are parts of a larger one.
+    """The forms of some strided tensors, and the positions of tensors that declare themselves parts of a larger one.
 
-    They are compared in one pass that makes nothing: 0.1 us a tensor, or 0.35 where nothing was compiled, or torch is
-    older than 2.10.
+    The forms are compared in one pass without new objects, at 0.1 us a tensor. Without the compiled code, or with a
+    torch older than 2.10, the comparison takes 0.35 us a tensor.
     """
 
     devices: object | None = None
-    """Another object whenever one of those last compared may be on another device than in the comparison before; None:
-    nobody looked.
+    """A token for the devices of the tensors that were compared last. None: their devices are unknown.
+
+    A comparison replaces the token if a tensor may have moved since the comparison before.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take them from ``tensors``."""
+        """Record the forms of ``tensors``."""
         self._forms = list(map(_form, tensors))
         self._shards = shards_in(tensors)
         self._described = None if self._shards else _described(list(tensors))
         self._on = array("q", bytes(8 * len(tensors)))
 
     def are_those_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether ``tensors`` have them too."""
+        """Return whether ``tensors`` have the same forms."""
         if len(tensors) != len(self._forms):
             return False
         if self._described is not None and self._are_whole_and_as(tensors, self._described):
@@ -74,7 +76,10 @@ class Forms:
         return all(map(eq, map(_form, tensors), self._forms)) and shards_in(tensors) == self._shards
 
     def _are_whole_and_as(self, tensors: Sequence[torch.Tensor], described: array[int]) -> bool:
-        """Whether they are as ``described``, as many, and none is a part; not, too, where that cannot be said."""
+        """Return True if the tensors have the ``described`` forms, and none declares itself a part of a larger tensor.
+
+        Return False also if the compiled code cannot tell. The caller has compared the number of tensors.
+        """
         if (exchange := _exchange()) is None:
             return False
         tensors = tensors if isinstance(tensors, list) else list(tensors)
@@ -82,7 +87,7 @@ class Forms:
         expected = described.buffer_info()[0], _SHARD_ATTRIBUTES[0], self._on.buffer_info()[0], ctypes.addressof(moved)
         try:
             done = exchange.compared(exchange.describe, tensors, len(tensors), *expected)
-        except unless_interrupt(Exception):  # one has become such that DLPack does not know it
+        except unless_interrupt(Exception):  # a tensor now has properties that DLPack does not know
             return False
         if moved.value or self.devices is None:
             self.devices = object()
@@ -96,20 +101,20 @@ def plain_addresses(
     on_host: bool = True,
     may_be_conjugate: bool = True,
 ) -> array[int] | None:
-    """Return where the bytes of plain tensors begin: 0.05 us each.
+    """Return the addresses of plain tensors, at 0.05 us each.
 
-    The question to a tensor whether its values are the negatives of its bytes takes 0.1 us. It takes more if other
-    threads want Python's lock, because torch lets go of the lock. So the compiled code looks at torch's bits instead.
+    ``Tensor.is_neg`` takes 0.1 us, or longer if other threads wait for the GIL, because torch releases the GIL. So the
+    compiled code reads torch's bits instead.
 
     Args:
-        tensors: They are strided, on any device.
-        forms: The dtype and shape that each must have; equal ones share one tuple. The default is any form.
-        on_host: Whether they must be on the host.
-        may_be_conjugate: Whether one may be complex.
+        tensors: Strided tensors on any device.
+        forms: The required dtype and shape of each tensor. Equal forms share one tuple. The default is any form.
+        on_host: Whether the tensors must be on the host.
+        may_be_conjugate: Whether a tensor may be complex.
 
     Returns:
-        The addresses; None if a tensor has another form, is not on the host, has no elements in a row, or has other
-        values than its bytes.
+        The addresses; None if a tensor has another form, is not on the host although ``on_host`` is set, is not
+        contiguous, or is a lazy negative or conjugate, so that its values are not its bytes.
     """
     its = tensors if isinstance(tensors, list) else list(tensors)
     if (exchange := _exchange()) is not None:
@@ -118,7 +123,7 @@ def plain_addresses(
             expected = None if forms is None else _as_described(forms)
             where = [None if each is None else each.buffer_info()[0] for each in (expected, found)]
             done = exchange.addresses(exchange.describe, its, len(its), *where, on_host)
-        except unless_interrupt(Exception):  # of a dtype that DLPack does not know
+        except unless_interrupt(Exception):  # DLPack does not know the dtype of a tensor
             done = -1
         if 0 <= done < len(its):
             return None
@@ -133,16 +138,19 @@ def plain_addresses(
 
 
 def are_plain(tensors: Sequence[torch.Tensor], *, may_be_conjugate: bool) -> bool:
-    """Return whether the values of contiguous ``tensors`` are their bytes. One of them may be complex."""
+    """Return whether the values of contiguous ``tensors`` are their bytes.
+
+    ``may_be_conjugate``: whether a tensor may be complex.
+    """
     if any(map(torch.Tensor.is_neg, tensors)):
         return False
     return not (may_be_conjugate and any(map(torch.Tensor.is_conj, tensors)))
 
 
 class _Exchange(NamedTuple):
-    """``forms``, ``compared``, ``addresses``: of ``_forms.c``; ``describe``: the address of torch's own function.
+    """The functions that read tensors. ``forms``, ``compared`` and ``addresses`` are compiled from ``_forms.c``.
 
-    ``sees_lazy``: ``addresses`` sees tensors with values that are not their bytes.
+    ``describe``: the address of torch's function. ``sees_lazy``: ``addresses`` detects lazy negatives and conjugates.
     """
 
     forms: Callable[..., int]
@@ -189,8 +197,10 @@ def _exchange() -> _Exchange | None:
 
 
 def _words() -> tuple[int, int]:
-    """Which word of a tensor's object refers to torch's own object, and which word of that to its storage; 0: it was
-    not found.
+    """Return two positions of pointers, in words; 0 for a pointer that was not found.
+
+    The first pointer is in the Python object of a tensor, and refers to torch's C++ object. The second one is in the
+    C++ object, and refers to the storage.
     """
     tensor = torch.empty(1, device="cpu")
     implementation = tensor._cdata
@@ -205,9 +215,9 @@ def _word_of(wanted: int, address: int, count: int) -> int:
 
 
 def _lazy_bits() -> tuple[int, int]:
-    """Return a word of torch's own object, and its bits for values that are the negatives or conjugates of the bytes.
+    """Return the position of a word in torch's C++ object, and the bits in it that mark a lazy negative or conjugate.
 
-    Both are 0 if they were not found: no other word may change when torch sets the two bits of one tensor.
+    Return zeros unless exactly two bits, in one word, change when torch marks a tensor as both.
     """
     tensor = torch.zeros(1, dtype=torch.complex64, device="cpu")
     words = (ctypes.c_uint64 * _WORDS).from_address(tensor._cdata)
@@ -221,23 +231,23 @@ def _lazy_bits() -> tuple[int, int]:
     return changed[0] if len(changed) == 1 and changed[0][1].bit_count() == 2 else (0, 0)
 
 
-_WORDS = 24  # of torch's own object, which has some more
+_WORDS = 24  # the words of torch's C++ object that are searched; the object has some more
 
 
 def _described(tensors: list[torch.Tensor]) -> array[int] | None:
-    """Their forms as numbers; None where they have none."""
+    """Return the forms of ``tensors`` as numbers; None if the compiled code cannot describe one of them."""
     if (exchange := _exchange()) is None:
         return None
     found = array("q", bytes(8 * sum(2 + tensor.dim() for tensor in tensors)))
     try:
         done = exchange.forms(exchange.describe, tensors, len(tensors), found.buffer_info()[0])
-    except unless_interrupt(Exception):  # of a dtype that DLPack does not know
+    except unless_interrupt(Exception):  # DLPack does not know the dtype of a tensor
         return None
     return found if done == len(tensors) else None
 
 
 def _as_described(forms: Sequence[PlainForm]) -> array[int]:
-    """The same of tensors that have ``forms``. Raises ``ValueError`` for a dtype that DLPack does not know."""
+    """Return ``forms`` as ``_described`` does. Raises ``ValueError`` for a dtype that DLPack does not know."""
     described = {
         key: array("q", [_dtype_number(dtype), len(shape), *shape]).tobytes()
         for key, (dtype, shape) in _distinct(forms).items()

@@ -1,7 +1,7 @@
 """Find frozen tensors: parameters without ``requires_grad``, and names in ``Config.assume_unchanged``.
 
 Each rank puts its frozen tensors into a data file of their own. If no byte of the file has changed, the worker links
-the file and does not write it (``worker/durable_files.py``). The names are a hint about places alone. If a frozen
+the file and does not write it (``worker/durable_files.py``). The names only determine the file of a tensor. If a frozen
 tensor changes, its new values are saved, and its whole file is written again.
 """
 
@@ -37,7 +37,7 @@ def frozen_parameters(state_dict: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _frozen_in(container: Mapping[str, Any] | list[Any], prefix: str, modules: Set[type]) -> Iterator[str]:
-    """Yield the names for a container whose own name, with a dot, is ``prefix``."""
+    """Yield the names in a container. ``prefix``: the name of the container, followed by a dot."""
     for key, value in container.items() if isinstance(container, Mapping) else enumerate(container):
         if type(value) in modules:
             for name, parameter in value.named_parameters(remove_duplicate=False):

@@ -1,8 +1,8 @@
-"""The layout of an image: which byte of its data files stands where.
+"""The layout of an image: the place of each item of its data files.
 
-A data file is a row of items, each in the form DCP's reader expects: a tensor as ``torch.load`` reads it (a *header*,
-then the tensor's bytes, its *payload*), an object as pickled bytes with more reserved behind them. Between saves with
-the same structure only payloads and objects differ; all else, the headers and all offsets, is constant.
+A data file is a row of items in the form that DCP's reader expects. A tensor has a *header* and then its *payload*, the
+tensor's bytes, as ``torch.load`` reads them. An object is pickled bytes, with more bytes reserved behind them. Between
+saves of one structure, only payloads and objects differ. The headers and all offsets are constant.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.shm.segment import PAGE, round_up
 
-_NAME = "0"  # of the one storage
+_NAME = "0"  # the name of the only storage
 _COUNT = struct.Struct("<q")
 
 
 @functools.lru_cache(maxsize=65536)
 def tensor_header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """What stands before the bytes of a contiguous CPU tensor, whatever its values.
+    """Return the bytes before the payload of a contiguous CPU tensor. They do not depend on its values.
 
-    Raises ``UnsavableStateError`` on a machine with another order of bytes than this form has.
+    Raises ``UnsavableStateError`` on a big-endian machine.
     """
     if sys.byteorder != "little":
         raise UnsavableStateError("tensors are stored with the lowest byte first, and this machine has it last")
     elements = math.prod(shape)
     about = 0, shape, torch.empty(shape, device="meta").stride(), False, None  # no gradient, no hooks
     name = torch.storage._dtype_to_storage_type_map().get(dtype)
-    if name is None:  # a storage of bytes, as only some dtypes have a kind of their own
+    if name is None:  # the dtype has no storage type of its own, so the storage is one of bytes
         elements *= dtype.itemsize
         storage = _Storage(torch.ByteStorage, elements)
         tensor = _Call(torch._utils._rebuild_tensor_v3, (storage, *about, dtype))
@@ -52,14 +52,14 @@ def tensor_header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 class _Storage(NamedTuple):
-    """Stands for a storage, of a class of torch's."""
+    """A placeholder for a storage. ``kind``: torch's storage class."""
 
     kind: type
     elements: int
 
 
 class _Call(NamedTuple):
-    """Stands for what ``function`` returns."""
+    """A placeholder for the result of ``function``."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -71,25 +71,25 @@ class _Call(NamedTuple):
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _Storage):
-            return "storage", value.kind, _NAME, "cpu", value.elements, None  # no view of another
+            return "storage", value.kind, _NAME, "cpu", value.elements, None  # None: not a view of another storage
         return None
 
 
 def _pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, 2).dump(value)
-    # Without the protocol, which is told anyhow, and what would be remembered: torch reads a pickle byte by byte.
+    # Drop the PROTO opcode, which is optional, and unused memo opcodes, because torch reads a pickle byte by byte.
     return pickletools.optimize(buffer.getvalue())[2:]
 
 
-# What an item is aligned to, and a payload; enough for every dtype.
+# Alignment of payloads, in bytes. Enough for every dtype.
 _ALIGNMENT = 64
-# Payloads from this size on begin on a page of the file: a reader may then read them past the page cache, in place.
+# Payloads of at least this size begin on a page of the file, so that a reader can read them in place with direct I/O.
 PAGE_ALIGNED_FROM = 1 << 20
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor of ``shape`` whose elements are in a row, as torch has them."""
+    """Return torch's strides of a contiguous tensor of ``shape``."""
     strides: list[int] = []
     step = 1
     for length in reversed(shape):
@@ -99,8 +99,9 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class TensorSpec(NamedTuple):
-    """A stored tensor, or a shard of it. ``alias`` is the number of an earlier one that has the same bytes; ``name`` is
-    for errors.
+    """A stored tensor, or a stored shard.
+
+    ``alias``: the number of an earlier tensor with the same bytes. ``name``: the name for errors.
     """
 
     dtype: torch.dtype
@@ -110,7 +111,7 @@ class TensorSpec(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an item stands in the image, and its payload in it; bytes from the start of the image."""
+    """The place of an item in the image, and of its payload. Offsets are in bytes from the start of the image."""
 
     at: int
     nbytes: int
@@ -118,16 +119,17 @@ class Place(NamedTuple):
     payload_bytes: int
 
     def since(self, begin: int) -> Place:
-        """The same, in bytes from ``begin`` of the image."""
+        """Return the same place, with offsets from byte ``begin`` of the image."""
         return Place(self.at - begin, self.nbytes, self.payload_at - begin, self.payload_bytes)
 
 
 @dataclass(frozen=True)
 class DataLayout:
-    """Where all items of an image stand: those of a data file after those of another, in each tensors, then objects.
+    """The places of all items of an image. Data files stand one after the other. In each, tensors precede objects.
 
-    The files begin at ``begins``. They are whole pages, and so are the ``nbytes`` of all. ``constants``: the headers,
-    each with its offset. ``converted``: which tensors come in another dtype than they are stored in; empty: none.
+    ``begins``: the starts of the files. Each file has whole pages. ``nbytes``: the size of the image. ``constants``:
+    the headers, each with its offset. ``converted``: whether each tensor is stored in another dtype than the trainer's;
+    empty: none is.
     """
 
     specs: Sequence[TensorSpec]
@@ -149,8 +151,8 @@ class DataLayout:
 
         Args:
             specs: The tensors.
-            reserved: For each object, how many bytes there are to be for it.
-            counts: How many of the tensors, and of the objects, each data file has; empty: there is one file.
+            reserved: The bytes to reserve for each object.
+            counts: The number of tensors and the number of objects in each data file; empty: there is one file.
         """
         tensors: list[Place] = []
         objects: list[Place] = []
@@ -180,7 +182,7 @@ class DataLayout:
 
     @classmethod
     def joined(cls, layouts: Sequence[DataLayout]) -> DataLayout:
-        """That of an image which has those of ``layouts``, one after the other."""
+        """Return the layout of an image that holds the images of ``layouts``, one after the other."""
         specs: list[TensorSpec] = []
         tensors: list[Place] = []
         objects: list[Place] = []
@@ -200,15 +202,15 @@ class DataLayout:
         return cls(specs, tensors, objects, end, constants, begins, converted if any(converted) else ())
 
     def file_of(self, place: Place) -> int:
-        """The number of the data file that has the item at ``place``."""
+        """Return the number of the data file with the item at ``place``."""
         return bisect_right(self.begins, place.at) - 1
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A data file of a plan, as ``DataFile`` is one of a segment, with the bytes that it has regions for.
+    """A data file of a plan. ``DataFile`` describes the same file in a segment, with regions for its bytes.
 
-    ``is_frozen``: it holds the frozen tensors (``planning/frozen.py``).
+    ``is_frozen``: the file holds the frozen tensors (``planning/frozen.py``).
     """
 
     folder: str

@@ -1,4 +1,4 @@
-"""DCP's ``.metadata``, as every torch from 2.6 on reads it."""
+"""Write DCP's ``.metadata`` so that every torch from 2.6 on reads it, and call DCP's planners."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from asyncckpt.format.manifest import data_name
 from asyncckpt.planning.forms import has_shards, is_partial
 from asyncckpt.planning.plan import StateDict
 
-# How many properties of a tensor torch 2.6 knows.
+# The number of tensor properties in torch 2.6.
 _PROPERTIES = 5
 
 
 class StoredPlaces(NamedTuple):
-    """Where a rank's items stand in its image: their offsets and sizes in bytes, in the order of its final plan.
+    """The places of a rank's items in its image: offsets and sizes in bytes, in the order of ``indices``.
 
-    ``indices``: of them, where those are not the ones that the first rank knows. ``files``: the prefix and the first
-    byte of each data file.
+    ``indices``: the indices of the items; None: the items of the final plan, in that order. ``files``: the prefix and
+    the first byte of each data file.
     """
 
     at: array[int]
@@ -55,7 +55,7 @@ class StoredPlaces(NamedTuple):
     files: Sequence[tuple[str, int]]
 
     def storage(self, rank: int, plan: SavePlan) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
-        """As DCP's metadata has it, of ``rank`` with the final ``plan``."""
+        """Yield the entries of DCP's metadata for ``rank`` with the final ``plan``."""
         names = [data_name(rank, number, prefix) for number, (prefix, _) in enumerate(self.files)]
         begins = [begin for _, begin in self.files]
         for index, at, nbytes in zip(
@@ -66,19 +66,21 @@ class StoredPlaces(NamedTuple):
 
 
 def pickle_metadata(metadata: Metadata) -> bytes:
-    """DCP's ``.metadata``, in the form that every torch from 2.6 on reads: the properties of a tensor are the first
-    five, which all of them know. The strides that torch 2.14 added are not needed to load.
+    """Return DCP's ``.metadata`` in the form that every torch from 2.6 on reads.
 
-    A pickle remembers each object that it has made, as others may refer to it: here in half of its bytes. So what many
-    refer to is made first, and taken off the stack; of the rest nothing is remembered.
+    Only the first five properties of a tensor are stored, because all these releases know them. A load does not need
+    the strides, which torch 2.14 added.
+
+    A pickle memoizes each object for later references, which would take half of the bytes here. So the repeated objects
+    are pickled first, with a memo, and popped off the stack. All other objects are pickled without a memo.
     """
     repeated = _Repeated(metadata)
     buffer = io.BytesIO()
-    # The last protocol without frames: the worker puts other steps in the place of the last one.
+    # The last protocol without frames, because the worker replaces the last opcode by others.
     pickler = pickle.Pickler(buffer, protocol=3)
     pickler.dispatch_table = copyreg.dispatch_table | repeated.reducers | _REDUCERS
     known = {field.name for field in fields(metadata)}
-    others = [value for name, value in vars(metadata).items() if name not in known]  # as Megatron-LM has
+    others = [value for name, value in vars(metadata).items() if name not in known]  # Megatron-LM adds fields
     pickler.dump([*_examples(metadata), *repeated.values, *others])
     buffer.seek(-len(pickle.STOP), os.SEEK_CUR)
     buffer.write(pickle.POP)
@@ -90,7 +92,7 @@ def pickle_metadata(metadata: Metadata) -> bytes:
 
 
 class _Repeated:
-    """What stands in a metadata many times, and nobody can change: names, and sizes and offsets."""
+    """The immutable values that occur many times in a metadata: names, sizes and offsets."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._known: dict[torch.Size | str, torch.Size | str] = {}
@@ -99,7 +101,7 @@ class _Repeated:
             ChunkStorageMetadata: lambda its: _made_of(its, offsets=self._one(its.offsets), sizes=self._one(its.sizes)),
             MetadataIndex: lambda its: _made_of(its, fqn=self._one(its.fqn), offset=self._one(its.offset)),
         }
-        """How a pickler takes apart what has them, so that it meets equal ones as one object."""
+        """Reducers for the objects that hold these values. They replace equal values by one object."""
         for about in metadata.state_dict_metadata.values():
             if isinstance(about, TensorStorageMetadata):
                 self._one(about.size)
@@ -108,15 +110,15 @@ class _Repeated:
                     self._one(its.sizes)
         for name in {info.relative_path: None for info in (metadata.storage_data or {}).values()}:
             self._one(name)
-        # What stands first is referred to by fewer bytes.
+        # References to early objects take fewer bytes, so the names of files come before those of values.
         for name in metadata.state_dict_metadata:
             self._one(name)
         self.planner_data: Any = self._in_paths(metadata.planner_data)
-        """The paths of keys that DCP's planner notes for each name, with its text as it is known here."""
+        """DCP's planner data: the path of keys for each name. Equal texts in it are one object."""
 
     @property
     def values(self) -> Iterable[torch.Size | str]:
-        """All of them."""
+        """All repeated values, each once."""
         return self._known.values()
 
     def _in_paths(self, planner_data: Any) -> Any:
@@ -129,12 +131,12 @@ class _Repeated:
 
 
 def _made_of(value: Any, **parts: Any) -> tuple[Any, ...]:
-    """As pickle makes it, of these ``parts`` in the place of its own."""
+    """Return pickle's reduction of ``value``, with some attributes replaced by ``parts``."""
     return copyreg.__newobj__, (type(value),), vars(value) | parts  # type: ignore[attr-defined]
 
 
 def _examples(metadata: Metadata) -> list[Any]:
-    """An object of each kind, with all that they are made of."""
+    """Return one object of each kind, so that their pickles contain all classes and constants of the metadata."""
     found: dict[Any, Any] = {}
     for about in metadata.state_dict_metadata.values():
         if not isinstance(about, TensorStorageMetadata):
@@ -155,7 +157,7 @@ def _reduce_enum(member: Enum) -> tuple[Any, ...]:
     return type(member), (member.value,)
 
 
-# Python 3.11.0 to 3.11.3 would pickle a member of an enum as a call of ``getattr``, which a careful reader refuses.
+# Python 3.11.0 to 3.11.3 would pickle an enum member as a call of ``getattr``, which a safe unpickler refuses.
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     TensorProperties: _reduce_properties,
     _MEM_FORMAT_ENCODING: _reduce_enum,
@@ -163,7 +165,7 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
 }
 
 
-# Who decides what comes of it: to be counted up where we plan, or describe a plan, in another way.
+# The versions that determine a plan. Increase the first number if this package makes or describes plans in another way.
 PLANNED_BY = (1, *torch.__version__.split(".")[:2])
 
 # torch 2.14 and later.
@@ -171,9 +173,9 @@ _KNOWS_PARTS = hasattr(checkpoint, "CheckpointableTensor")
 
 
 def flat_names(state_dict: StateDict, planner: SavePlanner | None) -> frozenset[str]:
-    """The names of the values of ``state_dict``, as DCP's default planner would give them.
+    """Return the names of the values of ``state_dict`` that DCP's default planner gives.
 
-    Raises ``UnsavableStateError`` where two have the same.
+    Raises ``UnsavableStateError`` if two values have the same name.
     """
     if type(planner) is DefaultSavePlanner and not planner.flatten_state_dict:
         return frozenset(map(str, state_dict))
@@ -182,13 +184,16 @@ def flat_names(state_dict: StateDict, planner: SavePlanner | None) -> frozenset[
 
 
 def options(planner: DefaultSavePlanner) -> dict[str, bool]:
-    """What it was told that decides what it plans."""
+    """Return the options of ``planner`` that determine its plans."""
     names = "flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank"
     return {name: getattr(planner, name) for name in names}
 
 
 def fresh(planner: SavePlanner | None) -> SavePlanner:
-    """A planner of DCP's own that does as ``planner``, but knows nothing of earlier saves; a user's own as it is."""
+    """Return a planner of DCP with the options of ``planner``, and no state of earlier saves.
+
+    Return a user's own planner itself.
+    """
     if planner is None:
         return DefaultSavePlanner()
     if type(planner) is not DefaultSavePlanner:
@@ -197,9 +202,10 @@ def fresh(planner: SavePlanner | None) -> SavePlanner:
 
 
 def kept_items(local: SavePlan, final: SavePlan) -> bytes | SavePlan:
-    """Which items DCP's default planner has left to a rank, in their order: 1 for each, 0 for one that another writes.
+    """Return which local items a rank writes by its final plan of DCP's default planner.
 
-    It changes nothing else that the rank needs to know. Should a release of torch do so, it is the whole plan.
+    The answer has a byte for each item of the local plan: 1 if this rank writes the item, 0 if another rank does. The
+    planner changes nothing else that the rank needs to know. If the items of the plan do differ, return the whole plan.
     """
     kept, left = bytearray(), deque(final.items)
     for item in local.items:
@@ -212,7 +218,7 @@ def kept_items(local: SavePlan, final: SavePlan) -> bytes | SavePlan:
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """What a planner raises is about the state dict."""
+    """Turn errors of a planner into ``UnsavableStateError``."""
     try:
         yield
     except UnsavableStateError:
@@ -222,14 +228,14 @@ def planning() -> Iterator[None]:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether DCP has its own way to take ``value`` apart (ShardedTensor and its like, but not DTensor)."""
+    """Return whether DCP divides ``value`` in its own way (ShardedTensor and similar types, but not DTensor)."""
     if isinstance(value, torch.Tensor) and has_shards(value):
         return True
     return hasattr(value, "__create_write_items__") and not isinstance(value, DTensor) or hasattr(value, "local_shards")
 
 
 def check_shards(state: Mapping[str, Any]) -> None:
-    """Raise ``UnsavableStateError`` for a tensor that is a part of a larger one, in a way that DCP cannot save."""
+    """Raise ``UnsavableStateError`` if a tensor is a part of a larger one in a way that DCP cannot save."""
     for name, value in state.items():
         if is_partial(value):
             raise UnsavableStateError(

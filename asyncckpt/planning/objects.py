@@ -1,10 +1,11 @@
-"""Small values beside the tensors: step counters, learning rates, names, and whatever else pickles.
+"""Store the objects of a state dict: step counters, learning rates, names, and all other values that can be pickled.
 
-DCP pickles each of them on every save. Here a value that has not changed is not pickled again. More bytes are reserved
-for each in the image than it takes, filled up with zeros, so that a changed value moves no other byte. A pickle has
-``torch.save``'s older form, which ``torch.load`` reads without a look at the zeros behind it. In that form, however, a
-tensor has no values yet when the object around it is unpickled. So an object that holds a tensor is an archive, with
-the zeros before its directory.
+DCP pickles each object on every save. Here an unchanged value is not pickled again. The image reserves more bytes for
+each object than the object needs, and fills them with zeros. So a changed value moves no other bytes.
+
+A pickle has the older format of ``torch.save``, because ``torch.load`` then ignores the zeros behind the pickle. In
+that format, however, a tensor has no values yet when the object around the tensor is unpickled. So an object that holds
+a tensor is stored as an archive, with the zeros before the archive's directory.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from asyncckpt.planning.per_rank import of_any_rank
 from asyncckpt.planning.structure import StructureChanged, is_leaf
 
 _EXACT = frozenset({int, bool, str, bytes, type(None)})
-"""Where values of these types are equal, and of one type, they are the same."""
+"""Types for which two equal values of one type are the same to the bit."""
 _SCALARS = _EXACT | {float}
 
 
 class Raw(bytes):
-    """Bytes that a user's own planner made; they are stored as they are.
+    """Bytes from a user's own planner, stored unchanged.
 
-    An archive, as ``torch.save`` makes it and Megatron-LM's planner hands it over, is unpickled once, and more room is
-    reserved for it. For any others exactly their own length is reserved.
+    An archive of ``torch.save``, as from Megatron-LM's planner, is unpickled once as a check, and more bytes are
+    reserved for it. For other bytes exactly their own length is reserved.
     """
 
 
 def _is_constant(value: object) -> bool:
-    """Whether ``value`` cannot change inside."""
+    """Return whether ``value`` is immutable: a scalar, or a tuple of immutable values."""
     return type(value) in _SCALARS or (type(value) is tuple and _are_constant(value))
 
 
@@ -47,8 +48,10 @@ def _are_constant(values: Sequence[Any]) -> bool:
 
 
 def _kept(value: Any) -> Any:
-    """What to keep of ``value`` to compare with: itself, if it cannot change inside; of a list of such, as optimizers
-    have of the names of all parameters, a copy; of others None.
+    """Return the value to compare with on the next save.
+
+    An immutable value is returned itself. A list of immutable values is copied: optimizers have lists of all parameter
+    names. For any other value, return None.
     """
     if type(value) is list:
         return value.copy() if _are_constant(value) else None
@@ -56,7 +59,7 @@ def _kept(value: Any) -> Any:
 
 
 def _pickled(name: str, value: object) -> bytes:
-    """The bytes of one object. Raises ``UnsavableStateError`` naming it."""
+    """Return the bytes to store for a value. Raises ``UnsavableStateError`` with ``name``."""
     if isinstance(value, Raw):
         return value
     if value is None or _kept(value) is not None:
@@ -102,7 +105,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether this rank has only a part of a tensor, or a summand of it."""
+    """Return whether this rank has only a part, or only a summand, of a tensor."""
     if isinstance(tensor, DTensor):
         placed = enumerate(tensor.placements)
         return any(not each.is_replicate() and tensor.device_mesh.size(dim) > 1 for dim, each in placed)
@@ -121,7 +124,7 @@ def _part_refused(name: str, value: object, part: torch.Tensor) -> UnsavableStat
 def _check_unpickles(name: str, value: object, data: bytes) -> None:
     """Raise ``UnsavableStateError`` if ``data``, the pickle of a value, cannot be unpickled.
 
-    First its tensors go to the host, to spare the memory of devices. Some objects can only be made on their device.
+    The first try loads tensors to the host, to spare the memory of devices. Some objects load only on their device.
     """
     for device in ("cpu", None):
         try:
@@ -137,9 +140,9 @@ def _check_unpickles(name: str, value: object, data: bytes) -> None:
 
 
 def _around(pickled: bytes) -> tuple[bytes, bytes]:
-    """Return the bytes that ``torch.save`` puts before and behind the pickle of a value without tensors.
+    """Return the bytes that ``torch.save`` writes before and behind the pickle of a value without tensors.
 
-    ``pickled`` is the pickle of a text.
+    ``pickled``: the pickle of a text, as an example.
     """
     torch.save(pickle.loads(pickled), buffer := io.BytesIO(), _use_new_zipfile_serialization=False)
     before, after = buffer.getvalue().split(pickled)
@@ -152,64 +155,64 @@ _NONE = _pickled("None", None)
 
 
 def bytes_to_reserve(nbytes: int) -> int:
-    """How many bytes to reserve for an object that takes ``nbytes`` now."""
+    """Return the number of bytes to reserve for an object that needs ``nbytes`` now."""
     return -(-(nbytes + max(64, nbytes // 4)) // 64) * 64
 
 
 def _has_fixed_size(data: bytes) -> bool:
-    """Return True for bytes of a planner in a form that is not known here, so that no zeros can be added to them."""
+    """Return True for a planner's bytes in an unknown format, to which no zeros can be added."""
     return isinstance(data, Raw) and not is_archive(data)
 
 
 class StoredObjects:
-    """The objects of one plan: their last values, their bytes, and what each slot has of them."""
+    """The objects of one plan: their last values, their bytes, and which objects each slot has in an old version."""
 
     def __init__(self, names: Sequence[str], values: Sequence[Any], reserved: Sequence[int] | None = None) -> None:
         """Pickle values.
 
         Args:
-            names: Theirs.
-            values: To be pickled.
-            reserved: The bytes to reserve for each; None: as they need it.
+            names: The names of the values.
+            values: The values.
+            reserved: The bytes to reserve for each value; None: as many as the value needs, and some more.
 
         Raises:
-            UnsavableStateError: One does not pickle, or cannot be unpickled.
-            StructureChanged: One does not fit what is to be reserved for it.
+            UnsavableStateError: A value cannot be pickled, or its pickle cannot be unpickled.
+            StructureChanged: A value does not fit into its ``reserved`` bytes.
         """
         self._names = names
         self._known = list(map(_kept, values))
         self._bytes = list(map(_pickled, names, values))
         needed = [len(data) if _has_fixed_size(data) else bytes_to_reserve(len(data)) for data in self._bytes]
         self.reserved = needed if reserved is None else reserved
-        """The bytes reserved for each."""
+        """The bytes reserved for each object."""
         for name, data, room in zip(names, self._bytes, self.reserved, strict=True):
             _check_fits(name, data, room)
-        # Of each object the type that was last unpickled again.
+        # For each object, the type of the last value that was unpickled as a check. None: no check was needed.
         self._checked: list[type | None] = [None] * len(values)
         for number, value in enumerate(values):
             self._check(number, value, self._bytes[number])
-        # For each slot that was written to, the numbers of the objects that have changed since.
+        # For each written slot, the numbers of the objects that have changed since.
         self._stale: dict[int, set[int]] = {}
 
     def own_pickles(self) -> Iterator[tuple[str, bytes]]:
-        """The names and the bytes of those that pickled by code of their own, as classes and arrays do."""
+        """Yield the names and bytes of the objects that pickle by code of their own, such as classes and arrays."""
         for name, kind, data in zip(self._names, self._checked, self._bytes, strict=True):
             if kind not in (None, Raw):
                 yield name, data
 
     def forget_slots(self) -> None:
-        """The slots are in other memory now, which has nothing of the objects."""
+        """Note that the slots are in other memory now, which holds no objects."""
         self._stale.clear()
 
     def refresh(self, values: Sequence[Any]) -> None:
-        """Take the ``values`` of a new save, pickling those that changed.
+        """Take the ``values`` of a new save, and pickle the changed values.
 
-        Raises ``StructureChanged`` if one no longer fits the bytes reserved for it or is no longer a leaf,
-        ``UnsavableStateError`` as ``__init__``; then nothing is taken.
+        Raises ``StructureChanged`` if a value does not fit into its reserved bytes or is no longer a leaf, and
+        ``UnsavableStateError`` as ``__init__`` does. After an error nothing is taken.
         """
         changed: list[tuple[int, Any, bytes]] = []
         for number, (new, known) in enumerate(zip(values, self._known, strict=True)):
-            # Unchanged, for most values at a glance; of the others only what was kept is compared at all.
+            # Most unchanged values are the same object. Other values are compared only if they were kept.
             if new is known:
                 if new is not None or self._bytes[number] == _NONE:
                     continue
@@ -223,7 +226,7 @@ class StoredObjects:
                 _check_fits(self._names[number], data, self.reserved[number])
                 changed.append((number, new, data))
         for number, new, data in changed:
-            # In this order: whatever interrupts this, no value is known of which other bytes are kept.
+            # Keep this order. An interrupt at any point then leaves no known value with the bytes of another value.
             self._known[number] = None
             for stale in self._stale.values():
                 stale.add(number)
@@ -231,7 +234,7 @@ class StoredObjects:
             self._known[number] = _kept(new)
 
     def _check(self, number: int, value: Any, data: bytes) -> None:
-        """Unpickle ``data`` again, if the value pickles by code of its own, and is of another type than before."""
+        """Check that ``data`` unpickles, if the value pickles by code of its own and has another type than before."""
         if value is None or _has_fixed_size(data) or _kept(value) is not None:
             self._checked[number] = None
         elif type(value) is not self._checked[number]:
@@ -239,12 +242,12 @@ class StoredObjects:
             self._checked[number] = type(value)
 
     def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
-        """Bring the objects in a slot up to what was last captured.
+        """Write the last captured version of all stale objects into a slot.
 
         Args:
             slot: The number of the slot.
-            image: Its memory.
-            places: Where in it each object stands, in bytes.
+            image: The memory of the slot.
+            places: The place of each object in the image, in bytes.
         """
         for number in self._stale.get(slot, range(len(self._bytes))):
             at, reserved, *_ = places[number]
@@ -259,7 +262,7 @@ def _check_fits(name: str, data: bytes, reserved: int) -> None:
 
 
 def _same(new: Any, known: Any) -> bool:
-    """Whether two values of one type are the same to the bit: not by ==, for which 0.0 is -0.0, and True is 1."""
+    """Return whether two values of one type are the same to the bit. ``==`` is no use: 0.0 == -0.0, and True == 1."""
     if type(new) is float:
         return bool(new.hex() == known.hex())
     if type(new) in (tuple, list):

@@ -1,4 +1,4 @@
-"""Values that every rank has of its own: states of random number generators, a loader's position, the rank itself."""
+"""Values that differ between ranks: states of random number generators, a loader's position, the rank itself."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _STORED = re.compile(r"(?<![^.])rank-(\d+)-of-(\d+)(?=\.|$)")
 
 
 class PerRank:
-    """A value of a state dict that every rank keeps for itself.
+    """A value of a state dict that each rank saves and loads for itself.
 
-    Under one key DCP takes the values of all ranks for replicas: it saves one of them, and gives that to every rank.
+    DCP treats the values of all ranks under one key as replicas: DCP saves one value and loads it on every rank.
 
         state = {"model": model, "rng": PerRank(torch.get_rng_state())}
         checkpointer.load(state)
         torch.set_rng_state(state["rng"].value)
 
-    It is ``Stateful``, so DCP itself knows what to do with it. In the checkpoint the value has the name of its key with
-    ``rank-3-of-8`` behind it. Ranks are those of the whole job, whichever of them save together.
+    ``PerRank`` is ``Stateful``, so DCP itself can save and load it. In the checkpoint, the name of the value is its key
+    followed by ``rank-3-of-8``. The ranks are counted in the whole job, even if only some of them save together.
     """
 
     def __init__(
@@ -37,28 +37,28 @@ class PerRank:
         """Wrap a value.
 
         Args:
-            value: What a state dict may have: a tensor, an object, a dict or list of them, what is ``Stateful``.
-            missing: What a load is to do where the job has another number of ranks than the one that saved. "error":
-                raise ``MismatchError``. "rank0": give all ranks the value of rank 0. A function: it is given the values
-                of all ranks that saved, in their order, as new tensors and objects (keys of dicts are text), and
-                returns the one for this rank.
+            value: Any value that a state dict may have: a tensor, an object, a ``Stateful`` value, a dict or a list.
+            missing: The action of a load if the job has another number of ranks than the job that saved. "error": raise
+                ``MismatchError``. "rank0": give all ranks the value of rank 0. A function: call it with the list of the
+                values of all ranks that saved, in rank order, as new tensors and objects (keys of dicts are text). The
+                function returns the value for this rank.
 
         Raises:
-            ValueError: ``missing`` is none of these.
+            ValueError: ``missing`` is not "error", "rank0" or a function.
         """
         if missing not in ("error", "rank0") and not callable(missing):
             raise ValueError(f"missing={missing!r}: it is 'error', 'rank0' or a function of the values of all ranks")
         self.value = value
-        """Of this rank. A load fills its tensors, and replaces other values."""
+        """The value of this rank. A load writes into its tensors, and replaces other values."""
         self._missing = missing
-        self._stored: dict[str, Any] | None = None  # while another job's checkpoint is loaded: what it has
+        self._stored: dict[str, Any] | None = None  # the stored values, during a load with another number of ranks
 
     def state_dict(self) -> dict[str, Any]:
-        """For whoever saves or loads: the value under the name of this rank."""
+        """Return the value under the name of this rank. A save or a load calls this."""
         return self._stored or {_name(*_rank()): self._state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """For whoever loads: take over what is loaded."""
+        """Take the loaded value. A load calls this."""
         if callable(self._missing) and _name(*_rank()) not in state_dict:
             self.value = self._missing(list(state_dict.values()))
         else:
@@ -78,15 +78,15 @@ class PerRank:
 
     @contextlib.contextmanager
     def loaded_from(self, metadata: Metadata, name: str) -> Iterator[None]:
-        """Ask for what a checkpoint has, meanwhile.
+        """Make ``state_dict`` return the names that the checkpoint has, inside the context.
 
         Args:
-            metadata: Of the checkpoint.
-            name: That of this value.
+            metadata: The metadata of the checkpoint.
+            name: The name of this value in the state dict.
 
         Raises:
-            MismatchError: Another number of ranks has saved it, and nobody has said what to do then; or it is in the
-                state dict twice.
+            MismatchError: Another number of ranks saved the value and ``missing`` is "error", or the state dict has
+                this object under two names.
         """
         if self._stored is not None:
             raise MismatchError(f"{name!r} is a PerRank that is in the state dict under another name, too: make two")
@@ -113,13 +113,13 @@ class PerRank:
 
 
 def per_rank_values(state_dict: Mapping[str, Any]) -> dict[str, PerRank]:
-    """All that are in ``state_dict``, by their names. Raises ``TypeError`` where it is no state dict."""
+    """Return all ``PerRank`` values of ``state_dict``, by name. Raises ``TypeError`` if it is no mapping."""
     top, deep = stateful_types(state_dict)
     return dict(_values(state_dict)) if any(issubclass(kind, PerRank) for kind in top | deep) else {}
 
 
 def of_any_rank(name: str) -> str:
-    """``name`` with "rank" in the place of "rank-3-of-8"."""
+    """Return ``name`` with "rank" in the place of "rank-3-of-8"."""
     return _STORED.sub("rank", name)
 
 
@@ -132,7 +132,10 @@ def _values(container: Any, prefix: str = "") -> Iterator[tuple[str, PerRank]]:
 
 
 def _empty(metadata: Metadata, stored: Mapping[str, list[str]]) -> dict[str, Any]:
-    """What ``stored`` says is there of each rank, with tensors to be filled, nested as DCP has noted it."""
+    """Return empty values of all ranks to load into, nested as DCP noted.
+
+    ``stored``: the names of the stored values of each rank. Tensors are uninitialized, and other values are None.
+    """
     empty: dict[str, Any] = {}
     for rank_name, names in stored.items():
         holder: dict[str, Any] = {}
@@ -152,7 +155,7 @@ def _name(rank: int, ranks: int) -> str:
 
 
 def _rank() -> tuple[int, int]:
-    """This rank of the job, and how many there are."""
+    """Return the rank in the job, and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

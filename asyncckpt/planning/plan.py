@@ -1,7 +1,7 @@
-"""The plan of a checkpoint: what of a state dict goes where. Made once for a structure, in ``draft.py``.
+"""The plan of a checkpoint: the place of each value of a state dict. ``draft.py`` makes one plan for each structure.
 
-A later save only captures: it sees that the state still has the planned structure, and hands its tensors over in the
-order of the layout. For DCP's default planner they are picked by position; a planner of the user's own is asked anew.
+A later save only captures: it checks that the state still has the planned structure, and returns the tensors in the
+order of the layout. With DCP's default planner, tensors are picked by position. A user's own planner runs on each save.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _spec, _local_tensor = attrgetter("_spec"), attrgetter("_local_tensor")
 
 @dataclass
 class CheckpointPlan:
-    """How states of one structure are laid out, and the bytes of the files that come out the same every time.
+    """The layout of states of one structure, and the bytes of the files that are the same in every save.
 
-    ``number`` is the same on all ranks, and no other plan has it. ``metadata`` is DCP's, on the first rank alone, which
-    writes it. A new plan takes the place of one with the same ``names``.
+    ``number`` is the same on all ranks, and unique among plans. ``metadata`` is DCP's metadata on the first rank, and
+    empty on all others. A new plan replaces a plan with the same ``names``.
     """
 
     number: int
@@ -60,20 +60,20 @@ class CheckpointPlan:
     copied_ranks: tuple[CopiedRank, ...] = ()
     """The ranks of other hosts that this rank's worker keeps copies of."""
     frozen: frozenset[str] = frozenset()
-    """Names of the parameters that modules of the state had frozen when the plan was made."""
+    """The names of the parameters that were frozen in modules of the state when the plan was made."""
 
     def capture(
         self, state_dict: StateDict, planner: SavePlanner | None = None, *, is_raw: bool = False
     ) -> Sequence[torch.Tensor]:
-        """The caller's own tensors, in the order of the layout; the objects are taken into ``objects``.
+        """Return the caller's own tensors, in the order of the layout, and take the objects into ``objects``.
 
         Args:
-            state_dict: What is to be saved.
-            planner: The user's for this save, of the kind this was planned with.
-            is_raw: The state dict may have ``Stateful`` values yet.
+            state_dict: The state dict to save.
+            planner: The user's planner for this save, of the type that made the plan.
+            is_raw: Whether the state dict may still have ``Stateful`` values.
 
         Raises:
-            StructureChanged: This plan is not for this state dict, or that has ``Stateful`` values.
+            StructureChanged: The plan does not fit the state dict, or the state dict may have ``Stateful`` values.
             UnsavableStateError: A value cannot be saved.
         """
         tensors, objects = self.values.take(state_dict, planner, is_raw=is_raw)
@@ -82,7 +82,7 @@ class CheckpointPlan:
         return tensors
 
     def sample(self, state: Callable[[], StateDict], number: int) -> Sample:
-        """What ranks compare of the ``state`` in save ``number``."""
+        """Return the digests of the ``state`` that ranks compare in save ``number``."""
         return Sample(self.replicas.values(state, number))
 
     def note_end(self, *, is_committed: bool) -> None:
@@ -90,18 +90,18 @@ class CheckpointPlan:
         self.replicas.on_end(is_committed=is_committed)
 
     def constants(self) -> dict[str, bytes | memoryview]:
-        """The files that are the same in every save, by the name of their region in the segment."""
+        """Return the files that are the same in every save, by the name of their region in the segment."""
         constants: dict[str, bytes | memoryview] = {"metadata": self.metadata}
         for number, file in enumerate(self.files):
             constants |= {f"index_head {number}": file.index_head, f"spans {number}": memoryview(file.spans).cast("B")}
         return constants
 
     def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> CheckpointLayout:
-        """Return what the worker is told of a segment with images at ``slots``, offsets in bytes."""
+        """Return the layout of a segment with images at ``slots`` (offsets in bytes), for the worker."""
         return CheckpointLayout(self.large_files(0, regions), self.layout.nbytes, slots, regions["metadata"])
 
     def large_files(self, begin: int, regions: Mapping[str, Region]) -> tuple[DataFile, ...]:
-        """The data files, of which the first begins at ``begin`` of the image, in bytes."""
+        """Return the data files. The first one begins at ``begin`` of the image, in bytes."""
         return tuple(
             DataFile(
                 begin=begin + file.begin,
@@ -119,7 +119,7 @@ class CheckpointPlan:
 
 
 class FlatCapture:
-    """Picks the values by position, once the structure is compared: as DCP's default planner would have them."""
+    """Captures values as DCP's default planner would: compares the structure, then picks the values by position."""
 
     def __init__(
         self, state_dict: StateDict, flat: Mapping[str, Any], nested: bool, items: Sequence[WriteItem]
@@ -128,14 +128,14 @@ class FlatCapture:
 
         Args:
             state_dict: The state that was planned.
-            flat: Its values by their names, as DCP flattened it.
-            nested: Whether DCP went into nested containers for that.
+            flat: The values of the state by name, as DCP flattened the state.
+            nested: Whether DCP flattened nested containers.
             items: The items of this rank's final plan.
         """
         self._structure = Structure(state_dict, nested)
         leaves = self._structure.leaves(state_dict)
         if len(leaves) != len(flat) or any(one is not other for one, other in zip(leaves, flat.values(), strict=True)):
-            # A mapping may make its values whenever it is asked for them. Then names alone tell the order.
+            # A mapping may make new values on every access. Then only the names tell the order.
             keys = leaf_keys(state_dict) if nested else zip(state_dict)
             if [".".join(map(str, each)) for each in keys] != list(map(str, flat)):
                 raise UnsavableStateError("DCP flattens this state dict in an order of its own: please report this")
@@ -146,20 +146,21 @@ class FlatCapture:
         self._pick_tensors, self._pick_objects = picker(tensor_at), picker(object_at)
         self._types = list(map(type, leaves))
         self._opaque_at = {at for at in object_at if isinstance(leaves[at], torch.Tensor)}
-        # DTensors, by their place among the tensors: their local bytes are stored, their spec is part of the structure.
+        # DTensors, by position among the tensors. Their local bytes are stored. Their specs belong to the structure.
         self._sharded = [number for number, at in enumerate(tensor_at) if isinstance(leaves[at], DTensor)]
         self._pick_sharded = picker(self._sharded)
         self._specs = [_spec(leaves[tensor_at[number]]) for number in self._sharded]
-        # Of values that are compared by their types none is ``Stateful`` then.
+        # No value is ``Stateful``. A later state with values of the same types has no ``Stateful`` value either.
         self._is_stateless = nested and not any(stateful_types(state_dict))
         self._pick_lists = picker([at for at, leaf in enumerate(leaves) if isinstance(leaf, list)])
 
     def take(
         self, state_dict: StateDict, planner: SavePlanner | None, *, is_raw: bool = False
     ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
-        """The tensors and the objects of ``state_dict``, in the order of the layout, not copied.
+        """Return the tensors and the objects of ``state_dict``, in the order of the layout, not copied.
 
-        Raises ``StructureChanged`` if they are not as planned; ``is_raw``: or where one may be ``Stateful``.
+        Raises ``StructureChanged`` if the state differs from the planned one. With ``is_raw``, raises the same error if
+        a value may be ``Stateful``.
         """
         leaves = self._structure.leaves(state_dict)
         types = list(map(type, leaves))
@@ -175,28 +176,31 @@ class FlatCapture:
         if self._sharded:
             tensors = list(tensors)
             sharded = self._pick_sharded(tensors)
-            if list(map(_spec, sharded)) != self._specs:  # in C, and at a glance where they are the same objects
+            if list(map(_spec, sharded)) != self._specs:  # in C; identical objects are equal without a closer look
                 raise StructureChanged("a DTensor is placed differently")
             for number, local in zip(self._sharded, map(_local_tensor, sharded), strict=True):
                 tensors[number] = local if type(local) is torch.Tensor else plain_part(local, self.tensor_names[number])
         return tensors, self._pick_objects(leaves)
 
     def _check_types(self, types: Sequence[type]) -> None:
-        """An object may become one of another type; a tensor that comes or goes is another structure."""
+        """Raise ``StructureChanged`` if the type of a tensor changed. Objects may change their type."""
         for old, new in zip(self._types, types, strict=True):
             if old is not new and (issubclass(old, torch.Tensor) or issubclass(new, torch.Tensor)):
                 raise StructureChanged(f"a {old.__name__} is now a {new.__name__}")
 
 
 class PlannerCapture:
-    """Asks the planner anew, on every save: one of the user's own, or for values that only DCP can take apart."""
+    """Captures values by running the planner on every save.
+
+    Used with a user's own planner, and for values that only DCP can divide.
+    """
 
     def __init__(self, planner: SavePlanner, local: SavePlan, items: Sequence[WriteItem], is_coordinator: bool) -> None:
-        """Keep what was planned.
+        """Keep the plan.
 
         Args:
-            planner: The planner, for saves that come without one.
-            local: What it planned on this rank alone.
+            planner: The planner for saves without a planner of their own.
+            local: The planner's local plan for this rank.
             items: The items of this rank's final plan.
             is_coordinator: Whether this is the first rank.
         """
@@ -210,7 +214,7 @@ class PlannerCapture:
     def take(
         self, state_dict: StateDict, planner: SavePlanner | None, *, is_raw: bool = False
     ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
-        """As ``FlatCapture.take``; ``planner`` is the one for this save."""
+        """Return the tensors and objects, see ``FlatCapture.take``. ``planner``: the planner of this save, if any."""
         if is_raw:
             raise StructureChanged("a value may have a state of its own")
         planner = planner or self._planner
@@ -238,17 +242,17 @@ class PlannerCapture:
 
 
 def is_opaque(value: object) -> bool:
-    """Whether ``value`` is a tensor that has no plain bytes of its own: sparse, quantised, a subclass, without data."""
+    """Return True for a tensor without plain bytes of its own: sparse, quantised, a subclass, or on the meta device."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return False
     return type(value) not in PLAIN or has_no_bytes(value)
 
 
 class Opaque:
-    """Stands for a tensor without plain bytes while DCP plans, so that DCP takes it for an object."""
+    """A placeholder for a tensor without plain bytes, so that DCP plans the tensor as an object."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises ``UnsavableStateError`` for a ``tensor`` that cannot be an object either."""
+        """Check the tensor. Raises ``UnsavableStateError`` if ``tensor`` cannot be saved as an object either."""
         if tensor.device.type == "meta":
             raise UnsavableStateError(
                 f"{name!r} is on the meta device and has no values to save; materialise it first, or leave it out"
@@ -260,6 +264,6 @@ class Opaque:
 
 
 def split_items(items: Sequence[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
-    """Those for tensors, and those for objects."""
+    """Return the items for tensors, and the items for objects."""
     objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
     return [item for item in items if item.type != WriteItemType.BYTE_IO], objects

@@ -1,7 +1,8 @@
-"""Values that several ranks have under one name: DCP takes them for replicas, and saves one of them for all.
+"""Compare replicas: values of several ranks under one name. DCP saves only one of them, for all ranks.
 
-The first rank's worker compares them in the commit (``worker/replica_check.py``). No worker has the bytes of a replica
-that another rank writes, so the trainer makes the digests: of a small value as a whole, of a sample of a tensor.
+The first rank's worker compares digests of the replicas in the commit (``worker/replica_check.py``). No worker has the
+bytes of a replica that another rank writes, so the trainer makes the digests. The digest of a small value covers the
+whole value; the digest of a tensor covers a sample.
 """
 
 from __future__ import annotations
@@ -22,40 +23,41 @@ from asyncckpt.devices.kinds import ReadyEvents, kind_of
 from asyncckpt.errors import unless_interrupt
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, leaf_keys
 
-# Values of up to so many bytes are compared whole, unless they are floating-point tensors, or on a device.
+# Maximum bytes of a value that is compared whole. Floating-point tensors and tensors on devices are sampled instead.
 _SMALL_BYTES = 64 << 10
-# Elements that are compared of a tensor: a sample from all over it.
+# The number of elements in the sample of a tensor, spread over the whole tensor.
 _SAMPLED = 16
-# The first save by a plan compares all values, up to a limit; the next saves, and then one of so many, some.
+# The first save by a plan compares all values, up to ``_MOST_VALUES``. The other first saves, and then one save in each
+# ``_COMPARE_EVERY``, compare a part of about ``_LATER_VALUES``.
 _FIRST_SAVES, _MOST_VALUES = 4, 4096
 _COMPARE_EVERY, _LATER_VALUES = 10, 128
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replicas:
-    """The values of a plan that other ranks may have, too, and in which saves they are compared.
+    """The values of a plan that other ranks may have too, and the choice of values to compare in each save.
 
-    Ranks may have different names. So that they choose the same ones, each chooses by a hash of the name.
+    Ranks may have different names. Each rank chooses by a hash of the name, so that all ranks choose the same names.
     """
 
     def __init__(self, state_dict: Mapping[str, Any], names: Collection[str], number: int) -> None:
         """Find the values.
 
         Args:
-            state_dict: What was planned.
+            state_dict: The planned state dict.
             names: The names of its values that are no shards; empty: there are no other ranks.
-            number: The number of the save, or of the preparation, that planned.
+            number: The number of the save, or of the preparation, that made the plan.
         """
         self._planned_at, self._compared_at = number, number
         self._is_committed = False
         chosen = set(nsmallest(_MOST_VALUES, names, key=_hash))
         named = ((".".join(map(str, keys)), keys) for keys in (leaf_keys(state_dict) if names else ()))
         self._keys = {name: keys for name, keys in named if name in chosen}
-        # A power of two: a rank with more names divides the parts of one with fewer.
+        # A power of two, so that the parts of a rank with more names subdivide the parts of a rank with fewer names.
         self._parts = 1 << max(0, math.ceil(math.log2(max(1, len(self._keys)) / _LATER_VALUES)))
 
     def on_end(self, *, is_committed: bool) -> None:
-        """Note the end of a save, on all ranks alike. After a save that failed all values are compared again."""
+        """Note the end of a save, on all ranks alike. After a failed save, all values are compared again."""
         self._is_committed = is_committed
 
     def values(self, state: Callable[[], Mapping[str, Any]], number: int) -> Iterable[tuple[str, object]]:
@@ -71,7 +73,7 @@ class Replicas:
             if not self._is_committed or _hash(name) % self._parts == turn % self._parts:
                 try:
                     value = _value(state_dict, keys)
-                except (LookupError, TypeError):  # a planner of the user's may do without it
+                except (LookupError, TypeError):  # a user's own planner may allow a state without this value
                     continue
                 yield name, value
 
@@ -80,7 +82,7 @@ class Sample:
     """Digests of values. Samples of tensors on devices may still be on the devices."""
 
     def __init__(self, values: Iterable[tuple[str, object]]) -> None:
-        """Look at the values, and queue the sampling on the current streams of their devices."""
+        """Make digests of small values, and queue the sampling of tensors on the current streams of their devices."""
         self._digests: dict[str, int] = {}
         views: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
         for name, value in values:
@@ -90,13 +92,13 @@ class Sample:
                     views.setdefault((view.device, view.itemsize), []).append((name, value, view))
                 else:
                     self._digests[name] = _digest(value)
-            except unless_interrupt(Exception):  # of a class of the user's, perhaps: a warning is not worth a save
+            except unless_interrupt(Exception):  # perhaps from a user's class; the comparison must not fail the save
                 continue
         self._sampled: list[tuple[list[str], list[int], list[bytes], torch.Tensor]] = []
         for its in views.values():
             forms = [f"{tensor.dtype} {tuple(tensor.shape)}".encode() for _, tensor, _ in its]
             sizes = [view.nbytes for _, _, view in its]
-            with contextlib.suppress(RuntimeError):  # a device that cannot do that
+            with contextlib.suppress(RuntimeError):  # a device may lack this operation
                 together = torch.cat([view for _, _, view in its])
                 self._sampled.append(([name for name, _, _ in its], sizes, forms, together))
 
@@ -106,7 +108,7 @@ class Sample:
         return [tensor for *_, tensor in self._sampled if not tensor.is_cpu]
 
     def digests(self, ready: ReadyEvents) -> dict[str, int]:
-        """Return a number for each value, by name: equal for equal values.
+        """Return a number for each value, by name. Equal values have equal numbers.
 
         ``ready``: the events that the same thread recorded after it made this sample.
         """
@@ -120,7 +122,7 @@ class Sample:
 
 
 def _on_host(tensor: torch.Tensor, ready: ReadyEvents) -> torch.Tensor:
-    """Copy a sample from its device, without a wait for work that the device was given after it was ``ready``."""
+    """Copy a sample from its device. Do not wait for work that was queued on the device after the ``ready`` event."""
     kind = kind_of(tensor.device)
     if kind is None or tensor.device not in ready:
         return tensor.cpu()
@@ -144,7 +146,7 @@ def _number(hasher: Any) -> int:
 
 
 def _digest(value: object) -> int:
-    """Return a number for a small value. Raise ``ValueError`` if the value is something else, or too large."""
+    """Return a number for a small value. Raise ``ValueError`` if its type is not supported, or it is too large."""
     hasher = hashlib.blake2b(digest_size=8)
     _add(hasher.update, value, _SMALL_BYTES)
     return _number(hasher)
@@ -169,18 +171,18 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _add(add: Callable[[bytes], object], value: Any, left: int) -> int:
-    """Describe a value by some bytes, the same for equal values.
+    """Describe a value by some bytes. Equal values have equal bytes.
 
     Args:
-        add: Takes the bytes.
-        value: Plain values, and dicts, lists and tuples of such; arrays and tensors.
-        left: The most bytes.
+        add: Called with the bytes.
+        value: A plain value, an array, a tensor, or a dict, list or tuple of these.
+        left: Maximum bytes.
 
     Returns:
-        How many are left.
+        The bytes that are left of the maximum.
 
     Raises:
-        ValueError: The value is something else, or too large.
+        ValueError: The type of the value is not supported, or the value is too large.
     """
     kind = type(value)
     parts: Iterable[Any] = ()

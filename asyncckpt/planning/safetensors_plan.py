@@ -1,8 +1,8 @@
-"""The plan of a file as safetensors writes it: a header that says which tensors there are, then their bytes.
+"""Plan a file in the format of safetensors: a header that lists the tensors, then their bytes.
 
-The format (huggingface/safetensors, its README): eight bytes with the length of a header, the header (JSON, which may
-end in spaces), then the bytes of all tensors without a gap. ``save_file`` puts the widest types first, of a type the
-names in their order, and begins the data at a multiple of eight bytes: so every tensor is aligned to its own elements.
+The README of huggingface/safetensors describes the format: eight bytes with the length of the header, the header (JSON,
+which may end in spaces), then the bytes of all tensors without a gap. ``save_file`` sorts tensors by type, the widest
+type first, and then by name. The data begins at a multiple of eight bytes, so every tensor is aligned to its elements.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUFFIX = ".safetensors"
 
 
 def index_name_of(name: str) -> str:
-    """The file that says which tensor is in which, where there are several in the place of ``name``."""
+    """Return the name of the index for ``name``. If several files replace ``name``, the index lists their tensors."""
     return f"{name}.index.json"
 
 
@@ -36,12 +36,12 @@ def shard(name: str, forms: Mapping[str, Form], most: int) -> tuple[dict[str, Se
     """Divide tensors among files.
 
     Args:
-        name: Of the file, if it is one.
+        name: The name of the file if one file is enough.
         forms: The dtype and the shape of each tensor.
-        most: Bytes of tensors in a file, unless one alone has more.
+        most: Maximum bytes of tensors in a file. A larger tensor gets a file of its own.
 
     Returns:
-        The files with the names of their tensors, and the bytes of those beside them.
+        The tensor names of each file, by file name. The content of the index, by its name; empty if one file is enough.
     """
     shards = _shards({each: _nbytes(form) for each, form in forms.items()}, most)
     if len(shards) == 1:
@@ -65,7 +65,7 @@ def _nbytes(form: Form) -> int:
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """In their order, as huggingface_hub splits them: one that is too large alone has a file of its own."""
+    """Divide tensors, in their order, as huggingface_hub does: a tensor larger than ``most`` has a file of its own."""
     shards: list[list[str]] = []
     current: list[str] = []
     nbytes = 0
@@ -85,7 +85,7 @@ PREFIX_BYTES = 8
 _ALIGNMENT = 8
 METADATA = "__metadata__"
 
-# The types of the format and of torch, in the order in which they stand in a file. The last torch does not have all.
+# The types of the format and of torch, in the order of a file. A release of torch may lack some of them.
 _TYPES = (
     *(("U64", "uint64"), ("I64", "int64"), ("F64", "float64"), ("C64", "complex64")),
     *(("F32", "float32"), ("U32", "uint32"), ("I32", "int32")),
@@ -101,7 +101,7 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 
 
 def in_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """The names of tensors of these types, in the order in which ``save_file`` writes them."""
+    """Return the names of tensors with these dtypes, in the order of ``save_file``."""
     return sorted(dtypes, key=lambda name: (_ORDER.get(dtypes[name], 0), str(name).encode()))
 
 
@@ -111,12 +111,12 @@ def lay_out(
     """Place tensors one after the other.
 
     Args:
-        forms: The dtype and the shape of each, by its name, those of wider types before those of others.
+        forms: The dtype and the shape of each tensor, by name. Wider types come before narrower ones.
         metadata: Text for the header.
-        alignment: The data begins at a multiple of it, in bytes.
+        alignment: The data begins at a multiple of this number of bytes.
 
     Returns:
-        The header, and where each tensor begins, in bytes from the start of the file.
+        The header; and the offset of each tensor, in bytes from the start of the file.
 
     Raises:
         UnsavableStateError: The format has no such dtype or name.
@@ -139,7 +139,7 @@ def lay_out(
 
 @dataclass(frozen=True)
 class SafetensorsPlan:
-    """How tensors of one structure are laid out, in the order of ``names``. The file ends at ``length``, in bytes."""
+    """The layout of tensors of one structure, in the order of ``names``. ``length``: the size of the file in bytes."""
 
     layout: DataLayout
     length: int
@@ -149,7 +149,7 @@ class SafetensorsPlan:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> SafetensorsPlan:
-        """The plan for ``tensors``. Raises ``UnsavableStateError`` where ``save_file`` would refuse them."""
+        """Return the plan for ``tensors``. Raises ``UnsavableStateError`` if ``save_file`` would refuse them."""
         _check(tensors)
         check_metadata(metadata)
         names = in_order({name: tensor.dtype for name, tensor in tensors.items()})
@@ -169,7 +169,10 @@ class SafetensorsPlan:
     def capture(
         self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
     ) -> Sequence[torch.Tensor]:
-        """The tensors in the order of the file, not copied. Raises ``StructureChanged``."""
+        """Return the tensors in the order of the file, not copied.
+
+        Raises ``StructureChanged`` if the plan does not fit the tensors or the metadata.
+        """
         if metadata != self.metadata or tensors.keys() != self._known:
             raise StructureChanged("other names, or another header")
         taken = [tensors[name] for name in self.names]
@@ -183,7 +186,7 @@ class SafetensorsPlan:
         return set(self.names)
 
     def index(self, file: str) -> tuple[bytes, array[int]]:
-        """The head of the index of this file, which has the name ``file``, and the boundaries of its spans."""
+        """Return the head of the index for the name ``file``, and the boundaries of the spans in the file."""
         items = [
             Item(f"{file}/{spec.name}", "tensor", str(spec.dtype).removeprefix("torch."), *_row(spec, place))
             for spec, place in zip(self.layout.specs, self.layout.tensors, strict=True)
@@ -192,7 +195,7 @@ class SafetensorsPlan:
 
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:
-    """Raise ``UnsavableStateError`` where it cannot stand in a header."""
+    """Raise ``UnsavableStateError`` if ``metadata`` is not text, so that the header cannot hold it."""
     if metadata is not None and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise UnsavableStateError(f"the metadata of a safetensors file is text, and not {dict(metadata)!r}")
 
@@ -202,7 +205,10 @@ def _row(spec: TensorSpec, place: Place) -> tuple[list[int], list[int], int, int
 
 
 def _check(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what ``save_file`` refuses: what has no bytes, or not one after the other, or those of another."""
+    """Raise ``UnsavableStateError`` if ``save_file`` would refuse a tensor.
+
+    A tensor is refused if it has no plain bytes, is not contiguous, or shares memory with another tensor.
+    """
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__}, and safetensors stores tensors alone")
@@ -214,7 +220,7 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise ``UnsavableStateError`` where two tensors share memory, as far as they have any."""
+    """Raise ``UnsavableStateError`` if two tensors share memory. Tensors without plain bytes are ignored."""
     areas: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for name, tensor in tensors.items():
         if type(tensor) in PLAIN and not has_no_bytes(tensor) and tensor.numel():

@@ -1,7 +1,7 @@
 """The structure of a state dict: its containers with their keys, its leaves in their order, the forms of its tensors.
 
-DCP flattens a state dict anew on every save, at microseconds a value. Here a later save only compares: the keys, which
-for a flat dict of any size are two lists, and the forms of the tensors, in one pass in C.
+DCP flattens a state dict anew on every save, which takes microseconds a value. Here a later save only compares the keys
+and the forms of the tensors. All keys of a flat dict are compared as one list, and all forms in one pass in C.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.distributed.tensor import DTensor
 from asyncckpt.errors import MismatchError, UnsavableStateError
 from asyncckpt.planning.forms import Forms
 
-# Of these types, a strided tensor is nothing but its bytes. A subclass may be anything.
+# A strided tensor of one of these types consists of its bytes alone. A subclass may hold anything else.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-# The types of most values of a state dict: no need to ask whether they are ``Stateful``.
+# The types of most values of a state dict. None is ``Stateful``, so their values are not checked for that.
 _STATELESS = PLAIN | {DTensor, dict, OrderedDict, list, tuple, int, float, bool, str, bytes, type(None)}
 
 
 class StructureChanged(Exception):
-    """The state is not as it was planned. Internal: it is planned anew then."""
+    """The state differs from the planned one. Internal: the caller then makes a new plan."""
 
 
 def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...] | list[Any]]:
-    """A function that takes the values at ``positions`` out of a list, in C."""
+    """Return a function that picks the values at ``positions`` from a list, in C."""
     first = positions[0] if positions else 0
     following = range(first, first + len(positions))
     if list(positions) == list(following):
@@ -41,9 +41,10 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...
 
 
 def is_leaf(value: object) -> bool:
-    """Whether DCP stores ``value`` as one: anything but a mapping, or a list with a tensor or a mapping in it.
+    """Return whether DCP stores ``value`` as one value.
 
-    The rule of ``torch.distributed.checkpoint._traverse`` (torch 2.4 and later); tuples are leaves.
+    A mapping is no leaf, and a list with a tensor or a mapping in it is none either. All other values are leaves,
+    tuples too. ``torch.distributed.checkpoint._traverse`` has the same rule (torch 2.4 and later).
     """
     if isinstance(value, Mapping):
         return False
@@ -53,12 +54,15 @@ def is_leaf(value: object) -> bool:
 
 
 def has_no_bytes(tensor: torch.Tensor) -> bool:
-    """Whether the values of ``tensor`` do not lie in memory as its shape and dtype say."""
+    """Return True if the values of ``tensor`` do not lie in memory as its shape and dtype say."""
     return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta"
 
 
 def plain_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The plain tensor that ``tensor``, a part of ``name``, is. Raises ``UnsavableStateError`` if it is none."""
+    """Return ``tensor``, a part of ``name``, as a plain tensor.
+
+    Raises ``UnsavableStateError`` if the tensor is not plain.
+    """
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()  # a collective may still be filling it
     if type(tensor) not in PLAIN:
@@ -70,11 +74,11 @@ def plain_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 Keys: TypeAlias = tuple[Any, ...]
-"""The keys and positions that lead to a leaf. DCP has the same, with all keys as text."""
+"""The keys and list positions on the path to a leaf. DCP has the same paths, with all keys as text."""
 
 
 def leaf_keys(container: Mapping[Any, Any] | list[Any], keys: Keys = ()) -> Iterator[Keys]:
-    """The keys of each leaf of ``container``, in DCP's order; ``keys`` lead to ``container`` itself."""
+    """Yield the keys of each leaf of ``container``, in DCP's order. ``keys``: the path to ``container`` itself."""
     for key, value in container.items() if isinstance(container, Mapping) else enumerate(container):
         if is_leaf(value):
             yield (*keys, key)
@@ -83,12 +87,12 @@ def leaf_keys(container: Mapping[Any, Any] | list[Any], keys: Keys = ()) -> Iter
 
 
 def put_leaf(state_dict: Any, keys: Keys, value: Any) -> None:
-    """Put a value in the place of a leaf.
+    """Replace a leaf.
 
     Args:
-        state_dict: What has the leaf, nested as it likes.
-        keys: Those that lead to the leaf.
-        value: What is to stand there.
+        state_dict: The state dict, with containers at any depth.
+        keys: The path to the leaf.
+        value: The new value.
     """
     for key in keys[:-1]:
         state_dict = state_dict[key]
@@ -96,9 +100,9 @@ def put_leaf(state_dict: Any, keys: Keys, value: Any) -> None:
 
 
 def stateful_types(state_dict: Mapping[str, Any]) -> tuple[set[type], set[type]]:
-    """The types of ``Stateful`` values at the top of ``state_dict``, and of those deeper in its dicts and lists.
+    """Return the ``Stateful`` types at the top of ``state_dict``, and the ``Stateful`` types deeper in it.
 
-    Raises ``TypeError`` where it is no state dict, ``RecursionError`` where a container is within itself.
+    Raises ``TypeError`` if ``state_dict`` is no mapping, ``RecursionError`` if a container contains itself.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(
@@ -106,7 +110,7 @@ def stateful_types(state_dict: Mapping[str, Any]) -> tuple[set[type], set[type]]
         )
     top: set[type] = set()
     deep: set[type] = set()
-    # A level at a time, in C: 0.1 us a value.
+    # Look at one level at a time, in C: 0.1 us a value.
     values = list(state_dict.values())
     for depth in range(sys.getrecursionlimit()):
         types = list(map(type, values))
@@ -123,18 +127,21 @@ def stateful_types(state_dict: Mapping[str, Any]) -> tuple[set[type], set[type]]
 
 
 def _stateful(kinds: set[type], values: Sequence[Any]) -> set[type]:
-    """Those of ``kinds``, of ``values``, that are ``Stateful``. A class has those methods, too, but no state."""
+    """Return the ``Stateful`` types among ``kinds``, which are types of ``values``.
+
+    Metaclasses are left out: a class as a value has the methods of ``Stateful``, but no state.
+    """
     if not kinds:
         return set()
-    # A protocol's isinstance takes microseconds: one value of each type speaks for all.
+    # ``isinstance`` of a protocol takes microseconds, so only one value of each type is checked.
     examples = dict(zip(map(type, values), values, strict=True))
     return {kind for kind in kinds if not issubclass(kind, type) and isinstance(examples[kind], Stateful)}
 
 
 def stateful_to_dict(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``state_dict`` with what each ``Stateful`` value in it says its state is, at its top as DCP does it, and deeper.
+    """Return ``state_dict`` with each ``Stateful`` value replaced by its ``state_dict()``, at any depth.
 
-    Raises ``TypeError`` where it is no state dict.
+    DCP itself replaces values at the top only. Raises ``TypeError`` if ``state_dict`` is no mapping.
     """
     top, deep = stateful_types(state_dict)
     if not top and not deep:
@@ -143,15 +150,15 @@ def stateful_to_dict(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _state_of(value: Any, kinds: Set[type], deep: Set[type]) -> Any:
-    """The state of a value.
+    """Return the state of a value.
 
     Args:
-        value: One that a state dict has.
-        kinds: The ``Stateful`` types that it may be of.
-        deep: Those that may be in it.
+        value: A value in a state dict.
+        kinds: The ``Stateful`` types that the value itself may have.
+        deep: The ``Stateful`` types of values that it may contain.
 
     Returns:
-        Its state, if it is ``Stateful``; a copy, if it is a container with such values; else the value itself.
+        The state of a ``Stateful`` value; a copy of a container with ``Stateful`` values; otherwise the value itself.
     """
     if type(value) in kinds:
         return value.state_dict()
@@ -174,8 +181,8 @@ def give_states(container: Any, states: Any) -> None:
     """Give each ``Stateful`` value of a container its state, and put the other values in their places.
 
     Args:
-        container: The caller's, which stays what it is.
-        states: As ``stateful_to_dict`` made them of it, and loaded.
+        container: The caller's container. It is changed in place.
+        states: The loaded states, in the form that ``stateful_to_dict`` returns for the container.
 
     Raises:
         MismatchError: A list has another length.
@@ -184,12 +191,12 @@ def give_states(container: Any, states: Any) -> None:
     if top or deep:
         _give_states(container, states, top | deep, deep)
     else:
-        for key, value in states.items():  # update would go past a __setitem__ of a class of its own
+        for key, value in states.items():  # ``update`` would bypass ``__setitem__`` of a user's class
             container[key] = value
 
 
 def _give_states(container: Any, states: Any, kinds: Set[type], deep: Set[type]) -> None:
-    """The same. ``kinds``: the ``Stateful`` types of its values; ``deep``: those of the values in these."""
+    """Do the work of ``give_states``, with ``kinds`` and ``deep`` as in ``_state_of``, for the container's values."""
     is_list = isinstance(container, list)
     if is_list and len(states) != len(container):
         raise MismatchError(f"a list of {len(container)} values with states is stored with {len(states)}")
@@ -204,14 +211,14 @@ def _give_states(container: Any, states: Any, kinds: Set[type], deep: Set[type])
 
 
 class Structure:
-    """The containers of one state dict, level by level, so that each level is compared in C, however many they are.
+    """The containers of one state dict, level by level. All containers of a level are compared together, in C.
 
-    With ``nested`` false every value of it is a leaf.
+    With ``nested`` false every value of the state dict is a leaf.
     """
 
     def __init__(self, container: Mapping[Any, Any] | list[Any], nested: bool = True) -> None:
         self._levels: list[_Level] = []
-        entries: dict[int, range] = {}  # of each container, the numbers of its values among all
+        entries: dict[int, range] = {}  # for each container, the numbers of its values among all values
         containers, numbers, count = [container], [-1], 0
         while containers:
             level = _Level(containers)
@@ -227,21 +234,24 @@ class Structure:
         self._pick_leaves = picker(list(_leaf_numbers(entries, -1)))
 
     def leaves(self, container: Mapping[Any, Any]) -> Sequence[Any]:
-        """The leaves of ``container`` in DCP's order. Raises ``StructureChanged`` if its containers differ.
+        """Return the leaves of ``container`` in DCP's order. Raises ``StructureChanged`` if its containers differ.
 
-        Whether a leaf is still a leaf is for the caller to check, who looks at the types anyway.
+        The caller has to check that each leaf is still a leaf, because the caller compares the types anyway.
         """
         containers: Sequence[Any] = [container]
         found: list[Any] = []
         for level in self._levels:
             values = level.values(containers)
             containers = level.pick_containers(values)
-            found = found + values if found else values  # of 100,000 tensors another list takes a millisecond
+            found = found + values if found else values  # for 100,000 tensors, another list takes a millisecond
         return found if len(self._levels) == 1 else self._pick_leaves(found)
 
 
 def _leaf_numbers(entries: Mapping[int, range], container: int) -> Iterator[int]:
-    """The numbers of the leaves in a ``container``, in DCP's order. ``entries``: of the values in each container."""
+    """Yield the numbers of the leaves in a container, in DCP's order.
+
+    ``entries``: the numbers of the values of each container. ``container``: the number of the container.
+    """
     for number in entries[container]:
         if number in entries:
             yield from _leaf_numbers(entries, number)
@@ -250,19 +260,19 @@ def _leaf_numbers(entries: Mapping[int, range], container: int) -> Iterator[int]
 
 
 class _Level:
-    """The containers that stand equally deep in a state dict: their types, lengths and keys."""
+    """The containers at one depth of a state dict: their types, lengths and keys."""
 
     pick_containers: Callable[[Sequence[Any]], Sequence[Any]]
-    """Takes those of the next level out of the values."""
+    """Picks the containers of the next level from the values."""
 
     def __init__(self, containers: Sequence[Any]) -> None:
         self._kinds, self._lengths = list(map(type, containers)), list(map(len, containers))
         self._are_dicts = {*self._kinds} == {dict}
         self._keys = self._keys_of(containers)
-        self._key_types = list(map(type, self._keys))  # 1 and True are equal, and have other names
+        self._key_types = list(map(type, self._keys))  # 1 and True are equal, but DCP names them differently
 
     def values(self, containers: Sequence[Any]) -> list[Any]:
-        """The values of all ``containers``. Raises ``StructureChanged`` if these are others."""
+        """Return the values of all ``containers``. Raises ``StructureChanged`` if types, lengths or keys differ."""
         if list(map(type, containers)) != self._kinds:
             raise StructureChanged("a container is now one of another type, or none")
         if list(map(len, containers)) != self._lengths:
@@ -285,22 +295,24 @@ def _values(container: Mapping[Any, Any] | list[Any]) -> Iterable[Any]:
 
 
 class Fingerprint:
-    """What of a list of strided tensors must be as planned: dtypes, shapes, layouts, which are parts of larger ones and
-    say so, and which share their bytes.
+    """The properties of a list of strided tensors that have to stay as planned.
+
+    The properties are the dtypes, shapes and layouts, the tensors that are parts of larger tensors, and the tensors
+    with shared bytes.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], aliases: Sequence[tuple[int, int]]) -> None:
-        """``aliases``: pairs of positions whose tensors are the same bytes in the same form."""
+        """Record the properties of ``tensors``. ``aliases``: pairs of positions of tensors with one ``alias_key``."""
         self._forms = Forms(tensors)
         self._aliases = aliases
 
     @property
     def devices(self) -> object | None:
-        """As of ``Forms``."""
+        """See ``Forms.devices``."""
         return self._forms.devices
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise ``StructureChanged`` unless ``tensors`` have this fingerprint too."""
+        """Raise ``StructureChanged`` unless ``tensors`` have the same fingerprint."""
         if not self._forms.are_those_of(tensors):
             raise StructureChanged("a tensor has another dtype, shape or layout, or is a part of a larger one now")
         for one, other in self._aliases:
@@ -309,7 +321,7 @@ class Fingerprint:
 
 
 def alias_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Equal for tensors that are the same memory in the same form; None where there are no bytes to share."""
+    """Return a key that is equal for tensors with the same memory and form; None if ``tensor`` has no bytes."""
     if tensor.numel() == 0 or tensor.untyped_storage().data_ptr() == 0:
         return None
     form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())

@@ -1,8 +1,8 @@
-"""The plan of a single file as ``torch.save`` writes it: an object's storages and pickle, and where they stand.
+"""Plan a single file in the format of ``torch.save``: the places of an object's storages and of its pickle.
 
-A tensor pickles as a reference to its storage, which is stored once, whole, however many tensors are views of it. So
-objects whose storages have the same sizes share a plan, as long as the pickle, behind the storages, fits the bytes that
-are reserved for it.
+A tensor pickles as a reference to its storage. Each storage is stored once, whole, even if many tensors are views of
+the storage. So objects with storages of the same sizes share a plan, if the pickle, behind the storages, fits into its
+reserved bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.shm.segment import round_up
 from asyncckpt.threads import without_gc
 
-# Most of what a pickle consists of: some twenty for each tensor, and of each the pickler asks whether it is a storage.
+# The types of most objects in a pickle. The pickler calls ``persistent_id`` for each object, some twenty per tensor.
 _NO_STORAGES = {
     str,
     int,
@@ -44,7 +44,7 @@ _NO_STORAGES = {
     torch.nn.Parameter,
     type,
 }
-# Of these a tensor on the host pickles in one way, whatever is in it.
+# A tensor on the host with one of these dtypes always pickles in the same way, whatever its values.
 _PLAIN = {
     torch.float64,
     torch.float32,
@@ -57,14 +57,14 @@ _PLAIN = {
     torch.uint8,
     torch.bool,
 }
-# Newer releases have no names.
+# Newer releases of torch have no named tensors.
 _has_names: Callable[[torch.Tensor], bool] = getattr(torch.Tensor, "has_names", lambda tensor: False)
-# What torch.save aligns storages to, where it has no setting for that (as torch 2.6).
+# The alignment of storages in torch.save, in bytes, if torch has no setting for it (torch 2.6).
 _ALIGNMENT = 64
 
 
 class TorchFileContents:
-    """An object taken apart: ``pickle``, its bytes, and ``tensors``, its own storages as flat tensors of bytes."""
+    """The parts of an object: the bytes of its ``pickle``, and ``tensors``, its own storages as flat byte tensors."""
 
     @without_gc
     def __init__(self, obj: object, protocol: int) -> None:
@@ -73,7 +73,7 @@ class TorchFileContents:
         pickler = StoragePickler(buffer, protocol)
         try:
             pickler.dump(obj)
-            with torch.no_grad():  # once: to enter it takes longer than what is done there
+            with torch.no_grad():  # entered once, because entering takes longer than the work inside
                 self.tensors = [flat_bytes(storage) for storage in pickler.storages.values()]
         except unless_interrupt(Exception) as error:  # whatever the object's own code raises
             raise UnsavableStateError(
@@ -85,23 +85,23 @@ class TorchFileContents:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for objects that fit the same plan, if their pickles do."""
+        """A key that is equal for objects that fit the same plan, unless a pickle is too long."""
         return (self.alignment, *self.sizes)
 
 
 class StoragePickler(pickle.Pickler):
-    """Puts aside the storages, in the order in which they are met, and leaves a reference to each."""
+    """Collects the storages, in the order of the pickle, and writes a reference in the place of each."""
 
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self.storages: dict[object, torch.UntypedStorage] = {}
         self.keys: dict[object, str] = {}
-        """The names of the records, by what they hold: by the addresses of storages, and by what a subclass adds."""
+        """The name of each record, by the address of its storage object. A subclass may add keys of another kind."""
         self._dtypes: dict[int, torch.dtype] = {}
         self._rebuild = _rebuild_function()
 
     def reducer_override(self, obj: object) -> Any:
-        """What ``__reduce_ex__`` of a plain tensor says, without all that torch asks it before."""
+        """Return the result of ``__reduce_ex__`` for a plain tensor, without the checks that torch makes first."""
         if type(obj) is not torch.Tensor or self._rebuild is None or not _is_plain(obj):
             return NotImplemented
         storage = torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
@@ -122,10 +122,10 @@ class StoragePickler(pickle.Pickler):
         else:
             return None
         address = storage.data_ptr() if storage.device.type != "meta" else 0
-        # torch.load would see it as one or the other; torch.save refuses it too.
+        # torch.load would give both tensors one dtype. torch.save refuses such tensors too.
         if address and self._dtypes.setdefault(address, dtype) != dtype:
             raise RuntimeError("tensors of different dtypes are views of the same data")
-        # Kept from here on, so that none has the place in memory of another that is gone.
+        # Hold a reference: otherwise a later storage could get the address of a storage that is gone.
         self.storages.setdefault(storage._cdata, storage)
         key = self.keys.setdefault(storage._cdata, str(len(self.keys)))
         faked = getattr(obj, "_fake_device", None)
@@ -133,14 +133,17 @@ class StoragePickler(pickle.Pickler):
 
 
 def _rebuild_function() -> Callable[..., torch.Tensor] | None:
-    """What rebuilds a plain tensor, if that pickles as in all releases of torch so far; None: it is asked itself."""
+    """Return the function that rebuilds a plain tensor from its pickle.
+
+    Return None if this torch pickles a plain tensor in a way unknown here. Then call the tensor's ``__reduce_ex__``.
+    """
     rebuild, args, *more = torch.empty(1, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]
     is_known = args[1:] == (0, (1,), (1,), False, OrderedDict()) and not more
     return rebuild if is_known and torch.Tensor not in copyreg.dispatch_table else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has nothing that torch would pickle beside its place in a storage of the host, or warn of."""
+    """Return True if torch would pickle only the tensor's place in a storage on the host, without a warning."""
     return (
         tensor.is_cpu
         and tensor.dtype in _PLAIN
@@ -151,26 +154,26 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 @dataclass
 class TorchFilePlan:
-    """How objects with storages of the same sizes are laid out; what ``CheckpointPlan`` is for a state dict."""
+    """The layout of objects with storages of the same sizes, as ``CheckpointPlan`` is the layout of state dicts."""
 
     number: int
     layout: DataLayout
     objects: _StoredPickle
     alignment: int
     sizes: Sequence[int]
-    names: frozenset[str] = frozenset()  # where more has to be reserved for the pickle, a new plan replaces this one
+    names: frozenset[str] = frozenset()  # if the pickle needs more reserved bytes, a new plan replaces this one
 
     @classmethod
     def of(cls, contents: TorchFileContents, number: int) -> TorchFilePlan:
-        """The plan for ``contents``, and for others with the same ``key``."""
+        """Return the plan for ``contents``, and for other contents with the same ``key``."""
         alignment, sizes = contents.alignment, contents.sizes
         objects = _StoredPickle(bytes_to_reserve(len(contents.pickle)))
         return cls(number, _lay_out(alignment, objects.reserved, sizes), objects, alignment, sizes)
 
     def capture(self, contents: TorchFileContents) -> Sequence[torch.Tensor]:
-        """The tensors of ``contents`` in the order of the layout; its pickle is taken into ``objects``.
+        """Return the tensors of ``contents`` in the order of the layout, and take its pickle into ``objects``.
 
-        Raises ``StructureChanged`` if the storages have other sizes, or the pickle is longer than what is reserved.
+        Raises ``StructureChanged`` if the storages have other sizes, or the pickle does not fit its reserved bytes.
         """
         if contents.key != (self.alignment, *self.sizes):
             raise StructureChanged("there are storages of other sizes")
@@ -180,15 +183,15 @@ class TorchFilePlan:
         return contents.tensors
 
     def constants(self) -> dict[str, bytes | memoryview]:
-        """What the worker has to know of the layout, by the name of its region in the segment."""
+        """Return the bytes that are the same in every save, by the name of their region in the segment."""
         return {"sizes": memoryview(array("Q", [self.alignment, self.objects.reserved, *self.sizes])).cast("B")}
 
     def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> TorchFileLayout:
-        """What the worker is told of a segment with images at ``slots``, offsets in bytes."""
+        """Return the layout of a segment with images at ``slots`` (offsets in bytes), for the worker."""
         return TorchFileLayout(self.layout.nbytes, slots, **regions)
 
     def index_head(self, file: str) -> bytes:
-        """The head of the index of this file, where it has the name ``file`` in a set. Its items are its records."""
+        """Return the head of the file's index, if it has the name ``file`` in a set. The items are the records."""
         names = [*(f"data/{number}" for number in range(len(self.sizes))), "data.pkl"]
         places = [*self.layout.tensors, *self.layout.objects]
         rows = zip(names, places, strict=True)
@@ -197,22 +200,25 @@ class TorchFilePlan:
 
 @dataclass
 class _StoredPickle:
-    """The one object of a file: its pickle, with ``reserved`` bytes in the image. No slot keeps what it had before."""
+    """The only object of a file: the pickle, with ``reserved`` bytes in the image. Each save writes the pickle anew."""
 
     reserved: int
     pickle: bytes = b""
 
     def forget_slots(self) -> None:
-        """The slots are in other memory now."""
+        """Do nothing, because every save writes the pickle anew."""
 
     def write(self, slot: int, image: memoryview, places: Sequence[Place]) -> None:
-        """As ``StoredObjects.write``. The pickle is let go of."""
+        """Write the pickle, see ``StoredObjects.write``, and release it."""
         image[places[0].payload_at : places[0].payload_at + len(self.pickle)] = self.pickle
         self.pickle = b""
 
 
 def _lay_out(alignment: int, reserved: int, sizes: Sequence[int]) -> DataLayout:
-    """The layout of an archive: storages are its tensors, the pickle is its object; the worker adds the rest behind."""
+    """Return the layout of an archive. The storages are its tensors, the pickle is its object.
+
+    The worker adds the rest of the archive behind the pickle.
+    """
     records = lay_out(alignment, reserved, *sizes)
     places = [Place(record.at, record.end - record.at, record.payload_at, record.nbytes) for record in records]
     return DataLayout(
@@ -225,14 +231,14 @@ def _lay_out(alignment: int, reserved: int, sizes: Sequence[int]) -> DataLayout:
 
 
 def flat_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage's bytes, on its device: ``storage.cpu()`` would copy them in the same way, but now."""
+    """Return the bytes of ``storage`` as a tensor on the same device, without a copy."""
     if storage.device.type == "meta":
         raise ValueError("a storage on the meta device has no bytes")
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def storage_alignment() -> int:
-    """What ``torch.save`` aligns storages to, in bytes."""
+    """Return the alignment of storages in ``torch.save``, in bytes."""
     try:
         from torch.utils.serialization import config
     except ImportError:

@@ -1,8 +1,8 @@
 """The commit: how a save ends on all ranks, as machines without input and output.
 
-Each worker has one ``Commits``. It has a machine for each save that has not ended: ``_First`` on the first rank, which
-decides, and ``_Other`` on all others. ``Commits.handle`` takes an event and the time, changes the state, and returns
-the actions to carry out, in this order. The caller carries them out, and reports the results as events.
+Each worker has one ``Commits``, with a machine for each save that has not ended. The first rank has ``_First``, which
+decides. All other ranks have ``_Other``. ``Commits.handle`` takes an event and the time, changes the state, and returns
+the actions in order. The caller carries the actions out, and reports the results as events.
 
 The first rank:
 
@@ -12,14 +12,14 @@ The first rank:
                 RankGone, a lost rank, deadline   FAILED      Conclude, DiscardPart, Tell
     READY       all earlier saves have ended      FINALIZING  Finalize
     FINALIZING  Finalized()                       FOLLOWING   FollowUp
-    FINALIZING  Finalized(error of storage)       RESOLVING   Resolve: storage may have failed after it did the work
+    FINALIZING  Finalized(error of storage)       RESOLVING   Resolve, because storage may fail after it did the work
     FINALIZING  Finalized(another error)          FAILED      Conclude, DiscardPart, Tell
     FOLLOWING   FollowedUp                        COMMITTED   Conclude, KeepPart, Tell
     RESOLVING   Resolved(True)                    FOLLOWING   FollowUp
     RESOLVING   Resolved(False)                   FAILED      Conclude, DiscardPart, Tell
     RESOLVING   Resolved(None)                    UNKNOWN     ConcludeUnknown, KeepPart, Tell
 
-The others:
+The other ranks:
 
     state       event                             next state  actions
     OPEN        PartWritten                       REPORTED    SendReport
@@ -32,10 +32,13 @@ The others:
     RESOLVING   Resolved(False)                   FAILED      DiscardPart, Tell
     RESOLVING   Resolved(None)                    UNKNOWN     KeepPart, Tell
 
-What always holds: only the first rank finalizes, after all ranks have reported, and after all earlier saves have ended.
-A rank that has reported keeps its files until it knows the outcome, and also if nobody can tell it. ``Resolve`` asks
-storage, and makes an attempt that is not finalized impossible to finalize. Each save is told once. A part that is
-written after the end of a save is discarded.
+Invariants:
+
+- Only the first rank finalizes, after all ranks have reported, and after all earlier saves have ended.
+- A rank that has reported keeps its files until it knows the outcome. It also keeps them if the outcome stays unknown.
+- ``Resolve`` asks storage, and revokes an attempt that is not finalized.
+- Each save gets one ``Tell``.
+- A part that is written after the end of its save is discarded.
 """
 
 from __future__ import annotations
@@ -50,14 +53,14 @@ from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError,
 
 
 class CommitState(Enum):
-    """How far a save is; the transitions are in the docstring of the module."""
+    """The state of a save. The module docstring lists the transitions."""
 
     OPEN = auto()
     """This rank's part is being staged and written."""
     REPORTED = auto()
     """Other ranks: the part is durable, and the first rank was told."""
     READY = auto()
-    """First rank: all parts are durable, and an earlier save has not ended."""
+    """First rank: all parts are durable, but an earlier save has not ended."""
     FINALIZING = auto()
     """First rank: the checkpoint gets its final name."""
     FOLLOWING = auto()
@@ -67,7 +70,7 @@ class CommitState(Enum):
     COMMITTED = auto()
     FAILED = auto()
     UNKNOWN = auto()
-    """Storage could not be asked."""
+    """Storage did not answer."""
 
 
 _ENDED = (CommitState.COMMITTED, CommitState.FAILED, CommitState.UNKNOWN)
@@ -77,7 +80,7 @@ _ENDED = (CommitState.COMMITTED, CommitState.FAILED, CommitState.UNKNOWN)
 class Begun:
     """A save begins on this rank.
 
-    ``timeout``: seconds until all ranks must have written their parts. ``is_copied``: other hosts are to have copies.
+    ``timeout``: seconds until all ranks must have written their parts. ``is_copied``: other hosts keep copies.
     """
 
     save: int
@@ -138,7 +141,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class FirstLost:
-    """Other ranks: the first rank's worker is gone, and nobody starts another one; or it does not know the outcome."""
+    """Other ranks: the first rank's worker is gone and not restarted, or does not know the outcome."""
 
     save: int
     error: CheckpointError
@@ -146,7 +149,7 @@ class FirstLost:
 
 @dataclass(frozen=True)
 class Finalized:
-    """First rank: ``Finalize`` is done. ``error``: the reason, if it has failed."""
+    """First rank: ``Finalize`` is done. ``error``: the reason if the action failed."""
 
     save: int
     error: CheckpointError | None
@@ -154,7 +157,7 @@ class Finalized:
 
 @dataclass(frozen=True)
 class FollowedUp:
-    """First rank: ``FollowUp`` is done. ``trouble``: why the pointer is not advanced, if so."""
+    """First rank: ``FollowUp`` is done. ``trouble``: the reason if the pointer is not advanced."""
 
     save: int
     trouble: CheckpointError | None
@@ -162,7 +165,7 @@ class FollowedUp:
 
 @dataclass(frozen=True)
 class Resolved:
-    """``Resolve`` is done. ``is_committed`` is None if storage could not be asked; ``error`` says why."""
+    """``Resolve`` is done. ``is_committed`` is None if storage did not answer; ``error`` is the reason."""
 
     save: int
     is_committed: bool | None
@@ -176,22 +179,22 @@ class TrainerGone:
 
 @dataclass(frozen=True)
 class Restarted:
-    """The job was started again, so ranks without trainer and worker are not waited for any more."""
+    """The job was restarted. Do not wait any more for ranks without a trainer and a worker."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """First rank: ``rank`` does not need this worker any more."""
+    """First rank: ``rank`` no longer needs this worker."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Finish:
-    """No more parts are written, for the reason ``why``. The worker leaves when all saves have ended.
+    """This rank writes no more parts, for the reason ``why``. The worker leaves when all saves have ended.
 
     ``rank``, ``ranks``: this rank, and the number of ranks. ``patience``: seconds that the first rank waits for the
-    others, which may still ask how a save has ended.
+    other ranks, which may still ask for the outcome of a save.
     """
 
     rank: int
@@ -202,7 +205,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed. ``heard``: first rank: when each other rank was last heard, on the clock of ``handle``."""
+    """Time has passed. ``heard``: on the first rank, when each other rank last sent a message (clock of ``handle``)."""
 
     heard: Mapping[int, float] = field(default_factory=dict)
 
@@ -232,7 +235,7 @@ class SendGone:
 
 @dataclass(frozen=True)
 class Finalize:
-    """Give the checkpoint its final name. ``reports``: those of all ranks, in the order of the ranks."""
+    """Give the checkpoint its final name. ``reports``: the reports of all ranks, by rank."""
 
     save: int
     reports: list[bytes]
@@ -240,21 +243,21 @@ class Finalize:
 
 @dataclass(frozen=True)
 class FollowUp:
-    """Advance the pointer, and give up old checkpoints."""
+    """Advance the pointer, and remove old checkpoints."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class Resolve:
-    """Ask storage whether the save is finalized. If it is not, prevent that for ever."""
+    """Ask storage whether the save is finalized. If not, revoke the attempt, so that it never will be."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class Conclude:
-    """First rank: tell the others the outcome."""
+    """First rank: tell the other ranks the outcome."""
 
     save: int
     error: CheckpointError | None
@@ -262,28 +265,28 @@ class Conclude:
 
 @dataclass(frozen=True)
 class ConcludeUnknown:
-    """First rank: tell the others to ask storage for the outcome. For them this is ``FirstLost``."""
+    """First rank: tell the other ranks to ask storage for the outcome. They get ``FirstLost``."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class KeepPart:
-    """Stop holding this rank's part, which stays."""
+    """Release the attempt. This rank's files stay."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class DiscardPart:
-    """Remove this rank's part, unless it was not written."""
+    """Remove this rank's part, if it was written."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class Tell:
-    """Tell the trainer how the save has ended. ``trouble``: see ``FollowedUp``."""
+    """Tell the trainer the outcome of the save. ``trouble``: see ``FollowedUp``."""
 
     save: int
     error: CheckpointError | None
@@ -292,7 +295,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Leave:
-    """All saves have ended, and the others have left: end the loop. No event may follow."""
+    """End the loop, because all saves have ended and the other ranks have left. No event may follow."""
 
 
 _OF_SAVE = PartWritten, PartFailed, Reported, RankFailed, Outcome, FirstLost, Finalized, FollowedUp, Resolved
@@ -318,19 +321,19 @@ CommitAction: TypeAlias = (
 KEPT_SAVES = 64
 """Number of newer saves after which the outcome of a save is forgotten."""
 SILENCE_S = 5.0
-"""Seconds of silence after which a rank is lost, if the job was started again meanwhile."""
+"""Seconds of silence after which a rank counts as lost, if the job was restarted meanwhile."""
 RANKS_PER_SILENCE = 1000
-"""Number of ranks beyond which they speak less often, to limit the load on the first rank."""
+"""Number of ranks above which each rank sends messages less often, to limit the load on the first rank."""
 
 
 @functools.lru_cache(16)
 def grace(timeout: float) -> float:
-    """Return the seconds beyond ``timeout``, the limit of the first rank, for its outcome to reach the others."""
+    """Return the seconds that other ranks wait beyond ``timeout`` for the outcome from the first rank."""
     return min(5.0, timeout / 4)
 
 
 def silence(ranks: int) -> float:
-    """Return the seconds of silence after which one of so many ranks is lost."""
+    """Return the seconds of silence after which a rank counts as lost, in a job with ``ranks`` ranks."""
     return SILENCE_S * max(1.0, ranks / RANKS_PER_SILENCE)
 
 
@@ -342,10 +345,10 @@ class _Save:
     begun: Begun
     deadline: float
     state: CommitState = CommitState.OPEN
-    failure: CheckpointError | None = None  # the one to tell if storage says that the save is not finalized
+    failure: CheckpointError | None = None  # the error to report if the save is not finalized
 
     def handle(self, event: OfSave) -> list[CommitAction]:
-        """Change the state by an event of this save."""
+        """Handle an event of this save."""
         raise NotImplementedError
 
     def pass_time(self, now: float) -> list[CommitAction]:
@@ -410,7 +413,7 @@ class _First(_Save):
         return [Conclude(self.number, error), *self._end(CommitState.FAILED, error)]
 
     def finalize(self) -> list[CommitAction]:
-        """Begin to finalize. All earlier saves have ended."""
+        """Begin to finalize. Call this when all earlier saves have ended."""
         self.state = CommitState.FINALIZING
         return [Finalize(self.number, [self.reports[rank] for rank in range(self.begun.ranks)])]
 
@@ -526,12 +529,12 @@ class Commits:
                 self._left.add(rank)
             case Finish():
                 self._finish = event
-                if event.rank > 0:  # after all reports
+                if event.rank > 0:  # all reports were sent before this event
                     return [SendGone(event.why)]
                 self._gone.setdefault(0, event.why)
             case Tick(heard):
                 return self._pass_time(heard, now)
-            case PartWritten(save) | PartFailed(save):  # it has ended
+            case PartWritten(save) | PartFailed(save):  # the save has ended
                 return [DiscardPart(save)]
         return []
 
@@ -552,9 +555,9 @@ class Commits:
         return actions
 
     def _look_for_lost(self, save: _First | _Other, heard: Mapping[int, float], now: float) -> None:
-        """Note the ranks that a save waits for, and that were not heard for too long since the trainer is gone."""
+        """Note missing ranks that have been silent for too long since the trainer was gone."""
         limit = silence(save.begun.ranks)
-        if now - self._ticked_at > limit / 2:  # this worker was stopped, and perhaps the others, too
+        if now - self._ticked_at > limit / 2:  # this worker was stopped, and perhaps the other workers too
             self._awake_since = now
         if isinstance(save, _First) and save.state is CommitState.OPEN and self._is_restarted:
             for rank in save.missing():

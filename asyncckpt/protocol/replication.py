@@ -8,16 +8,16 @@ The first rank:
 
     state      event                                   next state  actions
                Begun                                   OPEN        ConcludeCopies: saves that it did not begin
-    OPEN       the last of its images is here, and
+    OPEN       all its images are here, and
                CopiesReported: all other ranks         (ends)      ConcludeCopies, ProtectCopies, TellCopies
     OPEN       an image will not come, CopiesFailed,
                RankGone, CopiesBegin, deadline         (ends)      ConcludeCopies, TellCopies
 
-The others:
+The other ranks:
 
     state      event                                   next state  actions
                Begun                                   OPEN        AwaitCopies; at the first save also SayBegin
-    OPEN       the last of its images is here          COMPLETE    ReportCopies
+    OPEN       all its images are here                 COMPLETE    ReportCopies
     OPEN       an image will not come                  FAILED      FailCopies, TellCopies
     OPEN,
     COMPLETE   deadline                                FAILED      FailCopies, TellCopies
@@ -27,16 +27,17 @@ The others:
     all        CopiesOutcome(error)                    (ends)      TellCopies, unless told before
     FAILED     CopiesOutcome(), OutcomeLost            (ends)      ProtectCopies, if it is replicated
 
-``ImageHere`` says that an image is here, or that it will not come. The image of this rank is "here" when it is staged;
-if the save fails before, it will not come. The image of a source will not come when a newer one of the source is here.
+``ImageHere`` says that an image is here, or that it will not come. The image of this rank is "here" when it is staged.
+If the save fails before that, the image will not come. The image of a source will not come if a newer image of the
+source is here.
 
-What always holds: the copies of a replicated save stay until a newer save is replicated. A worker has two slots for
-each source: one for the last replicated save, and one for the newest copy. So the newest copy stays until its save has
-ended: only then does ``AllowCopy`` answer ``CopyWanted``. For this reason the first rank tells the end of every save. A
-save that the first rank did not begin ends when the first rank begins the next one.
+Invariant: the copies of a replicated save stay until a newer save is replicated. A worker has two slots for each
+source: one for the last replicated save, and one for the newest copy. So the newest copy stays until its save has
+ended. Only then does ``AllowCopy`` answer ``CopyWanted``. For this reason the first rank reports the end of every save.
+A save that the first rank did not begin ends when the first rank begins its next save.
 
-If a worker dies, another one takes its place, and has no copies of the saves before. ``SayBegin`` tells the first rank
-with which save a worker begins.
+If a worker dies, another worker takes its place, without copies of earlier saves. ``SayBegin`` tells the first rank the
+first save that a worker copies.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class CopyWanted:
 
 @dataclass(frozen=True)
 class ImageHere:
-    """The image of a save of ``source`` is here. ``error``: it is not, and is not tried again.
+    """The image of a save of ``source`` is here. With an ``error``, it is not here, and will not be copied again.
 
     ``source``: a rank among the sources, or the rank of this worker.
     """
@@ -92,7 +93,7 @@ class CopiesReported:
 
 @dataclass(frozen=True)
 class CopiesBegin:
-    """First rank: the worker of ``rank`` copies images from this save on, and none of older saves."""
+    """First rank: the worker of ``rank`` copies images from this save on, and no images of older saves."""
 
     save: int
     rank: int
@@ -108,7 +109,7 @@ class CopiesFailed:
 
 @dataclass(frozen=True)
 class CopiesOutcome:
-    """Other ranks: the first rank has decided. ``error``: why the save is not replicated."""
+    """Other ranks: the first rank has decided. ``error``: the reason if the save is not replicated."""
 
     save: int
     error: CheckpointError | None
@@ -116,7 +117,7 @@ class CopiesOutcome:
 
 @dataclass(frozen=True)
 class OutcomeLost:
-    """Other ranks: another worker is in the place of the first rank's, or has forgotten the save. Nobody decides."""
+    """Other ranks: the first rank's worker was replaced, or has forgotten the save. Nobody will decide."""
 
     save: int
 
@@ -130,7 +131,7 @@ class AllowCopy:
 
 @dataclass(frozen=True)
 class SayBegin:
-    """Tell the first rank that this worker copies images from this save on. ``timeout``: seconds for which to try."""
+    """Tell the first rank that this worker copies images from this save on. ``timeout``: in seconds, for retries."""
 
     save: int
     timeout: float
@@ -138,7 +139,7 @@ class SayBegin:
 
 @dataclass(frozen=True)
 class ReportCopies:
-    """Tell the first rank that this worker has all its images of the save. ``timeout``: seconds for which to try."""
+    """Tell the first rank that this worker has all its images of the save. ``timeout``: see ``SayBegin``."""
 
     save: int
     timeout: float
@@ -162,7 +163,7 @@ class AwaitCopies:
 
 @dataclass(frozen=True)
 class ConcludeCopies:
-    """First rank: tell the others whether the save is replicated."""
+    """First rank: tell the other ranks whether the save is replicated."""
 
     save: int
     error: CheckpointError | None
@@ -170,7 +171,7 @@ class ConcludeCopies:
 
 @dataclass(frozen=True)
 class ProtectCopies:
-    """Keep the copies of this save in the place of those of an older save."""
+    """Protect the copies of this save, instead of the copies of an older save."""
 
     save: int
 
@@ -193,7 +194,7 @@ OF_COPIES = (
     CopiesOutcome,
     OutcomeLost,
 )
-"""The events that come from outside, and are about copies alone."""
+"""The external events that concern only copies."""
 OfCopies: TypeAlias = (
     Copying | CopyWanted | ImageHere | CopiesBegin | CopiesReported | CopiesFailed | CopiesOutcome | OutcomeLost
 )
@@ -209,12 +210,12 @@ _NEWER = "a newer image of this rank was copied first"
 
 @dataclass
 class _Save:
-    """A save without a known end. ``deadline``: on the clock of ``handle``."""
+    """A save without a known outcome. ``deadline``: on the clock of ``handle``."""
 
     begun: Begun
     deadline: float
     missing: set[int] | None
-    """The ranks whose images are missing here, perhaps with this rank; None: the save has failed, and this is told."""
+    """The ranks whose images are missing here, possibly this rank too; None: the save failed, and this was reported."""
     reports: set[int] = field(default_factory=set)
     """First rank: the ranks that have all their images."""
 
@@ -227,13 +228,14 @@ class Replication:
         self._newest = 0  # the newest save that has begun here
         self._newest_images: dict[int, ImageHere] = {}  # by source
         self._wanted: set[int] = set()
-        # First rank: by rank, the first save that its worker copies images of; why a rank is gone; what came too early.
+        # On the first rank, by rank: the first save that its worker copies, and the reason why the rank is gone. By
+        # save: events that came before the save began.
         self._begins: dict[int, int] = {}
         self._gone: dict[int, CheckpointError] = {}
         self._early: defaultdict[int, list[CopiesReported | CopiesFailed]] = defaultdict(list)
 
     def is_waiting(self) -> bool:
-        """Return whether the trainer is to be told how a save has ended."""
+        """Return whether the trainer still waits for the outcome of a save."""
         return any(its.missing is not None for its in self._saves.values())
 
     def handle(self, event: CopyEvent, now: float) -> list[CopyAction]:
@@ -278,7 +280,7 @@ class Replication:
         return actions
 
     def _known(self) -> int:
-        """Return the number of the last save before the first one without a known end."""
+        """Return the number of the last save before the first save without a known outcome."""
         return min(self._saves, default=self._newest + 1) - 1
 
     def _begin(self, begun: Begun, now: float, actions: list[CopyAction]) -> None:
@@ -309,7 +311,7 @@ class Replication:
 
     def _note_image(self, image: ImageHere, actions: list[CopyAction]) -> None:
         saves = [image.save]
-        if image.source in self._newest_images:  # not of this rank, which may still stage an older save
+        if image.source in self._newest_images:  # skip this rank, which may still stage an older save
             self._newest_images[image.source] = image
             saves = [*self._saves]
         for save in saves:
@@ -334,7 +336,7 @@ class Replication:
     def _fail_here(self, save: int, error: CheckpointError, actions: list[CopyAction]) -> None:
         """Note that not all images of a save will be here."""
         its = self._saves.get(save)
-        if its is None or its.missing is None:  # known before
+        if its is None or its.missing is None:  # already known
             return
         error = located(error, rank=its.begun.rank)
         if its.begun.rank == 0:
@@ -344,7 +346,7 @@ class Replication:
             actions += [FailCopies(save, error, its.begun.timeout), TellCopies(save, error)]
 
     def _hear(self, event: CopiesReported | CopiesFailed, actions: list[CopyAction]) -> None:
-        """First rank: hear of a rank, perhaps of this one."""
+        """First rank: handle the report of a rank, possibly this rank."""
         its = self._saves.get(event.save)
         if its is None:
             return
@@ -367,9 +369,9 @@ class Replication:
             actions.append(TellCopies(save, error))
 
     def _lose(self, rank: int, actions: list[CopyAction]) -> None:
-        """First rank: fail the saves that ``rank`` has no copies of, and will not have."""
+        """First rank: fail the saves that ``rank`` will never have copies of."""
         for save, its in [*self._saves.items()]:
-            if self._begins.get(rank, 0) > save:  # what the worker before has reported is gone with it
+            if self._begins.get(rank, 0) > save:  # the copies died with the earlier worker
                 self._conclude(save, WorkerDiedError("its worker died, with its copies", rank=rank), actions)
             elif rank in self._gone and rank not in its.reports:
                 self._conclude(save, self._gone[rank], actions)
@@ -387,7 +389,7 @@ class Replication:
 
 
 def _failure(save: int, image: ImageHere) -> CheckpointError | None:
-    """Return why a save is not replicated after an attempt to copy ``image``; None: it may be."""
+    """Return the error of a save that cannot be replicated because of ``image``; None: it may still be replicated."""
     if image.save > save:
         return SaveDroppedError(_NEWER, rank=image.source)
     return image.error if image.save == save else None

@@ -1,9 +1,9 @@
-"""The saves of a worker: which image is written next, when its slot is free, and how the save ends.
+"""The saves of a worker: choose the next image to write, free its slot, and end the save.
 
-The commits are in ``commit.py``, and the copies on other hosts in ``replication.py``. This is about the images.
+``commit.py`` has the commits, and ``replication.py`` has the copies on other hosts. This module is about the images.
 
-The trainer copies a state into a slot: the image arrives. One thread of the worker, the writer, writes one image after
-the other. If nothing else is to be written, the writer follows an image that still arrives.
+An image arrives while the trainer copies its state into a slot. The writer is one thread of the worker. It writes one
+image after the other. If no complete image waits, the writer follows an image that is still arriving.
 
     state      event                                  next state  actions
     ARRIVING   the writer is idle, no image is STAGED FOLLOWED    WriteImage
@@ -25,10 +25,10 @@ the other. If nothing else is to be written, the writer follows an image that st
     STOPPING   LetGo                                  (ends)      FreeSlot
     others     ImageCancelled                                     AnswerCancel: too late
 
-``PartFailed`` is an event of the commit. ``TrainerLeft`` names the images that are staged according to their slots. For
-these it means ``ImageStaged``.
+``PartFailed`` is an event of the commit. ``TrainerLeft`` lists the images with slots that are marked as staged. For
+these images, ``TrainerLeft`` means ``ImageStaged``.
 
-A slot is always freed once, when neither the trainer nor the writer uses it any more.
+Each slot is freed exactly once, when neither the trainer nor the writer uses the slot any more.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from asyncckpt.protocol.replication import (
 
 
 class ImageState(Enum):
-    """How far an image is; the transitions are in the docstring of the module."""
+    """The state of an image. The module docstring lists the transitions."""
 
     ARRIVING = auto()
-    """The trainer copies, and nothing is written yet."""
+    """The trainer copies, and the writer has not begun."""
     FOLLOWED = auto()
     """The trainer copies, and the writer writes the part that has arrived."""
     UNWRITTEN = auto()
-    """The trainer still copies, and nobody writes the image."""
+    """The trainer still copies, and the writer will not write the image."""
     STOPPING = auto()
     """The trainer has stopped copying, and the writer has not noticed yet."""
     STAGED = auto()
@@ -86,7 +86,7 @@ class ImageStaged:
 
 @dataclass(frozen=True)
 class ImageCancelled:
-    """The trainer has stopped copying, or does not need the save any more."""
+    """The trainer has stopped copying, or no longer needs the save."""
 
     save: int
     reason: CheckpointError
@@ -94,21 +94,21 @@ class ImageCancelled:
 
 @dataclass(frozen=True)
 class LetGo:
-    """The writer reads the slot no more. It is idle when it has reported the end of its part."""
+    """The writer no longer reads the slot. The writer is idle after ``PartWritten`` or ``PartFailed``."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class TrainerLeft:
-    """The trainer copies nothing any more. ``staged``: the saves with slots that are marked as staged."""
+    """The trainer copies no more images. ``staged``: the saves with slots that are marked as staged."""
 
     staged: frozenset[int]
 
 
 @dataclass(frozen=True)
 class WriteImage:
-    """Write the image while it arrives."""
+    """Write the image, even while it is still arriving."""
 
     save: int
 
@@ -145,7 +145,7 @@ class FreeSlot:
 
 @dataclass(frozen=True)
 class AnswerCancel:
-    """Answer the trainer. ``in_time``: whether the save is cancelled."""
+    """Answer the trainer's ``ImageCancelled``. ``in_time``: whether the save is cancelled."""
 
     save: int
     in_time: bool
@@ -164,15 +164,15 @@ _LEFT = "its trainer ended before the state was staged"
 
 
 class _Slots:
-    """The images in slots that are in use. They are in the order of their beginning."""
+    """The images in slots that are in use, oldest first."""
 
     def __init__(self) -> None:
         self.states: dict[int, ImageState] = {}
-        self._staged: list[int] = []  # those that are STAGED, in their order
+        self._staged: list[int] = []  # the saves in state STAGED, in order
         self.writer_is_idle = True
 
     def handle(self, event: ImageEvent, actions: list[ImageAction]) -> None:
-        """Change the state by an event. Add the actions to carry out."""
+        """Change the state by an event. Add the resulting actions to ``actions``."""
         match event:
             case ImageStaged(save):
                 self._stage(save, actions)
@@ -191,7 +191,7 @@ class _Slots:
                         self._lose(save, actions)
 
     def pick(self, is_open: Callable[[int], bool], actions: list[ImageAction]) -> None:
-        """If the writer is idle, choose what it writes next. ``is_open``: whether a save may still be committed."""
+        """If the writer is idle, choose its next image. ``is_open``: return whether a save may still be committed."""
         while self.writer_is_idle and self._staged:
             save = self._staged.pop(0)
             if is_open(save):
@@ -261,7 +261,7 @@ class WorkerSaves:
     def __init__(self) -> None:
         self._slots = _Slots()
         self._commits = Commits()
-        self._replication: Replication | None = None  # made when something is to be copied
+        self._replication: Replication | None = None  # created when the first save needs copies
         self._rank = 0
 
     def is_open(self, save: int) -> bool:
@@ -273,7 +273,7 @@ class WorkerSaves:
         return self._commits.open_saves()
 
     def needs_ticks(self) -> bool:
-        """Return whether time is to pass."""
+        """Return whether ``Tick`` events are needed."""
         return bool(self._commits.open_saves()) or (self._replication is not None and self._replication.is_waiting())
 
     def uses_slots(self) -> bool:
@@ -296,7 +296,7 @@ class WorkerSaves:
         return actions
 
     def _handle(self, event: CommitEvent | ImageEvent, now: float) -> list[SaveAction]:
-        """Change the state of the images and the commits by an event."""
+        """Update the images and the commits for an event."""
         actions: list[SaveAction] = []
         if isinstance(event, _OF_IMAGES):
             of_images: list[ImageAction] = []
@@ -322,7 +322,7 @@ class WorkerSaves:
         return self._replication
 
     def _followed(self, event: CommitEvent | ImageEvent, actions: list[SaveAction]) -> list[CopyEvent]:
-        """Return what an event, and the actions by it, mean for the copies."""
+        """Translate an event and its actions into events for the copies."""
         events: list[CopyEvent] = [event] if isinstance(event, (Begun, RankGone, Tick)) else []
         for action in actions:
             match action:

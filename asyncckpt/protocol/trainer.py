@@ -1,6 +1,6 @@
-"""The saves of a trainer with one worker: who uses the slot of each, and how it ends.
+"""The saves of a trainer with one worker: the user of each save's slot, and the end of each save.
 
-``stage`` says who uses the slot:
+``stage`` names the user of the slot:
 
     stage       event                               next stage  actions
     WAITING     Wanted, TimePassed, or a slot may
@@ -9,24 +9,24 @@
     WAITING     NoSlot, and the rule is "skip"      FREE        Decided, End, ReleaseTensors
     WAITING     Interrupted, WorkerGone, or
                 TimePassed at its deadline          FREE        End, ReportFailure, ReleaseTensors
-    COPYING     Interrupted, or WorkerGone, which
-                was not left                        STOPPING    StopCopy
+    COPYING     Interrupted, or WorkerGone of a
+                dead worker                         STOPPING    StopCopy
     COPYING,
     STOPPING    Copied                              STAGED      HandOver
     COPYING,
     STOPPING    Copied, of a withdrawn save         CANCELLING  ReleaseTensors, AskCancel
     COPYING,
-    STOPPING    Copied, and the worker was left     FREE        HandOver, NoteFreeSlot
+    STOPPING    Copied, for a worker that was left  FREE        HandOver, NoteFreeSlot
     COPYING,
     STOPPING    CopyFailed                          CANCELLING  End, ReportFailure, ReleaseTensors, AskCancel
     COPYING,
-    STOPPING    CopyFailed, and no worker knows it  FREE        End, ReportFailure, ReleaseTensors, NoteFreeSlot
+    STOPPING    CopyFailed, unknown to any worker   FREE        End, ReportFailure, ReleaseTensors, NoteFreeSlot
     CANCELLING,
     STAGED      SlotWritten, or cancelled and freed FREE        NoteFreeSlot
     CANCELLING,
     STAGED      WorkerGone                          FREE        NoteFreeSlot
 
-``outcome`` says whether the end is known:
+``outcome`` says whether the end of the save is known:
 
     outcome     event                               next outcome  actions
     OPEN        Ended                               ENDED         End
@@ -37,14 +37,14 @@
     ASKING      FoundOut                            ENDED         End
     OPEN        WorkerGone, otherwise               ENDED         End, ReportFailure
 
-No worker commits an image that is not staged. So nobody has to find out how such a save ended.
+No worker commits an image that is not staged. So the machine asks for the outcome only if the image is staged.
 
-Invariants: the tensors of a save are read in COPYING and STOPPING alone. ``End`` comes once for each save, and
-``ReleaseTensors``, or ``HandOver``, once for each. A slot is free when its save is FREE and not OPEN: a save that is
-written here may have to wait for other ranks, and many of those would pile up in the worker.
+Invariants: the tensors of a save are read only in COPYING and STOPPING. Each save gets one ``End``, and one
+``ReleaseTensors`` or ``HandOver``. A slot is free when its save is FREE and not OPEN. A save that this rank has written
+may still wait for other ranks. If its slot were free, such saves would pile up in the worker.
 
-If no slot is free, the rule of a save decides. "wait": it waits. "skip": it ends. "latest": it takes the place of the
-newest save that is not written yet. The first rank decides for all ranks, and the others are told.
+If no slot is free, the save's rule decides. "wait": the save waits. "skip": the save ends. "latest": the save replaces
+the newest save that is not written yet. The first rank decides for all ranks, and tells the other ranks.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Stage(Enum):
     COPYING = auto()
     """The tensors are being copied into the slot."""
     STOPPING = auto()
-    """They still are. The copy has been told to stop."""
+    """The tensors are still being copied, and the copy has been told to stop."""
     CANCELLING = auto()
-    """Nobody copies any more, and the worker does not know that yet."""
+    """The copy has stopped, and the worker does not know that yet."""
     STAGED = auto()
     """The worker has the slot."""
     FREE = auto()
-    """Nobody uses it."""
+    """Neither the trainer nor the worker uses the slot."""
 
 
 class EndState(Enum):
@@ -80,15 +80,15 @@ class EndState(Enum):
 
     OPEN = auto()
     WITHDRAWN = auto()
-    """It will fail, on all ranks, for a newer save."""
+    """A newer save replaces this save, which will fail on all ranks."""
     ASKING = auto()
-    """The worker has died with it, and the other ranks or storage are being asked."""
+    """The worker died during the save. The other ranks or storage are being asked for the outcome."""
     ENDED = auto()
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of the first rank if no slot is free: skip the save, or replace the save of a number."""
+    """The decision of the first rank if no slot is free: skip the save, or replace the save with a number."""
 
     skips: bool = False
     replaced: int | None = None
@@ -96,20 +96,20 @@ class Decision:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A state is captured, and wants a slot.
+    """A state is captured and needs a slot.
 
     Attributes:
         save: The number of the save.
-        buffer: The number of its buffer.
-        slots: How many slots that has.
-        rule: The rule for the case that none is free. On other ranks than the first, ``decision`` says it.
+        buffer: The number of the buffer that has the slots.
+        slots: The number of slots in that buffer.
+        rule: The rule to apply if no slot is free. On ranks other than the first, ``decision`` applies instead.
         decision: The decision of the first rank; None: this is the first rank, or the rule is "wait".
         alone: Whether there is only one rank.
-        decide_s: Seconds that the first rank may take to decide.
-        slot_s: Seconds that it may wait for a slot.
-        limit_s: Seconds from then on until the worker has to say how it ended.
-        is_copied: Whether other hosts are to have copies.
-        step: The training step, for texts.
+        decide_s: Timeout in seconds for the decision of the first rank.
+        slot_s: Timeout in seconds for a free slot.
+        limit_s: Timeout in seconds for the worker to report the outcome, once the save has a slot.
+        is_copied: Whether other hosts keep copies of the image.
+        step: The training step, for messages.
     """
 
     save: int
@@ -148,7 +148,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class CopyFailed:
-    """The copy has ended before that. ``told``: the worker was told of the save."""
+    """The copy ended before all tensors were copied. ``told``: the worker was told of the save."""
 
     save: int
     error: CheckpointError
@@ -157,7 +157,7 @@ class CopyFailed:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """An exception has ended the wait of the caller, who may change the tensors when they are released."""
+    """An exception ended the caller's wait. The caller may change the tensors once they are released."""
 
     save: int
     error: CheckpointError
@@ -165,16 +165,16 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class SlotWritten:
-    """The worker uses the slot no more."""
+    """The worker no longer uses the slot."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class CancelAnswered:
-    """The answer of the worker to ``AskCancel``.
+    """The worker's answer to ``AskCancel``.
 
-    ``slot_free``: the worker uses the slot no more; otherwise ``SlotWritten`` says when.
+    ``slot_free``: the worker no longer uses the slot. If False, ``SlotWritten`` follows.
     """
 
     save: int
@@ -184,7 +184,7 @@ class CancelAnswered:
 
 @dataclass(frozen=True)
 class Ended:
-    """The worker says how the save ended on all ranks."""
+    """The worker reports the outcome of the save on all ranks."""
 
     save: int
     error: CheckpointError | None
@@ -192,7 +192,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class CopiesMade:
-    """Other hosts have copies of the image, or with an ``error`` never will."""
+    """Other hosts have copies of the image. With an ``error``, they never will."""
 
     save: int
     error: CheckpointError | None
@@ -200,7 +200,7 @@ class CopiesMade:
 
 @dataclass(frozen=True)
 class WorkerGone:
-    """The worker has ended with ``error``, or it was left, and goes on alone. ``pid``: its process id, for texts."""
+    """The worker died with ``error``, or was left and goes on alone. ``pid``: the worker's process id, for messages."""
 
     error: CheckpointError
     left: bool
@@ -209,12 +209,12 @@ class WorkerGone:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """The saves under way are given up, and no other rank is told. The worker is about to be killed."""
+    """The trainer gives up the saves under way, without telling the other ranks. The worker is about to be killed."""
 
 
 @dataclass(frozen=True)
 class FoundOut:
-    """The end of a save after the death of its worker."""
+    """The outcome of a save after the death of its worker."""
 
     save: int
     error: CheckpointError | None
@@ -227,14 +227,14 @@ class TimePassed:
 
 @dataclass(frozen=True)
 class FindSlot:
-    """Look for a free slot. ``SlotTaken`` or ``NoSlot`` is the answer."""
+    """Look for a free slot. The answer is ``SlotTaken`` or ``NoSlot``."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class Decided:
-    """Tell the other ranks what becomes of the save."""
+    """Tell the other ranks the decision about the save."""
 
     save: int
     decision: Decision
@@ -249,28 +249,28 @@ class StartCopy:
 
 @dataclass(frozen=True)
 class StopCopy:
-    """Have the copy stop soon."""
+    """Tell the copy to stop."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class ReleaseTensors:
-    """Tell the caller that the tensors are not read any more."""
+    """Tell the caller that the tensors are no longer read."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class HandOver:
-    """Mark the slot as staged, tell the caller that the tensors are not read any more, and tell the worker."""
+    """Mark the slot as staged. Tell the caller that the tensors are no longer read, and tell the worker."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class AskCancel:
-    """Ask the worker to forget the save, unless it writes the image already."""
+    """Ask the worker to cancel the save, unless it already writes the complete image."""
 
     save: int
     reason: CheckpointError
@@ -278,14 +278,14 @@ class AskCancel:
 
 @dataclass(frozen=True)
 class NoteFreeSlot:
-    """Tell who waits that nobody uses the slot any more."""
+    """Tell waiting callers that the slot is no longer used."""
 
     save: int
 
 
 @dataclass(frozen=True)
 class End:
-    """Tell the caller how the save ended. ``error`` is None for a committed save."""
+    """Tell the caller the outcome of the save. ``error`` is None for a committed save."""
 
     save: int
     error: CheckpointError | None
@@ -293,7 +293,7 @@ class End:
 
 @dataclass(frozen=True)
 class TellReplicated:
-    """Tell the caller that other hosts have copies, or that they will not."""
+    """Tell the caller that other hosts have copies. With an ``error``, they never will."""
 
     save: int
     error: CheckpointError | None
@@ -301,7 +301,7 @@ class TellReplicated:
 
 @dataclass(frozen=True)
 class ReportFailure:
-    """Tell the other ranks that the save failed here. ``begun``: the workers may know of it."""
+    """Tell the other ranks that the save failed here. ``begun``: the workers may know of the save."""
 
     save: int
     error: CheckpointError
@@ -310,7 +310,7 @@ class ReportFailure:
 
 @dataclass(frozen=True)
 class FindOut:
-    """Find out how the save has ended. ``error``: with what it fails unless it is committed."""
+    """Find out the outcome of the save. ``error``: the error of the save if it is not committed."""
 
     save: int
     error: CheckpointError
@@ -318,7 +318,7 @@ class FindOut:
 
 @dataclass(frozen=True)
 class KillWorker:
-    """End the worker, which has stopped."""
+    """Kill the worker, because it no longer responds."""
 
 
 TrainerEvent: TypeAlias = (
@@ -356,33 +356,33 @@ TrainerAction: TypeAlias = (
 
 @dataclass
 class SaveInTrainer:
-    """A save, with its state."""
+    """A save and its state."""
 
     wanted: Wanted
     since: float
-    """When it began to wait for a slot, and later when it got one."""
+    """The time when the save began to wait for a slot. Later, the time when it got a slot."""
     is_decided: bool
     stage: Stage = Stage.WAITING
     outcome: EndState = EndState.OPEN
     reason: CheckpointError | None = None
-    """Why it is withdrawn, or cancelled."""
+    """The reason why the save is withdrawn or cancelled."""
     awaits_copies: bool = False
     asked: set[int] = field(default_factory=set)
-    """The saves that the worker was asked to cancel for this one."""
+    """The saves that the worker was asked to cancel in favor of this save."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the end is still to come, and nobody is being asked for it."""
+        """Whether the save has not ended, and no rank or storage is being asked for the outcome."""
         return self.outcome in (EndState.OPEN, EndState.WITHDRAWN)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has, or had, a slot, and may be committed."""
+        """Whether the save has or had a slot, and may be committed."""
         return self.stage is not Stage.WAITING and self.outcome is EndState.OPEN
 
 
 class TrainerSaves:
-    """All saves of one trainer and one worker."""
+    """All saves of one trainer with one worker."""
 
     def __init__(self) -> None:
         self.saves: dict[int, SaveInTrainer] = {}
@@ -402,7 +402,7 @@ class TrainerSaves:
         return self._gone is not None and self._gone.left
 
     def is_idle(self) -> bool:
-        """Return whether all saves have ended, and nothing uses a slot."""
+        """Return whether all saves have ended, and no slot is in use."""
         return not self.saves
 
     def handle(self, event: TrainerEvent, now: float) -> list[TrainerAction]:
@@ -452,7 +452,7 @@ class TrainerSaves:
             if save.stage is Stage.FREE and save.outcome is EndState.ENDED and not save.awaits_copies:
                 del self.saves[number]
         if not isinstance(event, NoSlot):
-            # One after the other: the ranks commit their saves in their order.
+            # Only the oldest save may look for a slot, because the ranks commit saves in order.
             oldest = next((save for save in self.saves.values() if save.stage is Stage.WAITING), None)
             if oldest is not None and (oldest.is_decided or oldest.wanted.rule == "skip"):
                 actions.append(FindSlot(oldest.wanted.save))
@@ -477,14 +477,14 @@ class TrainerSaves:
                 self._decide(number, Decision(), actions)
 
     def _competes(self, other: SaveInTrainer, save: SaveInTrainer) -> bool:
-        """Return whether another save has a slot that ``save`` could use, until it ends.
+        """Return whether ``other`` counts as a user of a slot that ``save`` could use.
 
-        Until then some rank may not have a free slot, although this one has.
+        A save counts until it ends. Until then another rank may lack a free slot, even if this rank has one.
         """
         return other.is_under_way and other.wanted.buffer == save.wanted.buffer
 
     def _replace(self, number: int, actions: list[TrainerAction]) -> None:
-        """First rank: find a save that ``number`` replaces, the newest first."""
+        """First rank: find a save for ``number`` to replace. Try the newest save first."""
         save = self.saves[number]
         under_way = {its: other for its, other in self.saves.items() if self._competes(other, save)}
         for its in sorted(under_way, reverse=True):
@@ -495,7 +495,8 @@ class TrainerSaves:
                 return
         newest = max(under_way, default=0)
         if len(under_way) > 1 and not save.wanted.alone:
-            # Written here, but not yet everywhere. The oldest is spared, or slow ranks would never finish any.
+            # The newest save is written here, but not on all ranks. Never replace the oldest save. Otherwise slow ranks
+            # would never finish a save.
             self._withdraw(newest, _replaced(save), actions)
             actions.append(ReportFailure(newest, _replaced(save), begun=True))
             self._decide(number, Decision(replaced=newest), actions)
@@ -518,7 +519,7 @@ class TrainerSaves:
             self._withdraw(decision.replaced, _replaced(save), actions)
 
     def _withdraw(self, number: int, reason: CheckpointError, actions: list[TrainerAction]) -> None:
-        """Give up a save that the first rank has replaced. It may be written here already, in vain."""
+        """Give up a save that the first rank has replaced. This rank may already have written the save, in vain."""
         save = self.saves.get(number)
         if save is None or save.outcome is not EndState.OPEN:
             return
@@ -597,7 +598,7 @@ class TrainerSaves:
             actions.append(TellReplicated(number, error))
 
     def _lose(self, event: WorkerGone, now: float, actions: list[TrainerAction]) -> None:
-        """Free all slots. The saves that are open are lost, unless another rank or storage knows better."""
+        """Free all slots. Open saves are lost, unless another rank or storage reports a commit."""
         self._gone = event
         for number, save in self.saves.items():
             if save.stage is Stage.WAITING:
@@ -645,7 +646,7 @@ class TrainerSaves:
             actions.append(KillWorker())
 
     def _is_overdue(self, save: SaveInTrainer, now: float) -> bool:
-        """Return whether the worker has stopped. A worker that runs ends a save earlier, by its own limit."""
+        """Return whether the worker has stopped responding. A running worker would end the save by its own timeout."""
         return now >= max(save.since, self._progress_at) + save.wanted.limit_s
 
     def _fail(self, number: int, error: CheckpointError, actions: list[TrainerAction]) -> None:

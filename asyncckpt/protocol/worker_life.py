@@ -1,8 +1,9 @@
-"""The life of a worker: which trainer it serves, who may attach, and when it leaves.
+"""The life of a worker: sessions with trainers, attach requests, and the worker's end.
 
-A worker serves one trainer after the other. The connection to a trainer is a session. Sessions have numbers, from 1 on.
-When a trainer is gone, the worker finishes what that one has staged. Then it lingers for the next trainer, for as long
-as the one before has asked for. A worker that was started ahead of its first trainer begins in LINGERING.
+A worker serves one trainer after the other. The connection to a trainer is a session. Sessions are numbered from 1.
+When a trainer is gone, the worker finishes the saves that this trainer has staged. Then the worker lingers for the next
+trainer, for the time that the last trainer asked for. A worker that starts before its first trainer begins in
+LINGERING.
 
     state      event                                       next state  actions
     SERVING    SessionFinishing                            FINISHING
@@ -10,7 +11,7 @@ as the one before has asked for. A worker that was started ahead of its first tr
     FINISHING  AttachAsked, the first that fits                        TellRestarted (the peer is the next)
     FINISHING  the same, there is a next                               LookAgain
     FINISHING  AttachAsked, the worker is to leave                     Refuse
-    FINISHING  PeerLeft of the next                                    LookAgain (there is no next any more)
+    FINISHING  PeerLeft of the next                                    LookAgain (there is no next from now on)
     FINISHING  RetireAsked                                             TellRestarted (the worker is to leave)
     FINISHING  SessionEnded, there is a next               SERVING     BeginSession
     FINISHING  SessionEnded, the worker is to leave        LEAVING     EndWorker
@@ -21,12 +22,12 @@ as the one before has asked for. A worker that was started ahead of its first tr
     LINGERING  Looked: the time is over                    LEAVING     EndWorker
     LEAVING    AttachAsked                                             Refuse
 
-``AttachAsked`` with the number of an older session means ``LookAgain`` in each state. Otherwise a peer that does not
-fit gets ``Refuse`` in LINGERING, and in FINISHING if there is no next. A worker is to leave if its trainer has closed,
-if it was asked to retire, or, without a next, if it is not to linger.
+``AttachAsked`` with the number of an older session results in ``LookAgain`` in every state. Otherwise a peer that does
+not fit gets ``Refuse`` in LINGERING, and in FINISHING if there is no next peer. A worker must leave if its trainer has
+closed, or if a process asked it to retire. Without a next peer, a worker also leaves if its linger time is 0.
 
-Rules: there is one session at most. A process that is refused has no session. A worker that leaves begins none. Nobody
-can make a worker leave that has a trainer.
+Rules: a worker has at most one session. A refused process has no session. A worker that leaves begins no session. No
+process can make a worker leave while it has a trainer.
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ _LEAVES = "it is leaving"
 
 
 class LifeState(Enum):
-    """The state of a worker. The transitions are in the docstring of the module."""
+    """The state of a worker. The module docstring lists the transitions."""
 
     SERVING = auto()
     """A trainer has a session."""
     FINISHING = auto()
-    """The trainer is gone. What it had staged is known, and is being written."""
+    """The trainer is gone. The worker writes the images that the trainer had staged."""
     LINGERING = auto()
-    """All is written, if there was a session, and the worker waits for the next trainer."""
+    """The worker waits for the next trainer. All images of the last session, if any, are written."""
     LEAVING = auto()
     """The worker ends."""
 
 
 @dataclass(frozen=True)
 class SessionFinishing:
-    """The trainer is gone. ``closed``: it has closed rather than died."""
+    """The trainer is gone. ``closed``: the trainer closed rather than died."""
 
     closed: bool
 
 
 @dataclass(frozen=True)
 class SessionEnded:
-    """All is written."""
+    """All images of the session are written."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ class AttachAsked:
 
     Args:
         peer: The process.
-        session: The number of the session that the process has seen last.
-        trouble: The reason why the process does not fit; None: it fits.
-        linger: Seconds that the worker is to wait for the next trainer after this one; 0: it leaves with this one.
+        session: The number of the last session that the process has seen.
+        trouble: The reason why the process does not fit; None: the process fits.
+        linger: Seconds that the worker waits for another trainer after this session; 0: leave after the session.
     """
 
     peer: int
@@ -96,14 +97,14 @@ class AttachAsked:
 
 @dataclass(frozen=True)
 class RetireAsked:
-    """A process asks the worker to leave; ``peer`` None: a signal does."""
+    """A process (``peer``) or a signal (``peer`` None) asks the worker to leave."""
 
     peer: int | None
 
 
 @dataclass(frozen=True)
 class Looked:
-    """Time has passed, and the shell has looked. ``holds``: there is something that somebody may come for."""
+    """Time has passed. ``holds``: the worker holds images or weights that another process may still ask for."""
 
     holds: bool
 
@@ -117,7 +118,7 @@ class BeginSession:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Tell a process that it gets no session, and why."""
+    """Tell a process the reason why it gets no session."""
 
     peer: int
     why: str
@@ -125,14 +126,14 @@ class Refuse:
 
 @dataclass(frozen=True)
 class LookAgain:
-    """Hang up on a process: what it knows of this worker is no longer so."""
+    """Disconnect a process, because its information about this worker is out of date."""
 
     peer: int
 
 
 @dataclass(frozen=True)
 class TellRestarted:
-    """Tell the old session that the job was started again, so that its saves wait for nobody who is lost."""
+    """Tell the old session that the job was restarted, so that its saves do not wait for lost ranks."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,11 @@ class WorkerLife:
 
         Args:
             linger: Seconds that the worker waits for the next trainer after the last process has left.
-            waits_since: The time when the wait begins; None: there is a session.
+            waits_since: Start time of the wait for the first trainer; None: begin with a session.
         """
         self.state = LifeState.SERVING if waits_since is None else LifeState.LINGERING
         self.session = 1 if waits_since is None else 0
-        """The number of the last session; 0: there was none."""
+        """The number of the last session; 0: no session yet."""
         self._linger = linger
         self._next: AttachAsked | None = None
         self._is_closed = self._is_retired = False
@@ -165,17 +166,17 @@ class WorkerLife:
 
     @property
     def next_peer(self) -> int | None:
-        """The process that gets the next session; None: none has asked for it."""
+        """The process that gets the next session; None: no process has asked for a session."""
         return None if self._next is None else self._next.peer
 
     @property
     def is_closed(self) -> bool:
-        """Whether the trainer has closed rather than died."""
+        """Whether the trainer closed rather than died."""
         return self._is_closed
 
     @property
     def is_to_leave(self) -> bool:
-        """Whether the worker leaves as soon as all is written."""
+        """Whether the worker leaves as soon as all images are written."""
         return self._is_closed or self._is_retired or self.state is LifeState.LEAVING
 
     def lingers_s(self, now: float) -> float | None:

@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 # Timeout for a rank to reach a collective, as in gloo's own groups. The rank may be reading a large checkpoint.
 COLLECTIVE_S = 1800.0
-# Most values are shorter, and then one round is enough. torch's own collectives for objects ask for the lengths first.
+# Values up to this size, in bytes, take one round. torch's own collectives for objects ask for the lengths first.
 _SHORT = 248
 _LENGTH = struct.Struct("<q")
-# For each group, the CPU groups made for it, by timeout.
+# The CPU groups made for each group, by timeout.
 _cpu_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[float, ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -54,8 +54,8 @@ def from_first(
 ) -> T:
     """Return what ``do`` returns on the first rank, on all ranks; or raise its error, on all ranks.
 
-    ``process_group``: as of ``on_all``. Raises torch's ``RuntimeError`` where not all ranks have come in ``timeout``
-    seconds, and ``start_timeout`` more that the first one may take before.
+    ``process_group``: see ``on_all``. Raises torch's ``RuntimeError`` if a rank does not arrive within ``timeout`` plus
+    ``start_timeout`` seconds. ``start_timeout`` is the extra time for ``do`` on the first rank.
     """
     if not many(process_group):
         return do()
@@ -75,7 +75,7 @@ def from_first(
 
 
 def gather(value: T, process_group: Any = None) -> list[T]:
-    """Return the ``value`` of each rank, in their order. ``process_group``: as of ``on_all``."""
+    """Return the ``value`` of each rank, in the order of the ranks. ``process_group``: see ``on_all``."""
     if not many(process_group):
         return [value]
     return [pickle.loads(each) for each in _gathered(pickle.dumps(value), cpu_group(process_group))]
@@ -86,7 +86,7 @@ def extremes(
 ) -> tuple[list[int], list[int]]:
     """Return the least and the greatest of each of ``values`` among the ranks, by one small collective.
 
-    ``process_group``: as of ``on_all``. Raises ``RankFailedError`` if a rank does not come in ``timeout`` seconds.
+    ``process_group``: see ``on_all``. Raises ``RankFailedError`` if a rank does not arrive within ``timeout`` seconds.
     """
     if not many(process_group):
         return list(values), list(values)
@@ -102,7 +102,7 @@ def extremes(
 
 
 def gather_to_first(value: T, process_group: Any = None) -> list[T]:
-    """Return the values of all ranks, in their order, on the first rank. Return an empty list on all others."""
+    """Return the values of all ranks, in the order of the ranks, on the first rank; an empty list on all others."""
     if not many(process_group):
         return [value]
     group = cpu_group(process_group)
@@ -141,8 +141,8 @@ def _broadcast(mine: bytes, group: ProcessGroup, timeout: timedelta) -> bytes:
 
 
 def _wait(work: dist.Work | None, timeout: timedelta) -> None:
-    """Wait with ``timeout``. The caller's group has a timeout of its own, normally half an hour."""
-    if work is not None:  # None: this process is no rank of the group
+    """Wait with ``timeout``, because the caller's group has its own timeout, normally half an hour."""
+    if work is not None:  # None: this process is not in the group
         work.wait(timeout)
 
 
@@ -151,7 +151,7 @@ def _tensor(data: bytes, nbytes: int) -> torch.Tensor:
 
 
 def check_same(call: Call, process_group: Any = None) -> None:
-    """Raise ``RankFailedError``, on all ranks, unless all of them make the same ``call``."""
+    """Raise ``RankFailedError``, on all ranks, unless all ranks make the same ``call``."""
     if many(process_group):
         check_same_call(gather(call, process_group))
 
@@ -177,9 +177,9 @@ def cpu_group(process_group: ProcessGroup | None, timeout: float = COLLECTIVE_S)
     """Return ``process_group``, or a gloo group of the same ranks if ``process_group`` sends only device memory.
 
     A collective through a device would make the host wait for all earlier work of the device, and would take device
-    memory. All ranks together make the gloo group when it is first needed. It is kept as long as the group that it
-    stands for. A second gloo group could have the same name in torch's store, and would find the addresses of the first
-    there.
+    memory. All ranks together make the gloo group when it is first needed. The gloo group is kept as long as
+    ``process_group``. A second gloo group could have the same name in torch's store, and would find the addresses of
+    the first group there.
 
     Args:
         process_group: The ranks.
@@ -198,7 +198,7 @@ def cpu_group(process_group: ProcessGroup | None, timeout: float = COLLECTIVE_S)
         limit = timedelta(seconds=timeout)
         if given is dist.group.WORLD:
             made[timeout] = dist.new_group(timeout=limit, backend="gloo")
-        else:  # not known to other ranks: torch names such a group by the number of groups that each of its ranks has
+        else:  # made by its own ranks alone: torch names the group by the number of groups that each rank has
             ranks = dist.get_process_group_ranks(given)
             made[timeout] = dist.new_group(ranks, limit, backend="gloo", use_local_synchronization=True)
     return made[timeout]

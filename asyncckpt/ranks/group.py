@@ -1,8 +1,8 @@
-"""The group: the ranks that save together, and the way in which their trainers agree.
+"""The group: the ranks that save together, and the agreement among their trainers.
 
 At the first save, one broadcast of ``torch.distributed`` tells all ranks the address of the store, which the first
 rank's worker hosts. After that there are no collectives. The ranks agree in rounds over that store (see
-``asyncckpt/ranks/rounds.py``). There every wait has a timeout, and an error names the rank that caused it.
+``asyncckpt/ranks/rounds.py``). Every wait in a round has a timeout, and an error names the rank that caused it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 ADDRESS_VARIABLE, DOMAIN_VARIABLE = "ASYNC_CKPT_ADDRESS", "ASYNC_CKPT_DOMAIN"
-"""Environment variables of a single host. They apply no matter how the ``Config`` was made."""
+"""Environment variables of a single host. A ``Config`` that was not made from the environment uses them, too."""
 
 
 def address_to_listen_at(name: str, world_size: int) -> str:
     """Return the numeric address that the store should listen at; "" for all addresses of the host.
 
-    ``name``: this host's name for the other ranks. Unless it is numeric, its meaning on their hosts is not known here.
-    ``world_size``: size of the job.
+    Args:
+        name: This host's name for the other ranks. Unless the name is numeric, other hosts may resolve it to any
+            address.
+        world_size: Size of the job.
     """
     sizes = {os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE"), str(world_size)}
     if name == "localhost" or len(sizes) == 1:  # torchrun says that all ranks are on this host
@@ -66,11 +68,11 @@ def address_to_listen_at(name: str, world_size: int) -> str:
 
 
 def own_address(given: str | None) -> str:
-    """Return the address of this host for other hosts of the job, as far as it is known.
+    """Return the address of this host for other hosts of the job.
 
     Args:
         given: Value of ``Config.address``. If it is None, use the environment, or else this host's address on the
-            network to the first rank's host.
+            network to the first rank's host, or else the host name.
     """
     if given is not None or ADDRESS_VARIABLE in os.environ:
         return given or os.environ[ADDRESS_VARIABLE]
@@ -85,7 +87,7 @@ def own_address(given: str | None) -> str:
 def own_domain(given: str | None) -> str:
     """Return this host's failure domain: ``Config.domain``, or the environment's value, or else the machine's boot id.
 
-    Containers of one machine may have their own folders and networks, but fail together.
+    Containers of one machine have one domain, because they fail together.
     """
     if given is not None or DOMAIN_VARIABLE in os.environ:
         return given or os.environ[DOMAIN_VARIABLE]
@@ -104,24 +106,24 @@ def loopback_scope() -> str:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         network = os.stat("/proc/self/ns/net")
-    except OSError:  # unknown, so equal to no other process
+    except OSError:  # unknown, so return a text that no other process has
         return uuid.uuid4().hex
     return f"{boot}/{network.st_dev:x}/{network.st_ino:x}/{socket.gethostname()}"
 
 
 _YES = "yes"
-# Time for which the first rank looks for the store. Its own worker hosts the store, so waiting longer does not help.
-# The other ranks look longer, because the first rank may just be restarting its worker.
+# Time to look for the store. For the first rank it is short, because its own worker hosts the store. For the other
+# ranks it is longer, because the first rank may be restarting its worker.
 _OWN_PATIENCE_S, _PATIENCE_S = 1.0, 20.0
-# Timeout for a store that says nothing at all. It is long, because ranks would act differently if only some of them got
-# an answer. The short timeout is for questions that storage can answer as well, with the same answer for all ranks.
+# Timeout for a store that does not answer at all. It is long, because ranks would act differently if only some of them
+# got an answer. The short timeout is for questions that storage can answer as well, with the same answer for all ranks.
 _SILENCE_S, _SHORT_SILENCE_S = 10.0, 2.0
-# Time to wait until a failure is reported. Later it is still reported, unless this process ends before.
+# Time to wait until a failure is reported. After that, a background thread still reports it while this process lives.
 _TELL_S = 1.0
-# Timeout for the first rank to conclude a save that has failed on this rank, in case it is just committing the save.
-# Also the timeout for storage to tell the outcome.
+# Timeout for the first rank to conclude a save that has failed on this rank, because it may be committing the save just
+# now. Also the timeout for storage to tell the outcome.
 _RESOLVE_S = 30.0
-# The rounds of the trainers in a save, in their order.
+# The kinds of rounds of the trainers in a save, in their order.
 KINDS = ("agree", "plan", "layout", "copies", "memory", "slot")
 
 T = TypeVar("T")
@@ -140,7 +142,7 @@ class Group:
         Args:
             config: Provides the timeouts, and ``host``.
             process_group: The ranks.
-            alone: Consist of this process alone, even within a job.
+            alone: Make a group of this process alone, even within a job.
 
         Raises:
             ValueError: This process is not in the process group.
@@ -159,8 +161,7 @@ class Group:
         self._rendezvous: Rendezvous | None = None
         self._client: WorkerClient | None = None
         self._rounds: Rounds | None = None
-        # First rank: the outcomes of saves that its dead worker took along, and that the other ranks have not been told
-        # yet.
+        # First rank: outcomes of saves that its dead worker could not tell the other ranks.
         self._untold: dict[int, CheckpointError | None] = {}
 
     def is_current(self) -> bool:
@@ -190,14 +191,16 @@ class Group:
 
     @property
     def has_met(self) -> bool:
-        """Return whether ``connect_worker`` is no collective any more."""
+        """Return whether the ranks have met, so that ``connect_worker`` is no longer a collective."""
         return self.alone or self._rendezvous is not None
 
     def connect_worker(self, start: Callable[[int], WorkerClient]) -> WorkerClient:
-        """Return this rank's worker, given by ``start`` and connected to the others. The first call is a collective.
+        """Return the worker that ``start`` returns, after connecting it to the other ranks.
 
-        If the worker replaces a dead worker, it finds the store at its old address, or, on the first rank, hosts it
-        there. Raises as ``start``; ``RankFailedError``, ``WorkerDiedError``, ``SaveTimeoutError``.
+        The first call is a collective. A worker that replaces a dead worker uses the store at its old address. On the
+        first rank, it hosts the store there.
+
+        Raises ``RankFailedError``, ``WorkerDiedError``, ``SaveTimeoutError``, and the errors of ``start``.
         """
         try:
             client = start(self.rank)
@@ -225,12 +228,13 @@ class Group:
         Args:
             kind: Kind of the question; one of ``KINDS`` in a save.
             number: Number of the save, the same on all ranks.
-            local: Make this rank's value.
-            decide: First rank: get the values in the order of the ranks, return the answers in that order.
+            local: Returns this rank's value.
+            decide: First rank: takes the values in the order of the ranks, and returns the answers in that order.
 
         Raises:
             CheckpointError: An error of ``local`` or ``decide`` on any rank is raised on all ranks.
-            RankFailedError, SaveTimeoutError: A rank is gone, or has brought no value in ``Config.timeout`` seconds.
+            RankFailedError, SaveTimeoutError: A rank is gone, or has reported no value within ``Config.timeout``
+                seconds.
         """
         if self._rounds is None:
             return decide([local()])[0]
@@ -258,7 +262,7 @@ class Group:
         return answers[0]
 
     def hear_decision(self, kind: str, number: int) -> Any:
-        """Another rank: wait for the decision that the first rank tells by ``tell_decision``; arguments as there."""
+        """Other ranks: wait for the decision of the first rank. The arguments are those of ``tell_decision``."""
         if self._rounds is None:
             raise RankFailedError("the ranks are not connected yet: please report this", rank=self.rank)
         self._rounds.patience.renew()
@@ -268,9 +272,9 @@ class Group:
         """First rank: tell the others a decision, without waiting for them. Another thread may use the store meanwhile.
 
         Args:
-            kind: As in ``ask_all``.
-            number: As in ``ask_all``.
-            decision: The decision. If it cannot be told, the save fails on all ranks.
+            kind: See ``ask_all``.
+            number: See ``ask_all``.
+            decision: The decision. If the store cannot be reached, the save fails on all ranks.
         """
         if (rounds := self._rounds) is None:
             return
@@ -278,7 +282,7 @@ class Group:
         try:
             rounds.conclude_soon(round_name(kind, number), pack(decision), timeout).result(timeout)
         except (CheckpointError, FutureTimeoutError) as error:
-            for begun in (False, True):  # the others wait for the decision, and this rank's worker for the others
+            for begun in (False, True):  # False: end the others' wait; True: end the save in this rank's worker
                 self.report_failure(number, error, begun=begun)
             raise
         rounds.clear(kind, number)
@@ -304,17 +308,17 @@ class Group:
             return self._follow_first(rounds, "any", number, lambda: mine or rounds.is_flag_set(_YES))
         except CheckpointError as error:
             logger.warning("the ranks could not be asked: %s", str(error))
-            if self.rank == 0:  # the other ranks may reach a store again, and wait for this answer
+            if self.rank == 0:  # the other ranks may reach a store again, and then wait for this answer
                 self._rounds.conclude_soon(round_name("any", number), pack(False), self._config.timeout)
             return False
 
     def report_failure(self, number: int, error: BaseException, *, begun: bool) -> None:
-        """Tell the other ranks that a save cannot be committed, because of this rank.
+        """Tell the other ranks that this rank has failed a save, so that it cannot be committed.
 
         Args:
             number: Number of the save.
             error: The reason.
-            begun: Whether this rank's worker knows of the save, so that the first rank's worker concludes it.
+            begun: Whether this rank's worker knows of the save. Then the first rank's worker concludes the save.
         """
         found = self._located(error)
         rounds = self._rounds
@@ -323,7 +327,7 @@ class Group:
         name = round_name("save", number)
         is_lost = self._is_loss_of_store(found)
         if self.rank == 0 and is_lost:
-            self._untold[number] = found  # reported when there is another store
+            self._untold[number] = found  # reported when the next worker hosts a store
         elif self.rank > 0 or begun:
             telling = rounds.fail_soon(name, found, self._config.commit_timeout)
             wait_done(telling, 0.0 if is_lost else _TELL_S)
@@ -332,14 +336,15 @@ class Group:
                 self._conclude_failed(rounds, number, found)
 
     def is_committed(self, request: WriteRequest, inode: int | None) -> bool:
-        """Return whether a save is committed, although this rank's worker is dead. If it is not, it never will be.
+        """Return whether a save is committed, after the death of this rank's worker. If not, it never will be.
 
         Ranks other than the first have failed the save, and ask the first rank. The first rank answers at once unless
-        it is just committing the save. ``inode``: inode of a single file. Raises ``SaveTimeoutError`` if neither the
-        first rank nor storage answers.
+        it is committing the save just now.
+
+        ``inode``: inode of a single file. Raises ``SaveTimeoutError`` if neither the first rank nor storage answers.
         """
         if self.rank > 0 and self._rendezvous is not None:
-            # Use a separate connection, because failures of other saves must not wait behind this wait.
+            # Use a separate connection, because reports of failures of other saves must not wait behind this call.
             rounds = Rounds(self._rendezvous, _RESOLVE_S, Patience(_OWN_PATIENCE_S), silence=_SHORT_SILENCE_S)
             try:
                 outcome = rounds.outcome(round_name("save", request.save_id), _RESOLVE_S)
@@ -369,7 +374,7 @@ class Group:
         return rendezvous
 
     def _tell_untold(self) -> None:
-        """Report the outcomes of saves for which the other ranks, or their workers, still wait."""
+        """Report the outcomes of saves that the other ranks, or their workers, still wait for."""
         if self._rounds is None:
             return
         for number, failure in list(self._untold.items()):
@@ -378,14 +383,14 @@ class Group:
                     self._rounds.conclude(round_name("save", number), COMMITTED)
                 else:
                     self._conclude_failed(self._rounds, number, failure)
-                self._untold.pop(number, None)  # only now: an outcome that did not arrive is told by the next call
+                self._untold.pop(number, None)  # removed last, so that the next call retries an outcome that was lost
 
     def _conclude_failed(self, rounds: Rounds, number: int, failure: CheckpointError) -> None:
         for kind in (*KINDS, "save"):  # the round in which the other ranks are waiting is not known
             rounds.conclude_failed(round_name(kind, number), failure)
 
     def _ask_first(self, rounds: Rounds, name: str, local: Callable[[], object]) -> Any:
-        """Bring a value on another rank than the first, and wait for the first rank's answer."""
+        """Other ranks: report a value, and wait for the first rank's answer."""
         try:
             value = pack(local())
         except Exception as error:
@@ -434,7 +439,7 @@ class Group:
                 f" not made this call in {sum(limits):g} s (look for one under `if rank == 0`)",
                 rank=self.rank,
             ) from error
-        # A host does not always know its own name.
+        # Use the loopback address on the first rank's own host, because a host cannot always resolve its own name.
         address = "127.0.0.1" if scope == loopback_scope() else rendezvous.address
         mine: Rendezvous = replace(rendezvous, rank=self.rank, address=address)
         return mine
@@ -506,11 +511,11 @@ class RankPlace:
 
 
 def copied_ranks(places: Sequence[RankPlace], replicas: int) -> list[tuple[CopiedRank, ...]]:
-    """Return the ranks that each rank is to keep copies of.
+    """Assign the copies to the ranks. Return, for each rank, the source ranks of the images that it copies.
 
     Args:
-        places: Places of the ranks, in their order.
-        replicas: Number of other hosts that are to keep a copy.
+        places: Places of the ranks, in the order of the ranks.
+        replicas: Number of other hosts that keep a copy of each image.
 
     Raises:
         UnsavableStateError: There are too few other hosts.

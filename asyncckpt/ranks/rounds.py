@@ -52,7 +52,7 @@ T = TypeVar("T")
 SAVE, REPLICATED = "save", "replicated"
 """Kinds of rounds among the workers: the commit of a save, and its copies on other hosts."""
 COPIES_BEGIN = "copies"
-"""The key of the first save with copies by a worker."""
+"""The key under which a worker tells the first save whose images it copies."""
 COMMITTED, UNKNOWN = b"", b"unknown"
 """Outcomes of the commit of a save. ``UNKNOWN``: the first rank cannot ask storage."""
 KEPT_ROUNDS = KEPT_SAVES
@@ -61,19 +61,18 @@ KEPT_ROUNDS = KEPT_SAVES
 # Interval at which the first rank checks whether a missing rank has reported that it is gone.
 _CHECK_GONE_S = 0.5
 _SEAL_CHARACTERS = 32
-# Seconds to look for the store, which the first rank may be starting again in the same save. All saves under way share
-# this time.
+# Seconds to look for the store, because the first rank may be restarting it. All saves under way share this time.
 PATIENCE_S = 20.0
 # Seconds to find out whether a store is gone, or only the connection to it. A store that is gone refuses at once.
 _PROBE_S = 10.0
-# Seconds for one question to the first rank's worker, with the time to look for it.
+# Seconds for one question to the first rank's worker, including the time to look for that worker.
 _HEAR_S = PATIENCE_S + _PROBE_S
 # First byte of an outcome.
 _FOR_ALL, _FOR_EACH, _FAILED = b"+", b"=", b"-"
 
 
 def round_name(kind: str, number: int) -> str:
-    """The name of the round of save ``number``; the number is the same on all ranks."""
+    """Return the name of the round of save ``number``. The number is the same on all ranks."""
     return f"{kind}-{number}"
 
 
@@ -103,7 +102,10 @@ def sealed_outcome(rendezvous: Rendezvous, name: str, outcome: bytes | Checkpoin
 
 
 def keys_to_clear(rendezvous: Rendezvous, kind: str, number: int, keep: int = KEPT_ROUNDS) -> list[str]:
-    """Return the keys to remove at the end of a round of save ``number``, of which others go ``keep`` rounds later."""
+    """Return the keys to remove at the end of a round of save ``number``.
+
+    The list has the reports of that round, and the other keys of the round of save ``number - keep``.
+    """
     old = round_name(kind, number - keep)
     gone = [key_of(rendezvous, old, part) for part in ("failure", "outcome", "reports")] if number > keep else []
     return [key_of(rendezvous, round_name(kind, number), "reports"), *gone]
@@ -136,12 +138,12 @@ class Rounds:
         """Prepare the rounds. The connection is made when it is first needed.
 
         Args:
-            rendezvous: Where the store is, and which rank this is.
-            timeout: Seconds that anything but a wait for other ranks may take.
-            patience: How long a store is waited for that does not listen yet; also as seconds; None: ``timeout``.
-            connection: To share that of another; None: one of its own.
-            silence: Seconds for which the store may say nothing at all, as it does when it is stopped; None: as long
-                as a call may take.
+            rendezvous: The address of the store, and the rank of this process.
+            timeout: Timeout in seconds of every call, except for waits for other ranks.
+            patience: Time to look for a store that does not listen yet, also given in seconds; None: ``timeout``.
+            connection: A connection to share with other rounds; None: use a new connection.
+            silence: Timeout in seconds for a store that does not answer at all, for example because its process is
+                stopped; None: the timeout of the call.
         """
         self.rendezvous = rendezvous
         self._keys = partial(key_of, rendezvous)
@@ -195,7 +197,7 @@ class Rounds:
             name: Name of the round.
             timeout: Maximum seconds to wait.
             also: Another round. Its failure ends this round too.
-            lost: Called with a rank that has not reported. Returns the reason if it never will, otherwise None.
+            lost: Called with a rank that has not reported. Returns the reason if the rank never will, otherwise None.
 
         Returns:
             The reported values, in the order of the ranks.
@@ -239,12 +241,15 @@ class Rounds:
         self._call(send)
 
     def conclude_soon(self, name: str, outcome: bytes, timeout: float) -> Future[None]:
-        """As ``conclude`` of ``name`` by ``outcome``, unless it is concluded; ``timeout``: see ``report_soon``."""
+        """Conclude as ``conclude`` does, in the background, unless the round is concluded already.
+
+        ``timeout``: see ``report_soon``.
+        """
         concluded = sealed_outcome(self.rendezvous, name, outcome)
         return self._behind.start(lambda store: store.offer(*concluded), timeout)
 
     def conclude_failed(self, name: str, error: CheckpointError) -> None:
-        """First rank: tell all that the round ``name`` has failed with ``error``, unless it is concluded already."""
+        """First rank: conclude the round ``name`` with ``error`` for all ranks, unless it is concluded already."""
         outcome = sealed_outcome(self.rendezvous, name, error)
         self._call(lambda store: store.offer(*outcome))
 
@@ -254,7 +259,8 @@ class Rounds:
         Args:
             name: Name of the round.
             timeout: Maximum seconds to wait before a ``SaveTimeoutError``.
-            limit: Seconds that the store may take to be reached and to answer; at least somewhat more than ``timeout``.
+            limit: Timeout in seconds to reach the store and to get its answer. A value below ``timeout`` is raised to
+                somewhat more than ``timeout``.
 
         Returns:
             The outcome that the first rank concluded for this rank, or the error that the round has failed with.
@@ -272,7 +278,7 @@ class Rounds:
         return outcome[1:]
 
     def store_id(self, timeout: float) -> bytes:
-        """Return which store this is, in ``timeout`` seconds: a worker in the place of a dead one hosts another."""
+        """Return the id of the store, within ``timeout`` seconds. The store of a new worker has another id."""
         return self._call(lambda store: store.id, timeout)
 
     def hear(self, name: str, often_s: float, is_open: Callable[[], bool]) -> bytes | CheckpointError | None:
@@ -280,11 +286,11 @@ class Rounds:
 
         Args:
             name: Name of the round.
-            often_s: Interval in seconds between two questions. The first rank takes a silent rank for lost.
-            is_open: Whether the outcome is still needed.
+            often_s: Interval in seconds between two questions. The first rank considers a silent rank lost.
+            is_open: Returns whether the outcome is still needed.
 
         Returns:
-            The outcome, as ``outcome`` returns it; None: it is not needed any more.
+            The outcome, as ``outcome`` returns it; None: the outcome is not needed any more.
 
         Raises:
             CheckpointError: The store is gone, or another one is in its place.
@@ -306,7 +312,10 @@ class Rounds:
 
     @contextlib.contextmanager
     def probe(self, timeout: float) -> Iterator[Rounds]:
-        """Yield other rounds of the same job that do not wait for a store that is gone. ``timeout``: of their calls."""
+        """Yield other rounds of the same job that do not wait for a store that is gone.
+
+        ``timeout``: timeout of their calls, in seconds.
+        """
         others = Rounds(self.rendezvous, timeout, Patience(0.0))
         try:
             yield others
@@ -324,7 +333,7 @@ class Rounds:
     def impatient(self, silence: float) -> Rounds:
         """Return rounds on the same connection that do not wait for a store that is gone.
 
-        They wait ``silence`` seconds for a store that says nothing.
+        ``silence``: timeout in seconds for a store that does not answer at all.
         """
         return Rounds(self.rendezvous, self._timeout, Patience(0.0), self.connection, silence)
 
@@ -335,7 +344,7 @@ class Rounds:
     def clear(self, kind: str, number: int, keep: int = KEPT_ROUNDS) -> None:
         """First rank: end the round ``kind`` of save ``number``.
 
-        Its reports are removed now, its other keys after ``keep`` further rounds.
+        This removes the reports of the round now, and its other keys after ``keep`` further rounds.
         """
         gone = keys_to_clear(self.rendezvous, kind, number, keep)
         self._call(lambda store: store.remove(*gone))
@@ -347,13 +356,13 @@ class Rounds:
         return self._behind.start(lambda store: store.put(key, 0, sealed), timeout)
 
     def get(self, name: str, rank: int) -> bytes | None:
-        """Return what ``rank`` has put as ``name``; None: nothing."""
+        """Return the value that ``rank`` has stored under ``name``; None if there is none."""
         key = f"{self._keys(name)}/{rank}"
         found = self._get(key)
         return None if found is None else self._opened(key, found)
 
     def set_flag(self, name: str) -> None:
-        """Set the flag ``name`` for all ranks. It is never reset."""
+        """Set the flag ``name`` for all ranks. The flag is never reset."""
         key = self._keys(f"flag/{name}")
         self._call(lambda store: store.put(key, 0, self._sealed(key, b"1")))
 
@@ -404,9 +413,9 @@ class Rounds:
         return value
 
     def _check_missing(self, keys: str, timed_out: float | None, lost: Callable[[int], CheckpointError | None]) -> None:
-        """Raise the known error of a rank that has not reported: it has said that it is gone, or the time is up."""
-        # Ask for gone ranks first. A rank sends its reports before it says that it is gone, so the second look finds
-        # them.
+        """Raise an error for a rank that has not reported, if the rank is gone or lost, or if the time is up."""
+        # Ask for gone ranks first. A rank sends its reports before it reports that it is gone, so the second question
+        # finds these reports.
         gone = self._call(lambda store: store.get(self._keys("gone")))
         reported = self._call(lambda store: store.fields(f"{keys}/reports"))
         for text in gone.values():

@@ -1,20 +1,20 @@
 """The store: a small key-value server that joins the ranks of a job. The first rank's worker hosts it.
 
-A key has fields: numbers, each with some bytes. The store sends a nonce to each new client, and the client must answer
+A key has numbered fields, each with some bytes. The store sends a nonce to each new client, and the client must answer
 with its rank and a keyed hash of both. A client that does not know the secret of the job gets no other answer, and its
-requests are ignored. The store proves its knowledge of the secret in the same way, and sends its id. The id tells
-clients whether a new worker hosts another store after a crash.
+requests are ignored. The store proves its knowledge of the secret in the same way, and sends its id. After a crash, a
+new worker hosts a store with another id.
 
 One thread serves all clients. A request is a head (``REQUEST``), a key and a value. An answer is a head (``ANSWER``)
 and bytes:
 
     put, offer   set a field (offer: unless it is set); the answer has the number of fields
     get, fields  all fields, or only their numbers
-    wait         the fields, once the key has so many, or ``ENDS`` is set; -1 after a timeout
-    remove       forget a key
+    wait         the fields, once the key has that number of fields, or ``ENDS`` is set; -1 after a timeout
+    remove       remove a key
 
-The process of the store is told of what clients set (``watch``), and carries out operations without a connection
-(``post``).
+The process that hosts the store gets a call for each field that a client sets (``watch``). This process can change keys
+without a connection (``post``).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from asyncckpt.threads import start
 
 logger = logging.getLogger(__name__)
 
-# Operation, bytes of the key, field or number of fields, seconds to wait, bytes of the value.
+# Operation, size of the key, field or number of fields, seconds to wait, size of the value. Sizes are in bytes.
 REQUEST = struct.Struct("!BHqdQ")
-# A number, and the size of the bytes that follow.
+# A number, and the size in bytes of the payload that follows.
 ANSWER = struct.Struct("!qQ")
 FIELD = struct.Struct("!qQ")
 """A field of an answer: its number and its size. The bytes follow."""
@@ -54,14 +54,14 @@ RANK = struct.Struct("!i")
 ID_BYTES = 16
 
 _PROOF_BYTES = 32
-# Limits for clients that have not yet proved that they know the secret: how long they may stay, and how many.
+# Limits for clients that have not yet proved that they know the secret: maximum time, and maximum number.
 _STRANGER_S = 5.0
 _STRANGERS = 128
 _BACKLOG = 4096
 _PIECE_BYTES = 256 << 10
-# Pause after running out of descriptors, until some descriptor may be closed.
+# Pause after running out of descriptors.
 _PAUSE_S = 1.0
-# Between two saves connections are idle for a long time, and network devices on the way forget them.
+# Connections are idle between two saves, and network devices on the way may forget idle connections.
 _KEEP_ALIVE = {
     socket.TCP_KEEPIDLE: 60,
     socket.TCP_KEEPINTVL: 10,
@@ -95,7 +95,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 class _Peer:
-    """A connection of a client: received bytes of a request, unsent bytes of answers, and the current wait."""
+    """A client's connection: received bytes of a request, unsent bytes of answers, and the current wait."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -125,8 +125,8 @@ class Store:
             port: Port to listen at; 0: any free port.
             address: A numeric address of this host, to listen there alone. If it is "", or not of this host, listen at
                 all addresses.
-            watch: Called with key, field and value when a client has set a field, on the thread of the store. It must
-                not wait.
+            watch: Called with key, field and value when a client has set a field, on the thread of the store. The
+                function must not wait.
 
         Raises:
             OSError: The port is taken.
@@ -160,7 +160,7 @@ class Store:
         return len(self._keys)
 
     def post(self, operation: Operation, key: str, field: int = 0, value: bytes = b"") -> None:
-        """Change ``field`` of ``key`` without a connection. Any thread may call; nobody waits.
+        """Change ``field`` of ``key`` without a connection. Any thread may call. Does not wait.
 
         Args:
             operation: ``PUT``, ``OFFER`` or ``REMOVE``.
@@ -169,15 +169,15 @@ class Store:
             value: The value of the field.
         """
         self._posted.append((operation, key, field, value))
-        with contextlib.suppress(OSError):  # full, so it will wake, or closed
+        with contextlib.suppress(OSError):  # the socket is full, so the thread will wake, or it is closed
             self._wakes.send(b"x")
 
     def heard(self) -> dict[int, float]:
-        """Return when each rank has last sent something, by ``time.monotonic``. Any thread may call."""
+        """Return the time of the last request of each rank, by ``time.monotonic``. Any thread may call."""
         return self._heard.copy()
 
     def close(self) -> None:
-        """Drop all connections, and close the listening port. All that was posted is carried out before."""
+        """Carry out all posted operations, drop all connections, and close the listening port."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._wakes.send(b"x")
@@ -241,9 +241,9 @@ class Store:
         self._send(peer, peer.nonce)
 
     def _attend_guarded(self, peer: _Peer, events: int) -> None:
-        """Serve a client, and drop it after an error, so that no client can take the store from the others."""
+        """Serve a client, and drop the client after an error, so that no client can stop the store for the others."""
         if peer.socket.fileno() < 0:
-            return  # dropped by an earlier event
+            return  # an earlier event has dropped the client
         try:
             self._attend(peer, events)
         except Exception:
@@ -329,7 +329,7 @@ class Store:
                 self._drop(peer)
 
     def _wake(self, key: str, fields: Mapping[int, bytes]) -> None:
-        """Answer clients if their wait is fulfilled now."""
+        """Answer the clients that wait for this key, if it has enough fields now."""
         for peer in list(self._waiting.get(key, ())):
             if peer.wait is not None and _is_enough(fields, peer.wait[1]):
                 self._end_wait(peer)
@@ -361,7 +361,7 @@ class Store:
 
     def _send(self, peer: _Peer, text: bytes) -> None:
         peer.unsent += text
-        if len(peer.unsent) == len(text):  # otherwise it waits until the rest can be sent
+        if len(peer.unsent) == len(text):  # otherwise the text follows when the earlier bytes are sent
             self._flush(peer)
 
     def _flush(self, peer: _Peer) -> None:
@@ -388,7 +388,7 @@ class Store:
 
 
 def listen(address: str, port: int) -> tuple[socket.socket, str]:
-    """Return a listening socket, and the only address that it listens at ("": all of this host)."""
+    """Return a listening socket, and the only address that it listens at ("": all addresses of this host)."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
@@ -396,7 +396,7 @@ def listen(address: str, port: int) -> tuple[socket.socket, str]:
         except OSError as error:
             logger.info("listening at all addresses, as %s cannot be listened at: %s", address, error)
     if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # switched off on this host
+        with contextlib.suppress(OSError):  # IPv6 is switched off on this host
             both = socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
             return both, ""
     return socket.create_server(("", port), backlog=_BACKLOG), ""

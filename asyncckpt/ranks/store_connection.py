@@ -23,7 +23,7 @@ from asyncckpt.threads import no_thread
 T = TypeVar("T")
 
 _PROBE_PAUSE_S = 0.1
-# Timeout to reach a host at all. A lost host never answers.
+# Timeout for a TCP connection to the host, because a lost host never answers.
 _REACH_S = 3.0
 _PIECE_BYTES = 1 << 20
 # A wait is sent in slices of this length, to detect a store that has stopped.
@@ -31,7 +31,10 @@ _SLICE_S = 10.0
 
 
 class Patience:
-    """Time to wait for a store that does not listen, from the first miss by any sharer of this object."""
+    """The time to wait for a store that does not listen.
+
+    The time begins at the first failed attempt. All users of this object share the time.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -45,16 +48,16 @@ class Patience:
         return until - now
 
     def renew(self) -> None:
-        """Restart the time at the next miss, because the store was reached, or may just be restarted."""
+        """Restart the time at the next failed attempt, because the store was reached, or may be restarted."""
         self._until = None
 
     def end(self) -> None:
-        """End the time, because nobody will restart the store."""
+        """End the time, because no trainer will restart the store."""
         self._seconds, self._until = 0.0, None
 
 
 class StoreClient:
-    """A connected rank. Any call raises ``TimeoutError`` or ``OSError``, and is unusable after that."""
+    """A connected client of the store. Its calls raise ``TimeoutError`` or ``OSError``. After that it is unusable."""
 
     def __init__(self, rendezvous: Rendezvous, reach_s: float, deadline: float, silence: float | None) -> None:
         """Connect.
@@ -63,7 +66,7 @@ class StoreClient:
             rendezvous: Address of the store, and the secret.
             reach_s: Timeout to reach the host, in seconds.
             deadline: Deadline of any call, by ``time.monotonic``.
-            silence: Seconds for which the store may say nothing; None: until the deadline.
+            silence: Timeout in seconds for a store that does not answer at all; None: the deadline.
         """
         self.deadline, self.silence = deadline, silence
         try:
@@ -99,7 +102,7 @@ class StoreClient:
         return set(_fields(self._ask(Operation.FIELDS, key)[1]))
 
     def wait(self, key: str, count: int, timeout: float) -> dict[int, bytes] | None:
-        """Return the fields of a key, once it has ``count`` of them or ``ENDS``; None after ``timeout`` seconds."""
+        """Return the fields of a key, once it has ``count`` fields or ``ENDS``; None after ``timeout`` seconds."""
         until = time.monotonic() + timeout
         while True:
             left = max(0.0, until - time.monotonic())
@@ -162,16 +165,16 @@ class StoreClient:
 
 
 class StoreConnection:
-    """A client of the store that connects when it is first used, and again after a loss. Any thread may call.
+    """A client of the store that connects at its first call, and again after a loss. Any thread may call.
 
-    It makes one call at a time, so a wait occupies it.
+    The client makes one call at a time, so a call that waits delays all other calls.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
         self._calling = threading.Lock()
         self._client: StoreClient | None = None
-        # Acquired directly, not by the condition: an exception of a signal handler could keep that from being left.
+        # Acquire the lock directly, not through the condition: there an asynchronous exception could leave it locked.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._tasks: deque[tuple[Callable[[StoreClient], Any], float, Future[Any]]] = deque()
@@ -186,8 +189,8 @@ class StoreConnection:
             what: The operation on the store.
             limit: Timeout of the whole call, in seconds.
             patience: Time to look for a store that does not listen.
-            silence: Timeout in seconds for a store that says nothing at all, e.g. because it is stopped. If it is None,
-                use ``limit``.
+            silence: Timeout in seconds for a store that does not answer at all, e.g. because its process is stopped;
+                None: ``limit``.
 
         Raises:
             WorkerDiedError: The store is gone or cannot be reached.
@@ -202,7 +205,7 @@ class StoreConnection:
             return what(client)
         except OSError as error:
             self._drop()
-            if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:  # that code: its host is gone
+            if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:  # the kernel's code for a lost host
                 raise self._silent(limit if silence is None else min(limit, silence)) from error
             raise WorkerDiedError(
                 "the worker of rank 0, which brings the ranks together at"
@@ -210,7 +213,7 @@ class StoreConnection:
                 f" ({'this was closed' if self._closed else error.strerror or error})",
                 rank=0,
             ) from error
-        except BaseException:  # an interrupt, with an answer still on its way
+        except BaseException:  # after an interrupt, the answer may still arrive on this connection
             self._drop()
             raise
         finally:
@@ -237,9 +240,9 @@ class StoreConnection:
         return future
 
     def close(self, timeout: float = 0.0) -> None:
-        """Drop the connection, once all started calls are done, or after ``timeout`` seconds.
+        """Drop the connection once all started calls are done, at the latest after ``timeout`` seconds.
 
-        From now on no call waits for a store that is gone.
+        After ``close`` begins, calls do not wait for a store that is gone.
         """
         with self._lock:
             self._is_closing = True
@@ -290,7 +293,7 @@ class StoreConnection:
                 time.sleep(_PROBE_PAUSE_S)
             else:
                 patience.renew()
-                if not self._closed:  # it may have been closed meanwhile
+                if not self._closed:  # another thread may have closed this object meanwhile
                     return self._client
         raise ConnectionAbortedError("this was closed")
 

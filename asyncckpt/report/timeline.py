@@ -1,7 +1,7 @@
 """``asyncckpt timeline``: the phases of each rank in each save, as a trace for Perfetto or ``chrome://tracing``.
 
 The format is Chrome's trace events: a process is a rank, a thread is a lane of the rank. Events of one lane do not
-overlap, unless one is within the other. All times are of the hosts' clocks, which may differ.
+overlap, unless one is within the other. All times come from the hosts' clocks, which may differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ The trainer during the call; the copy, if it goes on after the call (``overlap``
 threads that compute checksums meanwhile; the commit, from the end of this rank's write.
 """
 
-# Maximum difference of the two clocks, in seconds: a copy that ends so much after the call still belongs to the call.
+# Maximum difference of the two clocks, in seconds: a copy that ends this long after the call still belongs to the call.
 _CLOCKS_S = 1e-3
 _RANK = re.compile(r"__(\d+)_\d+\.index\.json")
 

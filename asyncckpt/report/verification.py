@@ -79,7 +79,7 @@ def _verify_ours(path: str, bar: Progress, checked: CheckedFiles) -> _Verified:
 def _verify_in_set(path: str, progress: Callable[[int], object]) -> _Verified | None:
     """Check a file, or a folder of DCP, by the checksums of the set of files that contains it.
 
-    Return None if no set does.
+    Return None if no set contains it.
     """
     is_folder = is_stock(path)
     is_file = storage_for(path).size(path) is not None if is_address(path) else os.path.isfile(path)

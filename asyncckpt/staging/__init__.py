@@ -1,1 +1,1 @@
-"""From the trainer's tensors into shared memory: the copy that training waits for."""
+"""Staging: copy the trainer's tensors into shared memory. The training waits for this copy."""

@@ -1,8 +1,8 @@
-"""Hold the shared memory of plans: staging buffers, how many of their slots have memory, and memory without a worker.
+"""Hold the shared memory of plans: staging buffers, the memory of their slots, and memory of an earlier trainer.
 
-The slots stand at the end of a segment, so its begin is what has memory: one slot, and another while saves overlap
-(``Config.slots``). The worker takes more memory beside all else. The save that wants it waits for it, or for the slot
-of the save before, whichever is there first.
+The slots stand at the end of a segment. The segment has memory up to some slot: for one slot, and for another while
+saves overlap (``Config.slots``). The worker takes memory for another slot in the background. The save that needs a slot
+waits for this memory or for the slot of the save before, and uses the first one that is ready.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Constants: TypeAlias = Sequence[tuple[Region, bytes | memoryview]]
 
 @dataclass
 class InheritedMemory:
-    """A segment of the worker that the trainer before this one has left: its layout, and the images that it holds.
+    """A segment of the worker that the trainer before this one left, with its layout and the images in it.
 
-    ``number``: the segment's number in the worker; 0: that worker is gone.
+    ``number``: the segment's number in the worker; 0: the worker is gone.
     """
 
     segment: Segment
@@ -54,7 +54,7 @@ class InheritedMemory:
     number: int = 0
 
     def fits(self, layout: CheckpointLayout | FileSetLayout | TorchFileLayout, constants: Constants) -> bool:
-        """Return True if it was for the same plan, down to the last constant byte."""
+        """Return True if the segment belongs to the same plan: the layout and all constant bytes are equal."""
         if self.number == 0 or self.segment.closed or self.layout != layout:
             return False
         view = self.segment.view
@@ -62,22 +62,22 @@ class InheritedMemory:
 
 
 def give_back(inherited: list[InheritedMemory], client: WorkerClient) -> None:
-    """Give back all ``inherited`` memory, to ``client`` if the worker has it."""
+    """Give back all ``inherited`` memory. Tell the worker of ``client`` if the worker has the memory."""
     while inherited:
-        unfit = inherited[-1]  # taken from the list when it is gone, for an exception may come in between
+        unfit = inherited[-1]  # removed from the list only after its release, because an exception may come in between
         unfit.segment.close()
         if unfit.number:
             client.tell(Release(unfit.number))
         inherited.pop()
 
 
-# After so many saves in a row without overlap the memory of the last slot goes back. After so many, memory that was
-# refused is asked for again.
+# After this number of saves in a row without overlap, give back the memory of the last slot, and ask again for memory
+# that was refused.
 _LONG = 16
 
 
 class SlotMemory:
-    """The memory of one segment's slots. One thread at a time may call; a thread brings the answer of the worker."""
+    """The memory of one segment's slots. One thread at a time may call. Another thread delivers the worker's answer."""
 
     def __init__(self, client: WorkerClient, number: int, segment: Segment, begins: Sequence[int], taken: int) -> None:
         """Take no memory yet.
@@ -95,17 +95,17 @@ class SlotMemory:
         """The worker is taking memory for another slot."""
         self._client, self._number, self._segment = client, number, segment
         self._begins = begins
-        self._apart = 0  # how many saves, one after the other, have not overlapped
+        self._apart = 0  # the number of saves in a row that did not overlap
         self._refused: CheckpointError | None = None
 
     @property
     def end(self) -> int:
-        """The end of the memory, an offset in the segment."""
+        """The end of the memory, as an offset in the segment, in bytes."""
         return self._begins[self.taken]
 
     @property
     def ends(self) -> Sequence[int]:
-        """The end of each slot with memory."""
+        """The end of each slot with memory, as an offset in the segment, in bytes."""
         return self._begins[1 : self.taken + 1]
 
     @property
@@ -114,7 +114,7 @@ class SlotMemory:
         return self.taken > self._least and self._apart >= _LONG and not self.is_coming
 
     def note(self, *, overlaps: bool) -> None:
-        """Note that a save has a slot; ``overlaps``: another save was under way."""
+        """Note that a save has got a slot. ``overlaps``: another save was under way."""
         self._apart = 0 if overlaps else self._apart + 1
         self._refused = self._refused if self._apart < _LONG else None
 
@@ -128,7 +128,7 @@ class SlotMemory:
         try:
             self.is_coming = True
             self._client.take(request, partial(self._on_taken, slot))
-        except BaseException:  # an interrupt: the worker may have been told all the same
+        except BaseException:  # an interrupt; the worker may have got the request nevertheless
             self.is_coming = False
             raise
 
@@ -144,9 +144,9 @@ class SlotMemory:
         self._client.tell(GiveBack(self._number, self.end, (self.taken,)))
 
     def _on_taken(self, slot: int, refused: CheckpointError | None) -> None:
-        """Called by a thread of its own: to map the memory takes a while."""
+        """Note the answer of the worker. Called on a separate thread, because mapping the memory takes a while."""
         if refused is None:
-            # The kernel's tables of this process, which the copy would wait for; of a segment that may just be closed.
+            # Fill the page tables of this process, so that the copy need not wait. The segment may be closed meanwhile.
             with contextlib.suppress(OutOfMemoryError, ValueError):
                 self._segment.touch(self._begins[slot + 1], self._begins[slot])
             self.taken = max(self.taken, slot + 1)
@@ -160,13 +160,13 @@ Plan: TypeAlias = CheckpointPlan | FileSetPlan | TorchFilePlan
 
 
 class SlotUser(Protocol):
-    """A save that has a slot, or had it last."""
+    """A save that uses a slot, or was the last one to use it."""
 
     number: int
     slot_free: Flag
-    """Set when nobody uses the slot for it any more."""
+    """Set when the slot is no longer used for this save."""
     is_whole: bool
-    """Its image is complete."""
+    """True if the image of the save is complete."""
     is_durable: bool
     is_replicated: bool
 
@@ -174,12 +174,13 @@ class SlotUser(Protocol):
 class StagingBuffer:
     """A plan with its segment, to stage states of one structure.
 
-    The segment holds the header page, the constants, then one image a slot, each from a page on. Some slots may have no
-    memory. ``saves``: for each slot, the last save that took it. ``client``: the worker that owns the memory.
+    The segment holds the header page, the constants, and one image in each slot. Each image begins on a page. Some
+    slots may have no memory. ``saves``: for each slot, the last save that took it. ``client``: the worker that owns the
+    memory.
     """
 
     is_closed = False
-    """``close`` was called. If an exception has interrupted it, call it again."""
+    """True after a call of ``close``. If an exception interrupted ``close``, call it again."""
 
     def __init__(
         self,
@@ -195,9 +196,9 @@ class StagingBuffer:
         Args:
             plan: The plan of the images.
             client: The worker.
-            slots: The number of images, at most.
-            timeout: Seconds that each answer of the worker may take.
-            inherited: Memory of the trainer before this one. If none fits, all is given back.
+            slots: Maximum number of images.
+            timeout: Maximum time to wait for each answer of the worker, in seconds.
+            inherited: Memory of the trainer before this one. If no segment fits, all are given back.
             taken: The number of slots with memory from the beginning; None: all.
 
         Raises:
@@ -224,7 +225,7 @@ class StagingBuffer:
         except BaseException:
             if hasattr(self, "_owned"):
                 self._owned.close()
-            if adopted is None and hasattr(self, "segment"):  # inherited memory stays so, with the images in it
+            if adopted is None and hasattr(self, "segment"):  # inherited memory stays inherited, with the images in it
                 self._release()
             raise
 
@@ -239,7 +240,7 @@ class StagingBuffer:
         self._memory = SlotMemory(self.client, self.number, self.segment, [*self._offsets, nbytes], taken)
         if adopted is not None:
             needed = {each.request.slot for each in adopted.held} | {*self._owned.publications().values()}
-            # What is being read stays, too: by somebody who has found it before.
+            # Keep the memory of slots that readers are reading, too.
             others = (slot for slot in range(len(self.saves)) if slot not in needed)
             needed |= {slot for slot in others if not self._owned.claim(slot)}
             self._memory.taken = max(taken, *(slot + 1 for slot in needed), 0)
@@ -253,7 +254,7 @@ class StagingBuffer:
         self.slots = SlotTable(self.segment.view)
         kept = [each.request.slot for each in sorted(held, key=lambda each: each.request.save_id)]
         kept += [slot for slot in self._owned.publications().values() if slot not in kept]
-        # The least recently used first: what is held is overwritten last, the newest of it last of all.
+        # The least recently used slot first. Slots with held images are overwritten last, the newest image last of all.
         self._by_age = [slot for slot in range(len(self.saves)) if slot not in kept] + kept
         self._kept = set(kept)
         view, layout = self.segment.view, self.plan.layout
@@ -301,14 +302,15 @@ class StagingBuffer:
     def claim_slot(self) -> int | None:
         """Return a free slot, the least recently used; None if there is none. From now on nobody can read it.
 
-        Never reuse the last slot with copies on other hosts while its save is not durable: a lost host would take a
-        part of it along. Never reuse the published slot while memory for another slot is coming.
+        Never reuse the slot of the newest safe save while that save is replicated but not durable. Otherwise a lost
+        host would take the only copy of this rank's part along. Never reuse the published slot while memory for another
+        slot is coming.
         """
         safe = [save for save in self.saves if save is not None and (save.is_durable or save.is_replicated)]
         last = max(safe, key=lambda save: save.number, default=None)
         kept = last if last is not None and not last.is_durable and len(self.saves) > 1 else None
         published = self._owned.publications().values() if self._memory.is_coming else ()
-        # The first, as long as the others are too much.
+        # If the last slot is not needed, prefer the first slots.
         order = sorted(self._by_age) if self._memory.is_too_much else self._by_age
         unkept = (slot for slot in order if (kept is None or self.saves[slot] is not kept) and slot not in published)
         return self._owned.claim_first(slot for slot in unkept if slot < self._memory.taken and self._is_free(slot))
@@ -319,7 +321,7 @@ class StagingBuffer:
         return [slot for slot in unused if slot < self._memory.taken]
 
     def publish(self, slot: int, published: PublishedVersion) -> bool:
-        """As ``OwnedSlots.publish_unless_last``."""
+        """Publish an image, see ``OwnedSlots.publish_unless_last``, and keep memory for two slots from now on."""
         self._memory.keep_two()
         return self._owned.publish_unless_last(slot, published)
 
@@ -331,13 +333,14 @@ class StagingBuffer:
         self._by_age = [*(other for other in self._by_age if other != slot), slot]
 
     def offer(self, slot: int) -> None:
-        """Let others read the image in ``slot``, which is whole."""
+        """Let readers use the image in ``slot``. The image has to be complete."""
         self._owned.offer_image(slot)
 
     def wait_idle(self, timeout: float, doing: str) -> None:
-        """Wait until nobody uses a slot, so that the memory can be given back.
+        """Wait until no save uses a slot, so that the memory can be given back.
 
-        Raises ``SaveTimeoutError`` after ``timeout`` seconds, with the action that took so long; ``WorkerDiedError``.
+        Raises ``SaveTimeoutError`` after ``timeout`` seconds, and ``WorkerDiedError`` if the worker is gone. ``doing``:
+        the action to name in the timeout error.
         """
         for save in self.saves:
             if save is not None and not self.client.wait_while_it_lives(save.slot_free, timeout):
@@ -353,15 +356,16 @@ class StagingBuffer:
         devices: object | None = None,
         check: Callable[[], object] = lambda: None,
     ) -> None:
-        """Copy the tensors of a state, and return when that is done. The first from a device has the memory pinned.
+        """Copy the tensors of a state, and return when that is done. The first copy from a device pins the memory.
 
         Args:
             slot: The slot.
             tensors: All tensors of the plan, in the order of the layout.
             ready: Events that the copies from each device wait for.
             threads: Threads that help.
-            queued, devices: As of ``SlotStager.copy``.
-            check: Called by any thread, many times. An error that it raises ends the copy.
+            queued: As in ``SlotStager.copy``.
+            devices: As in ``SlotStager.copy``.
+            check: Called by any thread, many times. The copy ends if ``check`` raises an error.
         """
 
         def arrived(nbytes: int) -> None:
@@ -372,7 +376,7 @@ class StagingBuffer:
             cuts = _cuts(self.plan.layout, self._offsets)
             self._pinned = PinnedMemory(self.segment, cuts, device, self._memory.ends[0])
         if self._pinned is not None:
-            for end in self._memory.ends:  # no range crosses one: the memory of a slot may go back
+            for end in self._memory.ends:  # no pinned range crosses the end of a slot, which may lose its memory
                 self._pinned.extend(end)
         self._stagers[slot].copy(tensors, ready, threads, arrived, queued, devices)
 
@@ -385,7 +389,7 @@ class StagingBuffer:
         self.plan.objects.write(slot, image, self.plan.layout.objects)
 
     def close(self) -> None:
-        """Give the memory back; nothing in it may be under way, or the worker is gone. Safe to call twice."""
+        """Give the memory back. No save may use it, unless the worker is gone. Safe to call twice."""
         self.is_closed = True
         for stager in self._stagers:
             stager.close()
@@ -423,6 +427,9 @@ def _laid_out(plan: Plan) -> tuple[dict[str, Region], Constants, int]:
 
 
 def _cuts(layout: DataLayout, offsets: Sequence[int]) -> list[int]:
-    """Return where ranges of pinned memory may end, in a segment with slots at ``offsets``: no copy crosses that."""
+    """Return the offsets in a segment with slots at ``offsets`` where ranges of pinned memory may end.
+
+    No copy crosses these offsets.
+    """
     cuts = sorted(chain.from_iterable(map(pinned_cuts, layout.tensors)))
     return [offset + place for offset in offsets for place in (0, *cuts)]

@@ -21,9 +21,9 @@ from asyncckpt.staging.buffer import InheritedMemory, Plan, StagingBuffer
 
 logger = logging.getLogger(__name__)
 
-# Slots of a buffer, unless ``Config.slots`` says otherwise. The second one takes memory while saves overlap.
+# Slots of a buffer, unless ``Config.slots`` is set. The second slot has memory only while saves overlap.
 _MOST_SLOTS = 2
-# Number of structures with memory, so that a model, an optimizer and an average can take turns.
+# Maximum number of structures with memory. A model, an optimizer and an average can be saved in turns.
 _MAX_PLANS = 4
 
 
@@ -110,10 +110,10 @@ class BufferPool:
         """Go on in the memory of the trainer before this one.
 
         Args:
-            predecessor: What that trainer has left.
-            is_attached: Whether its worker goes on for this trainer. If not, the memory is only read.
+            predecessor: The segments and images that the trainer has left.
+            is_attached: Whether that trainer's worker now works for this trainer. If not, the memory is only read.
         """
-        for each in self.inherited:  # of an interrupted call
+        for each in self.inherited:  # left by an interrupted call
             if each.segment not in predecessor.segments.values():
                 each.segment.close()
         self.inherited = []
@@ -122,11 +122,11 @@ class BufferPool:
             if number in layouts:
                 held = predecessor.images_in(number)
                 self.inherited.append(InheritedMemory(segment, layouts[number], held, number if is_attached else 0))
-            else:  # of copies, which are the worker's own affair
+            else:  # memory for copies of other hosts' images, which only the worker uses
                 predecessor.segments.pop(number).close()
 
     def on_worker_lost(self) -> None:
-        """Note that the worker is gone that has the inherited memory."""
+        """Note that the worker with the inherited memory is gone."""
         for each in self.inherited:
             each.number = 0
 

@@ -1,15 +1,15 @@
 """Copies from a device into a slot: queued on a side stream, behind the work that the compute stream has at the call.
 
-The driver takes many copies by one call, from CUDA 12.8 on (``devices/runtime.py``). Elsewhere torch queues them one by
-one, 7 to 20 us each.
+From CUDA 12.8 on, the driver takes many copies by one call (``devices/runtime.py``). Elsewhere torch queues the copies
+one by one, which takes 7 to 20 us each.
 
-The host waits for events only, asleep, never for the device. A stream takes about a thousand commands. A thread that
-gives the stream more waits in the driver, and holds a lock there: the training cannot launch meanwhile. A profile on an
-H200 showed that: with 256 units queued, a copying thread spent 198 ms of a save of 16 GB in such calls, and the
-launches of the training waited 180 ms. So few units are queued ahead, enough for the link to be busy.
+The host sleeps until an event, and never waits for the whole device. A stream holds about a thousand commands. A thread
+that queues more commands waits in the driver, and holds a lock there, so that the training cannot launch kernels. In a
+profile on an H200 with 256 units queued, a copying thread spent 198 ms of a save of 16 GB in such calls, and the
+launches of the training waited 180 ms. So only a few units are queued ahead, enough to keep the link busy.
 
-The tensors must not be given back to the allocator while the side stream reads them: the caller holds on to them until
-the events are past. So ``Tensor.record_stream`` is not needed, which would keep their memory for longer.
+The tensors must not go back to the allocator while the side stream reads them. The caller holds references to them
+until the events are past. ``Tensor.record_stream`` is not used, because it would keep the memory for longer.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from asyncckpt.planning.structure import picker
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches, check_addresses, checked_addresses
 
-# Bytes that are reported as arrived at once. They take 1 to 3 ms on the link, so the event (some us) does not count,
-# and the worker begins to write early.
+# Maximum bytes of one unit, which is reported as arrived as a whole. A unit takes 1 to 3 ms on the link. This is long
+# compared to its event (some us), and short enough for the worker to begin to write early.
 _CHUNK_BYTES = 64 << 20
-# Commands that the stream has at a time, of the thousand that it takes. If the driver takes many copies by one call,
-# they are 32 units; of large tensors, these take the link 40 ms.
+# Maximum commands in the stream at a time, of the thousand that a stream holds. If the driver takes many copies by one
+# call, they are 32 units. Units of large tensors then keep the link busy for 40 ms.
 _MOST_COMMANDS = 128
-# Commands of an event on which the host waits asleep. A profile showed that an event and a copy are four at least. That
-# a call for many copies is one command is an assumption.
+# Commands of an event for which the host waits asleep. In a profile, an event and a copy were at least four commands.
+# One call for many copies is assumed to be one command.
 _EVENT_COMMANDS = 3
-# Copies of one unit, if torch queues them one by one, and if the driver takes them by one call (0.9 us each).
+# Maximum copies of one unit: if torch queues them one by one, and if the driver takes them by one call (0.9 us each).
 _UNIT_COPIES = 32
 _CALL_COPIES = 1024
 
@@ -55,7 +55,7 @@ class DeviceUnit(CopyUnit, Protocol):
     """A unit that is queued on a stream of a device."""
 
     commands: int
-    """About how many commands the unit gives the stream."""
+    """The approximate number of commands that the unit adds to the stream."""
 
 
 class DeviceCopy:
@@ -73,7 +73,7 @@ class DeviceCopy:
 
         Args:
             device: The device of the tensors.
-            kind: Its kind.
+            kind: The kind of the device.
             numbers: The numbers of the tensors, in ascending order.
             views: The memory for the tensors. Written only between ``queue`` and the end of ``wait``.
             converted: Whether each tensor of the plan is stored in another dtype. The device converts it, because the
@@ -93,7 +93,7 @@ class DeviceCopy:
         return queued
 
     def queue_more(self, queued: QueuedCopies, done: Callable[[CopyUnit], object]) -> None:
-        """Queue more units, after the first one queued is copied. Call ``done`` with that.
+        """Wait until the first queued unit is copied, call ``done`` with the unit, and queue more units.
 
         If this raises, call ``settle``.
         """
@@ -108,22 +108,22 @@ class DeviceCopy:
                 queued.wait_for_first(done)
 
     def _queue_some(self, queued: QueuedCopies) -> None:
-        """Queue the units that there is room for. The copy stream is the current one."""
+        """Queue units while there is room. The copy stream has to be the current stream."""
         while queued.left and queued.has_room():
             unit = queued.left.popleft()
             unit.copy(queued.tensors)
             queued.add(unit, self._kind.record(self._stream))
 
     def settle(self) -> None:
-        """Wait until the stream copies nothing any more.
+        """Wait until the stream has done all copies.
 
-        An exception from a signal handler may leave queued units that nobody has noted.
+        An exception from a signal handler may leave queued units that are not in ``QueuedCopies``.
         """
         with self._kind.use(self._device):
             self._kind.record(self._stream).synchronize()
 
     def fence(self, queued: QueuedCopies) -> Fence:
-        """Return the fence for copies that are all queued. The fence keeps no slot mapped."""
+        """Return the fence for copies, after all of them are queued. The fence keeps no slot mapped."""
         kind, device, last = self._kind, self._device, queued.last  # the last copy is behind all others
         return lambda: kind.current_stream(device).wait_event(last)
 
@@ -132,7 +132,7 @@ class DeviceCopy:
 class QueuedCopies:
     """The copies of one save from one device.
 
-    ``left``: units to queue. ``pending``: queued units, each with the event of its end.
+    ``left``: the units still to queue. ``pending``: the queued units, each with an event for its completion.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -142,11 +142,11 @@ class QueuedCopies:
     _commands: int = 0
 
     def has_room(self) -> bool:
-        """Return whether the stream takes another unit."""
+        """Return whether the next unit can be queued now."""
         return not self.pending or self._commands + _cost(self.left[0]) <= _MOST_COMMANDS
 
     def add(self, unit: DeviceUnit, event: DeviceEvent) -> None:
-        """Note a queued unit, and the ``event`` of its end."""
+        """Note a queued unit, and the ``event`` for its completion."""
         self.pending.append((unit, event))
         self.last, self._commands = event, self._commands + _cost(unit)
 
@@ -187,8 +187,8 @@ class ChunkCopy:
         tensor = tensors[self._number]
         checked_addresses([tensor], [self._spec])
         with torch.inference_mode():
-            # copy_ would resolve a lazy conjugate on the host, at once, from bytes that have not arrived yet. (torch's
-            # dispatcher resolves it before torch._foreach_copy_.)
+            # copy_ would resolve a lazy conjugate on the host, at once, from bytes that have not arrived yet. Before
+            # torch._foreach_copy_, torch's dispatcher resolves the conjugate.
             if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
                 self._into.copy_(tensor.view(-1)[self._first : self._first + self._elements], non_blocking=True)
             elif self._first == 0:  # the whole tensor, some rows at a time, to limit the temporary memory
@@ -225,8 +225,8 @@ class BytesCopy:
             numbers: The numbers of the tensors.
             views: The memory for the tensors.
             copy_many: Queues the copies.
-            otherwise: Makes the unit that copies the same tensors in another way.
-            part: Of a single tensor, its bytes to copy; None: all.
+            otherwise: Makes a unit that copies the same tensors in another way, if the driver refuses.
+            part: The bytes to copy of a single tensor; None: all bytes of all tensors.
         """
         self._pick, self._copy_many = picker(numbers), copy_many
         self._numbers, self._views, self._otherwise = numbers, views, otherwise
@@ -253,7 +253,7 @@ class BytesCopy:
         self._otherwise().copy(tensors)
 
     def _copy_each(self, picked: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the ``picked`` ones of ``tensors``, of which some are not plain."""
+        """Copy the ``picked`` tensors. Some of them are not plain. ``tensors``: all tensors of the plan."""
         plain = [tensor.is_contiguous() and are_plain([tensor], may_be_conjugate=self._is_complex) for tensor in picked]
         addresses = checked_addresses(picked, self._specs)
         arrays = [array("Q", compress(each, plain)) for each in (self._to, addresses, self._sizes)]
@@ -265,9 +265,9 @@ class BytesCopy:
 
 
 def pinned_cuts(place: Place) -> range:
-    """Return the offsets in the image where a range of pinned memory may end, at or within the tensor at ``place``.
+    """Return the offsets in the image, within the tensor at ``place``, where a range of pinned memory may end.
 
-    No copy crosses these offsets. Small tensors have none.
+    No copy crosses these offsets. A small tensor has no such offsets.
     """
     if place.payload_bytes < PAGE_ALIGNED_FROM or place.payload_at % PAGE:
         return range(0)
@@ -285,7 +285,7 @@ def device_units(
     Args:
         numbers: The numbers of the tensors, in ascending order.
         views: The memory for the tensors.
-        converted: As of ``DeviceCopy``.
+        converted: As in ``DeviceCopy``.
         copy_many: Queues many copies by one call; None: the driver has no such call.
     """
     if copy_many is not None and any(converted and converted[number] for number in numbers):

@@ -1,7 +1,7 @@
 """Copies from the host's memory into a slot, in units for a few threads.
 
-Small tensors are copied in batches, large tensors some bytes at a time, each by one call that releases Python's lock.
-Tensors that are not contiguous go through ``Tensor.copy_``.
+A unit is a batch of small tensors, or some bytes of a large tensor. One call copies a unit and releases the GIL.
+``torch._foreach_copy_`` copies tensors that are not contiguous.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 class CopyThreads:
     """A few threads that carry out calls, in the order of ``run``.
 
-    The threads start at once, so no save has to start a thread, which may fail. The queue of calls is written in C, so
-    an exception from a signal handler cannot leave it locked (``ThreadPoolExecutor`` can be left so). At the end of the
-    process the threads finish all calls.
+    The threads start at once, so that no save has to start a thread, which may fail. The queue of calls is implemented
+    in C, so an exception from a signal handler cannot leave it locked. (``ThreadPoolExecutor`` can stay locked.) At the
+    end of the process the threads finish all calls.
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        """Start ``threads`` threads. Raises ``CheckpointError`` if the process may have no more."""
+        """Start ``threads`` threads. Raises ``CheckpointError`` if the process may have no more threads."""
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._owner, self._is_closed = os.getpid(), False
         self._threads = [
@@ -60,9 +60,9 @@ class CopyThreads:
             raise
 
     def run(self, call: Callable[[], object]) -> None:
-        """Have a thread make the ``call``. If the threads have ended, or belong to another process, make it here.
+        """Make a thread execute the ``call``. If the threads have ended or belong to another process, call it here.
 
-        An exception of the call is logged, and if there was no memory for the call, it is made again.
+        An exception of the call is logged. If there was no memory for the call, it is repeated.
         """
         if self._is_closed or self._owner != os.getpid():
             make(call)
@@ -70,7 +70,7 @@ class CopyThreads:
             self._calls.put(call)
 
     def wait(self) -> None:
-        """Return when all earlier calls are done. Only for one thread."""
+        """Return when all earlier calls are done. Works only with a single thread."""
         if self._is_closed:
             self._join()
         else:
@@ -104,18 +104,18 @@ def _close_all() -> None:
         threads.close()
 
 
-# Python ends its own pools there: before it stops other threads in the middle of a copy, and also in processes of
-# multiprocessing, which do not use atexit.
+# Python ends its own thread pools by the same hook. The hook runs before Python stops other threads, which may be in
+# the middle of a copy. The hook also runs in processes of multiprocessing, which do not use atexit.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 
-# Work of one call: small, so that all threads end at about the same time, but large compared to the cost of a call.
+# Maximum work of one call: small, so that all threads end at about the same time, but large compared to a call's cost.
 _BATCH_TENSORS = 1000
 _BATCH_BYTES = 4 << 20
-# Nearly all memory of a host is above this address. Lower addresses (a heap at a fixed address) are checked further.
+# Nearly all memory of a host is above this address. A lower address, as of a heap at a fixed address, needs a check.
 _LOWEST_ADDRESS = 1 << 40
 _THREADS = max(1, min(4, os.cpu_count() or 1))
-_LOOK_AGAIN_S = 0.1  # an interrupted wait may have taken the message of a thread's end
+_LOOK_AGAIN_S = 0.1  # an interrupted wait may have consumed the message that a thread has ended
 
 
 class SlotViews:
@@ -150,7 +150,7 @@ class SlotViews:
         return bisect_right(self._begins, self.places[number].payload_at) - 1
 
     def address(self, number: int) -> int:
-        """Return the address for the first byte of a tensor."""
+        """Return the address of the first byte of a tensor in the slot."""
         return self._address + self.places[number].payload_at
 
     def tensor(self, number: int) -> torch.Tensor:
@@ -161,7 +161,7 @@ class SlotViews:
     def raw(self, begin: int, nbytes: int) -> torch.Tensor:
         """Return ``nbytes`` bytes of the slot, from byte ``begin`` on."""
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")  # frombuffer takes none
+            return torch.empty(0, dtype=torch.uint8, device="cpu")  # frombuffer refuses an empty buffer
         begin += self._offset
         return torch.frombuffer(self._view[begin : begin + nbytes], dtype=torch.uint8)
 
@@ -177,12 +177,12 @@ def checked_addresses(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpe
 
 
 def check_addresses(addresses: Sequence[int], tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
-    """Raise ``UnsavableStateError`` if the storage of one of ``tensors`` was freed. ``addresses``: theirs.
+    """Raise ``UnsavableStateError`` if the storage of one of ``tensors`` was freed.
 
-    Call this just before the copy, which touches the same memory. There the check costs next to nothing; as a separate
-    pass over all tensors, 0.2 us each.
+    Call this just before the copy, which touches the same memory. The check then costs next to nothing. A separate pass
+    over all tensors would take 0.2 us each. ``addresses``: the addresses of ``tensors``. ``specs``: their forms.
     """
-    # The address of a view into a freed storage is its offset. A low address may also be memory: ask the storage.
+    # A view into a freed storage has its offset as address. A low address may also be memory, so check the storage.
     are_low = min(addresses) < _LOWEST_ADDRESS
     for tensor, spec in zip(tensors, specs, strict=True) if are_low else ():
         check_memory(tensor, spec.name)
@@ -198,17 +198,17 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
 
 
 class CopyUnit(Protocol):
-    """A unit of copying: copied by one call, and reported as copied at once."""
+    """A unit of copying. One call copies it, and it is reported as copied as a whole."""
 
     begin: int
     """The first byte of the unit in the image."""
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy from ``tensors``, all tensors of the plan. They may be others in every call."""
+        """Copy from ``tensors``, all tensors of the plan. Each call may have other tensors."""
 
 
 class _ByteCopy:
-    """Tensors on the host, or some bytes of one tensor, that are stored as they are."""
+    """A copy of tensors on the host, or of some bytes of one tensor, without a change of dtype."""
 
     def __init__(self, numbers: Sequence[int], views: SlotViews, offset: int = 0) -> None:
         """Describe the copy.
@@ -216,7 +216,7 @@ class _ByteCopy:
         Args:
             numbers: The numbers of the tensors.
             views: The memory for the tensors.
-            offset: The first byte to copy of a large tensor; the last is a unit later.
+            offset: The first byte to copy of a large tensor. The unit copies at most ``_BATCH_BYTES`` from there.
         """
         places = [views.places[number] for number in numbers]
         self.begin = places[0].payload_at + offset
@@ -241,7 +241,7 @@ class _ByteCopy:
         copy_many(self._to, addresses, self._sizes)
 
     def _copy_each(self, picked: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the ``picked`` ones of ``tensors``, of which some are not plain."""
+        """Copy the ``picked`` tensors. Some of them are not plain. ``tensors``: all tensors of the plan."""
         if self._offset:  # the first unit of a large tensor copies the whole tensor
             return
         plain = [tensor.is_contiguous() and are_plain([tensor], may_be_conjugate=self._is_complex) for tensor in picked]
@@ -252,7 +252,7 @@ class _ByteCopy:
 
 
 class BatchCopy:
-    """Tensors on any device that are copied by one call of torch."""
+    """A copy of tensors on one device of any kind, by one call of torch."""
 
     def __init__(self, numbers: Sequence[int], views: SlotViews, non_blocking: bool = False) -> None:
         """Describe the copy.
@@ -260,7 +260,7 @@ class BatchCopy:
         Args:
             numbers: The numbers of the tensors.
             views: The memory for the tensors.
-            non_blocking: Whether to only queue the copies, on the current stream of the device of the tensors.
+            non_blocking: Whether to return as soon as the copies are queued on the current stream of the device.
         """
         self.begin, self.commands = views.places[numbers[0]].payload_at, len(numbers)
         self._non_blocking = non_blocking
@@ -277,7 +277,7 @@ class BatchCopy:
 
 
 def host_units(numbers: Sequence[int], views: SlotViews) -> list[CopyUnit]:
-    """Return the units for tensors on the host that are stored as they are."""
+    """Return the units for tensors on the host that are stored without a change of dtype."""
     units: list[CopyUnit] = []
     for batch in batches(numbers, views.places, _BATCH_BYTES):
         nbytes = views.places[batch[0]].payload_bytes if len(batch) == 1 else 0
@@ -318,7 +318,7 @@ def batches(
 
 
 class _SharedUnits:
-    """Units for several threads. Each thread takes the next unit."""
+    """Units for several threads. Each thread takes the next unit, until no unit is left."""
 
     def __init__(
         self, units: Sequence[CopyUnit], tensors: Sequence[torch.Tensor], done: Callable[[CopyUnit], object]
@@ -330,7 +330,7 @@ class _SharedUnits:
         self.errors: list[BaseException] = []
 
     def copy(self) -> None:
-        """Copy until none is left."""
+        """Copy units until no unit is left."""
         while True:
             try:
                 unit = self._left.popleft()
@@ -340,7 +340,7 @@ class _SharedUnits:
             self._done(unit)
 
     def help_copying(self) -> None:
-        """Do as ``copy`` does, on a thread other than the caller's."""
+        """Copy units on a thread other than the caller's. An error goes to ``errors``, and no more units begin."""
         me = threading.get_ident()
         self._helping.add(me)
         try:
@@ -367,7 +367,7 @@ def copy_units(
     done: Callable[[CopyUnit], object],
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """Copy all ``units``, on this thread and on ``threads``, in about their order.
+    """Copy all ``units``, on this thread and on ``threads``, in approximately the given order.
 
     Args:
         units: The units to copy.
@@ -387,9 +387,9 @@ def copy_units(
         finally:
             shared.settle()
     finally:
-        shared.settle()  # an exception from a signal handler may have ended the first call early
+        shared.settle()  # again, because an exception from a signal handler may have ended the first call early
         error = shared.errors[0] if shared.errors else None
-        shared.errors.clear()  # their tracebacks refer to ``shared``, and so to themselves
+        shared.errors.clear()  # break the cycle: the tracebacks of the errors refer to ``shared``
     try:
         if error is not None:
             raise error

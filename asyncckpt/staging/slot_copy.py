@@ -1,4 +1,4 @@
-"""The copy that the training waits for: from its tensors into a slot, on a thread of the engine and a few others."""
+"""Copy the trainer's tensors into a slot, on a thread of the engine and a few others. The training waits for this."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _copies: weakref.WeakValueDictionary[int, Flag] = weakref.WeakValueDictionary()
 
 
 def note_copy(copied: Flag) -> None:
-    """Note the begin of a copy on a thread of its own. The copy reads tensors until ``copied`` is set."""
+    """Note that a copy begins on a separate thread. The copy reads tensors until ``copied`` is set."""
     _copies[id(copied)] = copied
 
 
 def held_memory(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return tensors with the memory that ``tensors`` have now.
 
-    ``parameter.data = ...`` gives a parameter other memory, as ``Module.to`` does. It does not affect the tensors of a
-    ``state_dict()``.
+    ``parameter.data = ...`` gives a parameter other memory, as ``Module.to`` does. The returned tensors then keep the
+    memory of now. Plain tensors, as in a ``state_dict()``, are returned themselves.
     """
-    if set(map(type, tensors)) <= {torch.Tensor}:  # 20 ns each; detaching takes 500
+    if set(map(type, tensors)) <= {torch.Tensor}:  # takes 20 ns each; detaching takes 500 ns
         return tensors
     return [tensor if type(tensor) is torch.Tensor else tensor.detach() for tensor in tensors]
 
@@ -64,7 +64,7 @@ class SlotStager:
             offset: The start of the slot in the segment, in bytes.
             converted: Whether each tensor is stored in another dtype. Empty: none is.
         """
-        # If tensors share their bytes, only the first is copied.
+        # If several tensors share their bytes, copy only the first one.
         self._own = [
             spec.alias is None and place.payload_bytes > 0
             for spec, place in zip(layout.specs, layout.tensors, strict=True)
@@ -74,7 +74,7 @@ class SlotStager:
         self._views: SlotViews | None = SlotViews(specs, places, segment, offset, layout.begins)
         self._converted = list(compress(converted, self._own)) or [False] * len(specs)
         self._nbytes = layout.nbytes
-        # The units depend on the devices of the tensors, and are kept while the tensors stay there.
+        # The units depend on the devices of the tensors, and are reused until a tensor moves to another device.
         self._devices: list[torch.device] = []
         self._divided_for: object | None = None
         self._host: list[CopyUnit] = []
@@ -92,26 +92,27 @@ class SlotStager:
         """Copy ``tensors`` into the slot, and return when that is done.
 
         Args:
-            tensors: All tensors of the plan, in the order of the layout. They do not change until this returns or
+            tensors: All tensors of the plan, in the order of the layout. Do not change them until this returns or
                 raises.
-            ready: The events that the copies from each device wait for.
+            ready: The event that the copies from each device wait for.
             threads: The threads that help.
             arrived: Called by any thread, many times, with the number of bytes that are complete from the start of the
                 image.
             queued: Called once with the fences of the devices, when all copies are queued and the tensors on the host
                 are copied.
-            devices: If this is the object of the last call, the tensors are on the same devices as then.
+            devices: A token (``Forms.devices``). If it is the object of the last call, the tensors are on the same
+                devices as then. None: unknown.
         """
         mine = tensors if self._all_own else list(compress(tensors, self._own))
-        # Otherwise all tensors were on the host, and still are.
+        # If this is false, all tensors were on the host, and still are.
         may_move = ready or self._device_copies or not self._devices or kinds.is_unknown_used()
         if may_move and (devices is None or devices is not self._divided_for):
-            self._divided_for = None  # this may be interrupted
+            self._divided_for = None  # cleared first, because ``_divide`` may be interrupted
             self._divide(mine)
             self._divided_for = devices
         units = [*self._host, *(unit for each in self._device_copies for unit in each.units)]
         done = _CopiedPrefix(units, self._nbytes, arrived).add
-        # Queue the copies from devices first. They run while the host copies.
+        # Queue the copies from devices first, so that they run while the host copies.
         under_way: list[tuple[DeviceCopy, QueuedCopies]] = []
         try:
             for each in self._device_copies:
@@ -149,27 +150,27 @@ class SlotStager:
             plain = [number for number in its if device.type == "cpu" and not self._converted[number]]
             others = [number for number in its if device.type != "cpu" or self._converted[number]]
             host += host_units(plain, self._views) + batch_units(others, self._views)
-        # Assigned together at the end: after an exception, the next save must not find a part of it.
+        # Assign all results together at the end, so that after an exception the next save finds no partial result.
         self._host, self._device_copies, self._devices = sorted(host, key=_begin), device_copies, now_on
 
 
 def _queue_rest(under_way: Sequence[tuple[DeviceCopy, QueuedCopies]], done: Callable[[CopyUnit], object]) -> None:
-    """Queue all copies from devices that are left, in turns."""
+    """Queue all remaining copies from devices, by turns for each device."""
     while unfinished := [(each, copies) for each, copies in under_way if copies.left]:
         for each, copies in unfinished:
             each.queue_more(copies, done)
 
 
 class _CopiedPrefix:
-    """The part of an image that is copied: up to the first unit that is missing."""
+    """The copied part of an image, from the start up to the first missing unit."""
 
     def __init__(self, units: Sequence[CopyUnit], nbytes: int, tell: Callable[[int], None]) -> None:
         """Begin with nothing.
 
         Args:
             units: All units of the copy.
-            nbytes: Size of the image.
-            tell: Called after each unit with the end of the part that is copied.
+            nbytes: Size of the image, in bytes.
+            tell: Called after each unit with the end of the copied part, in bytes.
         """
         ordered = sorted(units, key=_begin)
         self._number = {unit: number for number, unit in enumerate(ordered)}

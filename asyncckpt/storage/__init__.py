@@ -1,8 +1,8 @@
 """Storage of checkpoints: the kind of storage of a path, the steps of a root, and the outcome of a save.
 
-``storage.py`` is the interface of all kinds. ``complete_steps`` says which steps are complete; the worker's commit
-makes them so. A root has a folder for each step, ``root/step-00000100``. ``history.py`` orders the steps by their
-creation.
+``storage.py`` is the interface of all kinds. A root has a folder for each step, ``root/step-00000100``. A step is
+complete when its worker has committed it; ``complete_steps`` lists the complete steps. ``history.py`` orders the steps
+by their creation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def storage_for(path: str, *, direct_io: bool = True) -> Storage:
 
 
 def forget_clients() -> None:
-    """Have the next ``storage_for`` make new clients, because the environment has changed."""
+    """Forget the cached clients. The next ``storage_for`` makes new clients from the changed environment."""
     _object_storage.cache_clear()
     forget_connections()
 
@@ -60,7 +60,7 @@ def is_address(path: str) -> bool:
 def absolute(path: str | os.PathLike[str]) -> str:
     """Return the absolute form of ``path``, with "~" expanded, or the normalized address on an object store.
 
-    Raises ``StorageError`` for an address of another kind, and for an impossible path.
+    Raises ``StorageError`` for an unsupported kind of address, and for an impossible path.
     """
     text = os.fspath(path)
     if not text:
@@ -110,14 +110,14 @@ def refuse_address(path: str) -> None:
 
 
 def whole_number(value: SupportsIndex, what: str) -> int:
-    """Return a step or a version as an ``int``. The value may be of numpy, or a tensor.
+    """Return a step or a version as an ``int``. The value may be a numpy integer or a tensor.
 
     Args:
         value: The number.
         what: The name of the number, for the error.
 
     Raises:
-        TypeError: The value is no whole number.
+        TypeError: The value is not a whole number.
         ValueError: The value is below 0.
     """
     try:
@@ -137,7 +137,7 @@ def step_folder(root: str, step: int) -> str:
 
 
 def step_of(path: str) -> int | None:
-    """Return the step that the folder ``path`` is named after; None if it is not the folder of a step."""
+    """Return the step that the folder ``path`` is named after; None if ``path`` is not the folder of a step."""
     name = _STEP.fullmatch(os.path.basename(path))
     return int(name[1]) if name else None
 
@@ -174,7 +174,7 @@ def place_to_put(path: str | os.PathLike[str], existing: Existing) -> str:
 
 def replace_or_set_aside(path: str) -> Existing:
     """Return how to save to ``path`` without loss of foreign files: replace a checkpoint, set anything else aside."""
-    with contextlib.suppress(StorageError):  # the save fails in the same way, and on all ranks
+    with contextlib.suppress(StorageError):  # the save itself fails with this error, on all ranks
         if not storage_for(path).may_put(path, "replace"):
             return "set aside"
     return "replace"
@@ -189,9 +189,9 @@ def set_aside(root: str, step: int) -> None:
 
 
 def remove_old_checkpoint(path: str) -> None:
-    """Remove a checkpoint that a newer checkpoint replaces. It loses its name first. Raises nothing.
+    """Remove a checkpoint that a newer checkpoint replaces. First take its final name. Raises nothing.
 
-    A checkpoint that is being read, or cannot be removed, stays, and the log says so.
+    If the checkpoint is being read, or cannot be removed, it stays, and a message is logged.
     """
     try:
         if not storage_for(path).remove_checkpoint(path):
@@ -201,10 +201,10 @@ def remove_old_checkpoint(path: str) -> None:
 
 
 def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> bool:
-    """Return whether a save is finalized. If it is not, it never will be.
+    """Return whether a save is finalized. If not, revoke the attempt, so that it never will be.
 
-    Call this on a rank that has written its part and cannot learn the outcome. Call it also if the rank's worker is
-    dead, so that nobody writes its part. The answer is the same on all ranks and does not change any more.
+    Call this function on a rank that has written its part and cannot learn the outcome, or if the rank's worker is dead
+    and will not write the part. The answer is the same on all ranks and never changes.
 
     Args:
         request: The save.
@@ -212,7 +212,7 @@ def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> 
         inode: The inode that a single file was written to (see ``OpenAttempt``).
 
     Raises:
-        SaveTimeoutError: Storage fails, or does not answer in time. Only then the outcome is unknown.
+        SaveTimeoutError: Storage fails, or does not answer in time. Only then is the outcome unknown.
     """
     outcome: Future[bool] = Future()
 
@@ -242,5 +242,5 @@ def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> 
             rank=request.rank,
             step=request.step,
         ) from error
-    thread.join(max(0.0, begun + timeout - time.monotonic()))  # until the revoked attempt takes no space
+    thread.join(max(0.0, begun + timeout - time.monotonic()))  # wait until the revoked attempt is removed
     return is_finalized

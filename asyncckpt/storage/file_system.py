@@ -1,7 +1,7 @@
 """File system operations for storage: durable folders, locks, and the translation of errors.
 
-A lock (``flock``) belongs to an open descriptor, and the kernel drops it when the process dies. So any process can tell
-an attempt under way from the leftover of a dead worker.
+A lock (``flock``) belongs to an open descriptor, and the kernel drops the lock when the process dies. So any process
+can tell an attempt under way from the leftover of a dead worker.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def open_regular(path: str, flags: int = 0) -> int:
 
 
 def read_all(fd: int, nbytes: int) -> bytes:
-    """Read up to ``nbytes`` of a file. Python's own file objects take an EAGAIN for the end of the file."""
+    """Read up to ``nbytes`` of a file. Python's own file objects would mistake EAGAIN for the end of the file."""
     parts = []
     while nbytes > 0 and (part := os.read(fd, min(nbytes, _MOST_AT_ONCE))):
         parts.append(part)
@@ -83,7 +83,7 @@ def opened(path: str, flags: int = os.O_DIRECTORY, folder: int | None = None) ->
 def is_at(fd: int, path: str, folder: int | None = None) -> bool:
     """Return whether ``path``, relative to an open ``folder``, leads to the open file.
 
-    Raises ``OSError`` on a file system without lasting inode numbers, because there nobody can tell.
+    Raises ``OSError`` on a file system without lasting inode numbers, because the check needs them.
     """
     its = os.fstat(fd)
     if not os.path.samestat(its, os.fstat(fd)):
@@ -99,7 +99,7 @@ def sync_folder(path: str) -> None:
         try:
             os.fsync(fd)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # some network file systems have nothing to sync for a folder
+            if error.errno != errno.EINVAL:  # some network file systems cannot sync folders
                 raise
 
 
@@ -121,30 +121,29 @@ def make_folder(path: str, mode: int = 0o755) -> None:
     try:
         sync_folder(parent)
     except OSError:
-        if is_new:  # this user may not be allowed to read the folder of somebody else
+        if is_new:  # an existing folder may belong to a user who forbids reading
             raise
     _synced.add(path)
 
 
 def files_under(folder: int) -> Iterator[str]:
-    """Yield the files in an open folder and below it, by relative path, with links and folders without files.
+    """Yield the relative paths of all files in and below an open folder, including links and folders without files.
 
-    A folder below that cannot be read is an error: without its files, a folder of somebody else may look like a
-    checkpoint.
+    A subfolder that cannot be read is an error. Without its files, a foreign folder might look like a checkpoint.
     """
     for name, is_folder in _entries(folder):
         if not is_folder:
             yield name
             continue
-        with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the subfolder was removed meanwhile
             with opened(name, os.O_DIRECTORY | os.O_NOFOLLOW, folder) as below:
                 within = list(files_under(below))
             yield from (os.path.join(name, file) for file in within) if within else [name]
 
 
 def _entries(folder: int) -> list[tuple[str, bool]]:
-    """Return the names in an open folder, each with whether it is a folder and no link."""
-    # Open the folder again, because btrfs lists the names of the moment when it was opened.
+    """Return the names in an open folder. The flag of each name is True for a folder that is not a link."""
+    # Open the folder again, because btrfs lists the names that existed when the folder was opened.
     with opened(".", os.O_DIRECTORY, folder) as again, os.scandir(again) as entries:
         return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
@@ -152,8 +151,8 @@ def _entries(folder: int) -> list[tuple[str, bool]]:
 def holds_only_a_checkpoint(path: str, *, is_attempt: bool = False) -> bool:
     """Return whether ``path`` is missing, or a folder with files of a checkpoint only.
 
-    If so, its removal loses no foreign files. A folder with a set of files qualifies if the manifest names all of them.
-    An attempt at a set (``is_attempt``) qualifies by its index, which is written first.
+    If so, removing ``path`` loses no foreign files. A folder with a set of files qualifies if the manifest names all of
+    these files. An attempt at a set (``is_attempt``) qualifies by its index, which is written first.
     """
     try:
         with opened(path) as folder:
@@ -179,8 +178,8 @@ def is_replaceable(path: str) -> bool:
 def remove_folder(path: str) -> None:
     """Remove the folder of a checkpoint, or a link to a checkpoint.
 
-    The manifest and the indexes, which identify the folder, are removed last. If this process is killed meanwhile, a
-    later save recognizes the rest and removes it.
+    The manifest and the indexes identify the folder, so they are removed last. If this process is killed meanwhile, a
+    later save recognizes the leftover and removes it.
     """
     if os.path.islink(path):
         os.unlink(path)
@@ -197,7 +196,7 @@ def remove_folder(path: str) -> None:
 
 
 def _remove_tree(path: str, above: int | None = None) -> None:
-    """Remove a folder while other ranks may be removing files in it, or a listing still has what was removed."""
+    """Remove a folder. Ignore files that other ranks have removed, even if a stale listing still shows them."""
     with contextlib.suppress(FileNotFoundError):
         with opened(path, os.O_DIRECTORY | os.O_NOFOLLOW, above) as folder:
             for name, is_folder in _entries(folder):
@@ -207,9 +206,9 @@ def _remove_tree(path: str, above: int | None = None) -> None:
 
 
 def replace_text(path: str, text: str, at: int | None = None) -> None:
-    """Replace a small file by ``text``, atomically and durably. Raises ``OSError``.
+    """Replace the contents of a small file by ``text``, atomically and durably. Raises ``OSError``.
 
-    ``at``: its time of modification, in nanoseconds since the epoch; None: now.
+    ``at``: the file's new time of modification, in nanoseconds since the epoch; None: now.
     """
     folder, name = os.path.split(path)
     new = os.path.join(folder, f".{name}.new")  # if this process is killed, the next call replaces the leftover
@@ -231,14 +230,14 @@ def lock_alone(fd: int) -> bool | None:
 def lock_shared(fd: int) -> None:
     """Lock an open file together with other readers. Do nothing on a file system without locks.
 
-    A process that removes the file, or checks its lock, holds it exclusively for a moment. Raises ``TimeoutError`` if
-    another process has held it exclusively for 30 seconds.
+    A process that removes the file, or checks its lock, holds an exclusive lock for a moment. Raises ``TimeoutError``
+    if another process has held the exclusive lock for 30 seconds.
     """
     _lock_soon(fd, fcntl.LOCK_SH)
 
 
 def lock_alone_soon(fd: int) -> None:
-    """Lock an open file exclusively, as soon as no other process holds it. Waits and raises as ``lock_shared``."""
+    """Lock an open file exclusively, as soon as no other process holds a lock. Waits and raises as ``lock_shared``."""
     _lock_soon(fd, fcntl.LOCK_EX)
 
 

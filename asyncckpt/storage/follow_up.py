@@ -1,8 +1,8 @@
-"""The steps after a commit: a pointer names the new checkpoint, and older checkpoints go.
+"""The steps after a commit: advance the pointer to the new checkpoint, and remove older checkpoints.
 
-The first rank's worker carries them out, so they need no trainer. If that worker dies between the commit and these
-steps, the trainer carries them out when it learns from storage that the save is committed. If both die in that moment,
-the checkpoint is complete, the pointer names an older one, and the next save advances it.
+The first rank's worker carries out these steps, so no trainer is needed. If this worker dies after the commit, the
+trainer carries out the steps when storage confirms the commit. If both die in that moment, the checkpoint is complete,
+but the pointer names an older checkpoint. The next save advances the pointer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 def dated(pointer: Pointer, called_at: float) -> Pointer:
     """Return the pointer with the time of a save that begins now, at ``called_at`` seconds since the epoch.
 
-    The time is later than the file's: the file names an older save now, whichever host's clock has dated it. Raises
-    ``StorageError``.
+    The time is later than the time of the pointer's file, because the file names an older save. This holds even if the
+    clock of another host has dated the file. Raises ``StorageError``.
     """
     stamp = None if is_address(pointer.path) else storage_for(pointer.path).stamp(pointer.path)
     at = int(called_at * 1e9)
@@ -31,9 +31,9 @@ def dated(pointer: Pointer, called_at: float) -> Pointer:
 
 
 def advance(pointer: Pointer) -> bool:
-    """Have a pointer name its checkpoint, unless it names a newer one or needs a path that is missing.
+    """Write the pointer to its file, unless the file names a newer checkpoint or the pointer needs a missing path.
 
-    A pointer without a time counts as newer than the file. Returns whether it names the checkpoint now. Raises
+    A pointer without a time counts as newer than the file. Returns whether the file names this checkpoint now. Raises
     ``StorageError``.
     """
     if not all(storage_for(path).exists(path) for path in pointer.needs):
@@ -45,8 +45,8 @@ def advance(pointer: Pointer) -> bool:
 def follow_up(request: WriteRequest) -> Sequence[str]:
     """Advance the pointer of a committed save, then take the names from the checkpoints that its rotation removes.
 
-    Returns the rest of these checkpoints, for ``remove_rest``. Raises ``StorageError`` if the pointer cannot be
-    written; then nothing is removed.
+    Returns the leftovers of these checkpoints, for ``remove_rest``. Raises ``StorageError`` if the pointer cannot be
+    written. In this case nothing is removed.
     """
     try:
         if request.pointer is not None and not advance(request.pointer):

@@ -1,10 +1,10 @@
 """The checkpoints of a root in the order of their creation: the newest checkpoint, and retention.
 
-Step numbers do not give this order. A training that has gone back to an older step continues from there. The later
-steps that it had reached before are older than the steps that it saves now, and count as left behind.
+Step numbers do not give this order, because a training may go back to an older step and continue from there. Its
+earlier checkpoints with later step numbers are then older than its new checkpoints, and count as left behind.
 
-A run may have several roots, the nearest first: for example a local root that it saves to, and a root that some steps
-are uploaded to. A copy has the time of creation of its original.
+A run may have several roots, the nearest first. For example, a run saves to a local root, and uploads some steps to
+another root. A copy has the time of creation of its original.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Stamps: TypeAlias = Mapping[str, FileStamp | None]
 
 # Number of manifests to cache, so that a process reads each manifest once.
 _KEPT = 4096
-# By root, for object stores: the latest time of creation, and the time of the last look at all checkpoints.
+# By root, for object stores: the latest time of creation, and the time of the last listing of all checkpoints.
 _last_created: dict[str, tuple[float, float]] = {}
 _LOOK_EVERY_S = 300.0
 
@@ -47,10 +47,10 @@ class StoredStep(NamedTuple):
     created: float | None
     keep: bool
     modified: int
-    """Time of modification, in nanoseconds by the clock of the storage: of the manifest if it is readable, else of the
-    newest file."""
+    """Time of modification of the manifest, or of the newest file if the manifest is unreadable. In nanoseconds, by the
+    clock of the storage."""
     roots: tuple[str, ...]
-    """The roots that hold this same checkpoint, the nearest first."""
+    """The roots that hold this checkpoint, the nearest first."""
     began: float = 0.0
     attempt: str = ""
     upload: Upload | None = None
@@ -60,10 +60,11 @@ class StoredStep(NamedTuple):
 class Origin:
     """The point where a run continues: the ``step`` that it has loaded.
 
-    ``newest`` is the time of creation of the newest checkpoint at that time; checkpoints of this run are newer.
-    ``left`` are the later steps, which the run leaves behind if it saves their numbers again. ``unfinished`` are
-    attempts of dead trainers at such steps, with their paths. They may still be committed until the run saves for the
-    first time. ``began`` is the time when the training began that had saved the step; the run continues that training.
+    ``newest`` is the time of creation of the newest checkpoint at load time. Checkpoints of this run are newer.
+    ``left`` are the later steps. The run leaves a later step behind when it saves the same number again.
+    ``unfinished`` are attempts of dead trainers at later steps, with their paths. Until the first save of the run,
+    these attempts may still be committed. ``began`` is the time when the training that saved the step began. The run
+    continues this training.
     """
 
     step: int
@@ -75,14 +76,14 @@ class Origin:
     def has_left(self, root: str, step: int) -> bool:
         """Return whether the run has left behind the checkpoint at ``step``.
 
-        An object store is not asked, so that no save waits for it. Raises ``StorageError``.
+        Do not ask an object store, because a save would wait for the answer. Raises ``StorageError``.
         """
         if step not in self.left or is_address(root):
             return step in self.left
         found, path = _look(root, step), step_folder(root, step)
         attempts = [attempt for place, attempt in self.unfinished if place == path]
         if found is None:
-            return bool(attempts)  # it may still be committed
+            return bool(attempts)  # an attempt may still be committed
         if found.created is None or found.created <= self.newest:
             return True
         return any(storage_for(path).is_finalized(path, attempt) for attempt in attempts)
@@ -92,10 +93,10 @@ def history(*roots: str, strict: bool = True) -> list[StoredStep]:
     """Return all non-empty steps under ``roots`` in the order of their creation.
 
     A step with an unreadable manifest counts as the newest if its number or its files are newer than the newest known
-    step. A caller that takes the newest step then sees the error. Otherwise such a step counts as the oldest. If a step
-    stands under several roots, the newest counts.
+    step. A caller that takes the newest step then sees the error. Otherwise such a step counts as the oldest. If
+    several roots have a step, the newest checkpoint counts.
 
-    Raises ``StorageError``, also if a single step cannot be read. Without ``strict`` such a step is left out, with a
+    Raises ``StorageError``, also if a single step cannot be read. Without ``strict``, such a step is skipped with a
     warning.
     """
     by_step: dict[int, StoredStep] = {}
@@ -133,8 +134,8 @@ def stored_step(step: int, *roots: str) -> StoredStep | None:
 def newest_step(*roots: str) -> int | None:
     """Return the step that was created last, complete or not. Raises ``StorageError``.
 
-    A folder is named after a step only when its checkpoint is complete. A file that is missing there was lost later,
-    and a caller that wants the newest step must learn of the loss.
+    A folder gets the name of a step only when its checkpoint is complete. A missing file was lost later, and the caller
+    must learn of this loss.
     """
     found = history(*roots)
     return found[-1].step if found else None
@@ -158,7 +159,7 @@ def origin_of(
 
     ``began``: as in ``Origin``, for a step loaded from memory; None: read it from the manifest.
 
-    ``goes_back``: the user may have chosen an older step. Otherwise newer steps have appeared while this process loaded
+    ``goes_back``: the user may have chosen an older step. If False, newer steps have appeared while this process loaded
     the newest step, as in an evaluation of a running training.
     """
     found = history(*roots, strict=False)
@@ -184,7 +185,7 @@ def time_of_creation(root: str, since: float = 0.0) -> float:
 
     The clocks of hosts differ, so checkpoints may be dated in the future. Raises ``StorageError``.
 
-    An object store is listed only once in a while, because normally this process alone creates checkpoints there.
+    An object store is listed only occasionally, because normally only this process creates checkpoints there.
     """
     now = time.monotonic()
     created, looked = _last_created.get(root, (0.0, -math.inf))
@@ -201,8 +202,8 @@ def time_of_creation(root: str, since: float = 0.0) -> float:
 def was_removed(request: WriteRequest) -> bool:
     """Return whether a committed checkpoint was removed by hand.
 
-    This is so if its place is empty and there is no later step, for which retention could have removed it. Returns
-    False if storage does not answer.
+    Return True if its place is empty and no later step exists. If a later step existed, retention could have removed
+    the checkpoint. Return False if storage does not answer.
     """
     try:
         if storage_for(request.path).exists(request.path):
@@ -222,11 +223,11 @@ def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
     Args:
         root: The folder of the steps.
         keep_last: Number of checkpoints to keep, by time of creation.
-        is_recent: Return whether a step was just committed; it stays in any case.
+        is_recent: Return whether a step was just committed. A recent step always stays.
     """
     try:
         found = history(root)
-    except StorageError as error:  # nothing is removed, and nothing is lost
+    except StorageError as error:  # pruning is optional: keep all checkpoints
         logger.warning("old checkpoints could not be looked through: %s", error)
         return
     known = [each for each in found if each.created is not None]

@@ -1,7 +1,7 @@
 """Storage on local and shared file systems: folders of files, finalized by a rename.
 
-An *orphan* is a leftover of a killed worker beside checkpoints. Its name and its contents are those of an attempt, and
-its owner is this user. Nobody holds a lock on it, and nothing in it was changed recently.
+An *orphan* is a leftover of a killed worker beside checkpoints. It has the name and the contents of an attempt, and
+belongs to this user. No process holds a lock on an orphan, and none of its files was changed recently.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class LocalStorage(Storage):
 
     def resolve(self, final: str, attempt: str, existing: Existing, inode: int | None = None) -> Resolution:
         leftover = self.revoke(final, attempt)
-        # Revoke first, then look at the final place. The checkpoint that was being replaced or joined may be the one
-        # that was just revoked.
+        # Revoke first, then look at the final place. A leftover does not prove that the attempt is unfinished. It may
+        # be the old checkpoint after an exchange, or an emptied folder after a join.
         try:
             is_finalized = self.is_finalized(final, attempt, inode)
         except CheckpointError as error:
@@ -110,7 +110,7 @@ class LocalStorage(Storage):
             is_finalized = False
         with contextlib.suppress(OSError):
             if is_finalized:
-                sync_folder(os.path.dirname(final))  # the rank that finalized it may have died before the sync
+                sync_folder(os.path.dirname(final))  # the rank that finalized the attempt may have died before its sync
             elif leftover is not None and existing == "join":
                 undo_join(leftover, final)
         return Resolution(is_finalized, leftover)
@@ -126,7 +126,7 @@ class LocalStorage(Storage):
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
-                # Nobody can finalize the attempt here either, because the folder is not writable.
+                # The folder is not writable here, so no process with these rights can finalize the attempt either.
                 logger.warning("%s could not be revoked: %s", path, error)
                 return None
         return trash
@@ -153,11 +153,11 @@ class LocalStorage(Storage):
         except StorageError:
             if self.exists(manifest):
                 raise
-            return False  # it was removed meanwhile, e.g. by retention
+            return False  # the manifest was removed meanwhile, e.g. by retention
         return Manifest.parse(text, manifest).attempt == attempt
 
     def _is_unfinished(self, leftover: str, attempt: str, existing: Existing) -> bool:
-        """Return whether ``leftover`` is the attempt itself, and not the old checkpoint that it was exchanged with."""
+        """Return True if ``leftover`` is the attempt, False if it is the old checkpoint that the attempt replaced."""
         if existing in ("refuse", "set aside"):
             return True
         try:
@@ -267,7 +267,7 @@ class LocalStorage(Storage):
             except PermissionError:
                 if os.lstat(path).st_uid == os.geteuid():
                     raise
-        return False  # or it is of another user, whose attempts are not waited for
+        return False  # the attempt is gone, or belongs to another user
 
     def take_name(self, path: str) -> str | None:
         with translated("removing a checkpoint", path), opened(path, os.O_NONBLOCK) as fd:
@@ -280,19 +280,19 @@ class LocalStorage(Storage):
                 rename(trash, path)
                 return None
             try:
-                # Otherwise the name could be back after a power cut, without the files that are removed now.
+                # Sync before removing files. Otherwise the name could be back after a power cut, without its files.
                 sync_folder(parent)
             except OSError:
                 rename(trash, path)
                 raise
-            with contextlib.suppress(OSError):  # now it is young, and no leftover of a worker that was killed
+            with contextlib.suppress(OSError):  # so that no sweep takes the folder for an orphan
                 os.utime(fd)
         return trash
 
     def advance(self, path: str, text: str, at: int) -> bool:
         folder = os.path.dirname(path)
         with translated("naming the newest checkpoint", path), opened(folder) as fd:
-            lock_alone_soon(fd)  # several workers may do this, as those of an actor and a critic
+            lock_alone_soon(fd)  # several workers may advance one file, e.g. for an actor and a critic
             if (its := self.stamp(path)) is not None and its.modified > at:
                 return False
             replace_text(path, text, at)
@@ -306,7 +306,7 @@ class LocalStorage(Storage):
 def _is_same(folder: int, path: str) -> bool:
     """Return whether ``path`` leads to the open ``folder``. Raises ``OSError``.
 
-    Some network file systems give a renamed folder another inode number. There the manifests are compared.
+    Some network file systems give a renamed folder another inode number. In this case, compare the manifests.
     """
     if os.path.samestat(os.fstat(folder), os.stat(path)):
         return True
@@ -342,7 +342,7 @@ def require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
 def _sweep_checkpoints(root: str, now: float, orphan_s: float) -> None:
     """Remove orphaned attempts at checkpoints, and half-removed checkpoints, in ``root``. Raises ``OSError``.
 
-    An old checkpoint gets its name back if its replacement never took that name. ``now``: time in seconds by the clock
+    An old checkpoint gets its name back if its replacement never took the name. ``now``: time in seconds by the clock
     of the file system. A folder that was changed within ``orphan_s`` seconds is not an orphan.
     """
     with os.scandir(root) as entries:
@@ -395,5 +395,5 @@ def _is_orphan(path: str, now: float, orphan_s: float, *, is_file: bool) -> bool
         if not is_file:
             names = files_under(fd)
             changed += [os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime for name in names]
-        # A change in the future is not recent either: the clock was set back since.
+        # A change far in the future is not recent either, because the clock was set back since.
         return min(abs(now - each) for each in changed) >= orphan_s + (0 if is_free else _NO_LOCKS_S)

@@ -30,8 +30,8 @@ class LocalFile(OutputFile):
         Args:
             path: The file.
             direct: Write past the page cache, if the file system can.
-            within: An open folder and the file's name in it. The file is created there even if the path of the folder
-                has changed meanwhile. None: create the file by its path.
+            within: An open folder, and the file's name in this folder. The file is created there even if the folder's
+                path has changed meanwhile. If None, create the file by its path.
         """
         self.path = path
         self.direct = direct
@@ -50,7 +50,7 @@ class LocalFile(OutputFile):
     def write(self, data: memoryview, offset: int) -> None:
         with translated("writing", self.path):
             while data:
-                direct = self.direct  # at the beginning of this write: another thread's write may be refused meanwhile
+                direct = self.direct  # read once, because a refused write of another thread may change it
                 try:
                     done = os.pwrite(self._fd, data, offset)
                 except OSError as error:
@@ -58,7 +58,7 @@ class LocalFile(OutputFile):
                         raise
                     # Some file systems refuse direct I/O only now, or want another alignment after a short write.
                     fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-                    self.direct = False  # set last, because a thread that reads it writes through the cache
+                    self.direct = False  # set last: threads that see False write without alignment
                     continue
                 data = data[done:]
                 offset += done
@@ -114,7 +114,7 @@ class LocalInputFile(InputFile):
             try:
                 return self._read(views, offset)
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EFAULT):  # these mean memory that no device may write to
+                if error.errno not in (errno.EINVAL, errno.EFAULT):  # otherwise the device cannot write to this memory
                     raise
                 self.alignment = 0
                 return None
@@ -140,7 +140,7 @@ class LocalInputFile(InputFile):
 def memory_alignment(fd: int) -> int:
     """Return the address alignment for direct reads of the file ``fd``, in bytes; 0 if it is unknown.
 
-    Linux 6.1 and later report the alignment that the device wants, from 4 bytes (most NVMe) to 512 bytes or a whole
+    Linux 6.1 and later report the alignment that the device needs, from 4 bytes (most NVMe) to 512 bytes or a whole
     block.
     """
     facts = (ctypes.c_uint32 * (_STATX_BYTES // 4))()

@@ -1,4 +1,4 @@
-"""Attempts of ``object_store.py``: objects below a name of their own, finalized by the record."""
+"""Attempts of ``object_store.py``: objects below the name of the attempt, finalized by the record."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class ObjectAttempt(OpenAttempt):
         metadata = {name: file.kept for name, file in self._created.items() if name != MANIFEST_NAME and file.kept}
         there, self._listing = self._listing or list_below(self._objects, self._place), None
         is_strange = existing in ("refuse", "replace") and not may_replace(self._objects, self._place, there, existing)
-        aside: dict[str, str] = {}  # by the place of its files: the key of the record of a checkpoint that is set aside
-        before = PlaceRecord()  # the replaced record, also known if the answer to its replacement is lost
+        aside: dict[str, str] = {}  # for checkpoints set aside: key of the new record, by place of the files
+        before = PlaceRecord()  # the replaced record, kept here in case the store's answer is lost
 
         def decide(record: PlaceRecord) -> PlaceRecord | None:
             nonlocal before
@@ -136,8 +136,8 @@ class ObjectAttempt(OpenAttempt):
         for file in self._created.values():
             file.close()
         try:
-            # A request that finalizes the attempt may still be on its way. Once the attempt is revoked, that request
-            # fails.
+            # Revoke first, because a request that finalizes the attempt may still be on its way. After the revocation
+            # this request fails.
             if revoke_attempt(self._objects, self._place, self._digest):
                 return
             if names is None:
@@ -151,7 +151,7 @@ class ObjectAttempt(OpenAttempt):
         pass
 
     def _was_decided(self, error: StorageError) -> bool:
-        """Return whether the attempt is finalized despite ``error``. If it is not, it never will be."""
+        """Return whether the attempt is finalized despite ``error``. If not, revoke the attempt."""
         try:
             return revoke_attempt(self._objects, self._place, self._digest)
         except StorageError:
@@ -161,7 +161,7 @@ class ObjectAttempt(OpenAttempt):
 
 
 class ObjectFile(OutputFile):
-    """A new object. Its pieces are sent without a copy: while they come if there are several, otherwise by ``sync``.
+    """A new object. Its pieces are sent without a copy: during the writes if there are several, otherwise by ``sync``.
 
     The last piece is always held back, because ``truncate`` may cut it.
     """
@@ -225,10 +225,10 @@ class ObjectFile(OutputFile):
                 raise self._failure
         elif self._key is not None:
             self.e_tag = self._objects.put(self._key, pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        self._pieces.clear()  # their memory may be needed elsewhere
+        self._pieces.clear()  # release their memory
 
     def close(self) -> None:
-        """Stop. An object that is not complete is discarded, on the store too."""
+        """Stop sending. Discard an incomplete object, on the store too."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -244,12 +244,12 @@ class ObjectFile(OutputFile):
                 self._failure = error
 
     def _length(self) -> int | None:
-        """Return the number of bytes of the object; None if it is not known yet."""
+        """Return the number of bytes of the object; None if the number is not known yet."""
         ends = (at + len(piece) for at, piece in self._pieces.items())
         return max(ends, default=0) if self._is_whole else None
 
     def _in_order(self) -> Iterator[memoryview]:
-        """Yield the pieces in the order of their offsets, each when it can no longer change."""
+        """Yield the pieces in the order of their offsets. Yield a piece only when it can no longer change."""
         at = 0
         while True:
             with self._changed:
@@ -265,7 +265,7 @@ class ObjectFile(OutputFile):
             at += len(piece)
 
     def _may_go_on(self, at: int) -> bool:
-        """Return whether the piece at ``at`` is final: another piece follows, or none will come."""
+        """Return whether the piece at ``at`` is final, because another piece follows or the object is complete."""
         piece = self._pieces.get(at)
         return self._is_closed or self._is_whole or (piece is not None and at + len(piece) in self._pieces)
 
@@ -279,8 +279,8 @@ def send_parts(
 ) -> str:
     """Send an object by ``Objects.put_parts``, and recover from a lost answer. Return its e-tag.
 
-    An object sent in parts exists only when it is whole. So if it exists with the right size, only the answer was lost.
-    ``length``: return the size of the object, or None while it is unknown.
+    An object sent in parts exists only when it is complete. So if the object exists with the right size, only the
+    answer was lost. ``length``: return the size of the object in bytes, or None while it is unknown.
     """
     try:
         return objects.put_parts(key, parts, part_bytes)
@@ -305,7 +305,7 @@ def may_replace(objects: Objects, place: str, there: Listing, existing: Existing
 
 
 def revoke_attempt(objects: Objects, place: str, its: str) -> bool:
-    """Ensure that the attempt with the digest ``its`` never will be finalized. Return whether it already is.
+    """Revoke the attempt with the digest ``its``, unless it is finalized. Return whether it is finalized.
 
     Raises ``StorageError``.
     """
@@ -335,7 +335,7 @@ def keep_aside(objects: Objects, place: str, record: PlaceRecord, why: str) -> s
 
 
 def remove_parts(objects: Objects, place: str, record: PlaceRecord) -> None:
-    """Remove the files of the attempt that was finalized at ``place``, unless another place names them, too.
+    """Remove the files of the attempt that was finalized at ``place``, unless the record of another place names them.
 
     Raises ``StorageError``.
     """
@@ -347,7 +347,7 @@ def remove_parts(objects: Objects, place: str, record: PlaceRecord) -> None:
 def is_named(objects: Objects, parts: str, but: str = "") -> bool:
     """Return whether any checkpoint, except at the place ``but``, consists of the files at ``parts``.
 
-    It is the attempt's own checkpoint, or a checkpoint that was set aside. Raises ``StorageError``.
+    This is the attempt's own checkpoint, or a checkpoint that was set aside. Raises ``StorageError``.
     """
     owner = posixpath.dirname(parts)
     others = [each for each in objects.folders(posixpath.dirname(owner)) if each.startswith(f"{owner}.")]

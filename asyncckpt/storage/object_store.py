@@ -56,7 +56,7 @@ class ObjectStorage(Storage):
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._parts: dict[str, str] = {}
-        """By key of a checkpoint: the place of its files, as in the record when its manifest was read last."""
+        """By key of a checkpoint: the place of its files, as recorded when the manifest was last read."""
 
     def begin_checkpoint(
         self, final: str, attempt: str, nbytes: int, orphan_s: float | None = None, *, linked_bytes: int = 0
@@ -76,9 +76,9 @@ class ObjectStorage(Storage):
         place, its = self._key(final), digest(attempt)
         if not revoke_attempt(self._objects, place, its):
             return Resolution(False, self._leftover(place, its))
-        with contextlib.suppress(StorageError):  # its worker may have died before this step
+        with contextlib.suppress(StorageError):  # the worker may have died before this step
             files = shown(list_below(self._objects, place).of_attempt(its))
-            if not has_copies(files):  # copies take too long for this caller: ``sweep`` makes them
+            if not has_copies(files):  # copies would take too long here, so ``sweep`` makes them
                 show(self._objects, place, its, files)
         return Resolution(True, None)
 
@@ -95,7 +95,7 @@ class ObjectStorage(Storage):
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
         found, _ = read_record(self._objects, self._key(final))
         if found.is_finalized and not found.parts:
-            Manifest.parse(found.manifest, record_key(final))  # the record is damaged: raise an error with the details
+            Manifest.parse(found.manifest, record_key(final))  # raise an error for the damaged record
         return found.is_of(digest(attempt))
 
     def may_put(self, path: str, existing: Existing) -> bool:
@@ -163,19 +163,19 @@ class ObjectStorage(Storage):
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Check that the checkpoint exists. Without locks, nothing keeps it from being removed."""
+        """Check that the checkpoint exists. There are no locks, so the checkpoint may still be removed."""
         if not self.exists(path):
             raise CheckpointNotFoundError("there is no checkpoint here", path=path)
         yield
 
     def attempts_under_way(self, folder: str) -> list[str]:
-        """Return nothing, because attempts of other workers are not visible."""
+        """Return an empty list, because attempts of other workers are not visible."""
         return []
 
     def take_name(self, path: str) -> str | None:
         place = self._key(path)
         if is_under_way(self._objects, place):
-            return None  # otherwise files that are just being copied would be left over
+            return None  # otherwise files that are being copied would be left over
         found = self._finalized(path)
         self._hide(place, found)
         self._unname(place, found)
@@ -205,7 +205,7 @@ class ObjectStorage(Storage):
         hide(self._objects, place, {METADATA_NAME, *shown(files)})
 
     def _unname(self, place: str, which: PlaceRecord) -> None:
-        """Remove a checkpoint from ``place``, if its record has not changed. The empty record stays until ``sweep``."""
+        """Remove a checkpoint from ``place``, unless its record has changed. The empty record stays until ``sweep``."""
 
         def unname(found: PlaceRecord) -> PlaceRecord | None:
             is_it = (found.manifest, found.parts) == (which.manifest, which.parts)
@@ -221,7 +221,7 @@ class ObjectStorage(Storage):
         return split_address(path)[1]
 
     def _names_elsewhere(self, place: str, record: PlaceRecord) -> set[str]:
-        """Return the files of a checkpoint that was set aside, which stayed at their first place."""
+        """Return the files, at their original place, of a checkpoint that was set aside."""
         if not record.parts.startswith("../"):
             return set()
         owner, parts = posixpath.split(posixpath.normpath(f"{place}/{record.parts}"))
@@ -240,7 +240,7 @@ class ObjectStorage(Storage):
                 yield part_key(parts, key.removeprefix(f"{place}/"))
             for place in known or places[:1]:
                 if (yield from self._as_recorded(place, key)):
-                    return  # the object at its own name is a copy, and no part of the checkpoint
+                    return  # the object at the file's own name is only a copy
             yield key
             for place in () if known else places[1:]:
                 yield from self._as_recorded(place, key)

@@ -23,7 +23,7 @@ from asyncckpt.storage.stock_names import behind, hide, is_under_way, show, show
 
 logger = logging.getLogger(__name__)
 
-# Minimum age to remove a record that only lists revoked attempts. No worker begins or ends an attempt of that age.
+# Minimum age to remove a record that only lists revoked attempts. No attempt of that age is still under way.
 _REVOKED = timedelta(hours=1)
 # Seconds between two sweeps of a root by one process.
 _EVERY_S = 300.0
@@ -36,10 +36,10 @@ _swept: dict[tuple[str, str], float] = {}
 def sweep(objects: Objects, root: str, orphan_s: float) -> None:
     """Remove orphans directly below ``root``, and make missing files for stock readers.
 
-    Orphans are at least ``orphan_s`` seconds old. The files for stock readers are missing if a worker died while it
-    made them. Each root is swept only once in a while, and each sweep tests whether the store heeds conditions.
+    Orphans are at least ``orphan_s`` seconds old. Files for stock readers are missing if a worker died while it made
+    the files. Each root is swept only occasionally. Each sweep tests whether the store supports conditional writes.
 
-    Raises ``StorageError`` if the store cannot be used. Objects that cannot be removed stay, and the log says so.
+    Raises ``StorageError`` if the store cannot be used. Objects that cannot be removed stay, and a message is logged.
     """
     now = time.monotonic()
     with _lock:
@@ -55,10 +55,10 @@ def sweep(objects: Objects, root: str, orphan_s: float) -> None:
 
 
 def renew(objects: Objects, place: str) -> None:
-    """Rewrite a record that only lists revoked attempts, so that it is new again. Raises ``StorageError``.
+    """Rewrite a record that only lists revoked attempts, so that no sweep deletes the record. Raises ``StorageError``.
 
-    Call this when an attempt begins at ``place``. No store deletes an object on a condition. So a sweep that deletes
-    the old record could delete a record that the new attempt has just finalized.
+    Call this when an attempt begins at ``place``. Stores have no conditional delete. So a sweep that deletes an old
+    record could delete the record of a new attempt that was just finalized.
     """
     found, version = read_record(objects, place)
     if version is not None and not found.is_finalized:
@@ -71,7 +71,7 @@ class _Sweep:
     def __init__(self, objects: Objects, root: str, clock: datetime, orphan: timedelta, listing: Listing) -> None:
         self._objects, self._root, self._listing = objects, root, listing
         self._orphan, self._revoked = clock - orphan, clock - max(orphan, _REVOKED)
-        # Deeper records belong to other roots, whose saves may take longer.
+        # Skip deeper records, because they belong to other roots, and saves there may take longer.
         self._records = {name: found for name, found in listing.records.items() if name and "/" not in name}
         self._attempts: dict[str, list[str]] = defaultdict(list)
         for parts in listing.parts:
@@ -133,7 +133,7 @@ class _Sweep:
         return behind(files, there, found.modified)
 
     def _hide_names(self, place: str, parts: str) -> None:
-        """Remove the files that stock readers find of an attempt that another finalized attempt has replaced."""
+        """Remove the files for stock readers of an attempt that another finalized attempt has replaced."""
         current = [self._listing.parts[each] for each in self._attempts[place] if each in self._in_use]
         if current:
             kept = {name for files in current for name in shown(files)}
@@ -155,7 +155,7 @@ def _remove_orphan(objects: Objects, parts: str) -> None:
 
 
 def _probe(objects: Objects, root: str) -> datetime:
-    """Return the time by the store's clock. Log a warning if the store does not heed conditions."""
+    """Return the time by the store's clock. Log a warning if the store does not support conditional writes."""
     key = posixpath.join(root, PROBE + secrets.token_hex(6))
     objects.put_if(key, b"one", None)
     first = objects.get(key)

@@ -1,7 +1,7 @@
 """The objects of one bucket, accessed through obstore, with its errors translated.
 
-obstore does not survive a fork: a process that was forked from a user of obstore cannot use it. Credentials, region and
-endpoint come from the environment, as obstore reads it (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``).
+obstore does not survive a fork: a process that was forked from a user of obstore cannot use obstore. obstore reads
+credentials, region and endpoint from the environment (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from asyncckpt.errors import StorageError
 T = TypeVar("T")
 SCHEMES = ("s3", "gs", "az")
 
-# Timeout of one request: a part of 16 MiB at 140 kB/s. Then the number of retries of a request, and their timeout.
+# Timeout of one request: enough for a part of 16 MiB at 140 kB/s. Below: number of retries of a request, their timeout.
 _REQUEST = timedelta(seconds=120)
 _RETRIES, _RETRY = 10, timedelta(seconds=60)
 _CONNECT = timedelta(seconds=10)
-# A request that obstore gives up within this time is retried after these pauses.
+# If obstore gives up a request within this time, retry the request after these pauses.
 _AT_ONCE_S = 10.0
 _PAUSES_S = (0.1, 0.4, 1.6)
 # Number of parts of one object under way at a time.
 _PARTS_AT_ONCE = 8
-# A store takes 10,000 parts of 5 MiB to 5 GiB for an object, all of one size except the last. S3 copies up to 5 GiB.
+# An object has at most 10,000 parts of 5 MiB to 5 GiB, all of one size except the last. S3 copies up to 5 GiB.
 PART_BYTES, _MOST_PARTS = 16 << 20, 9000
 _MOST_COPIED = 5 << 30
-# Held during a copy by way of this host, because each such copy takes memory.
+# Held during a copy through this host, because each such copy takes memory.
 _sending = threading.Lock()
 
 
 def part_bytes_of(nbytes: int) -> int:
-    """Return the size of the parts in which ``nbytes`` bytes are sent."""
+    """Return the size in bytes of each part of an object of ``nbytes`` bytes."""
     return max(PART_BYTES, -(-nbytes // _MOST_PARTS))
 
 
@@ -55,7 +55,7 @@ _KINDS = {"401": "UnauthenticatedError", "403": "PermissionDeniedError"}
 
 
 class Found(NamedTuple):
-    """Facts of an object: its ``key``, its size, and when it was changed, by the clock of the store."""
+    """Facts of an object: its ``key``, its size in bytes, and the time of its last change, by the store's clock."""
 
     key: str
     nbytes: int
@@ -112,8 +112,8 @@ class Objects:
     def put_if(self, key: str, data: bytes, version: ObjectVersion | None) -> bool:
         """Replace an object if it still has ``version``. With None, create it if there is no object.
 
-        Returns False if the store reports a failed condition. This also happens after a lost answer: the first request
-        took effect, and its retry is refused.
+        Returns False if the store reports a failed condition. This also happens after a lost answer, because the first
+        request took effect, and the store refuses the retry.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -127,10 +127,10 @@ class Objects:
         return bool(self._ask("deciding by a condition", key, put))
 
     def put_parts(self, key: str, parts: Callable[[], Iterator[memoryview]], part_bytes: int) -> str:
-        """Create an object of ``parts`` while they are produced. Return as ``put``.
+        """Create an object from ``parts``. Send the parts while they are produced. Return as ``put``.
 
-        The parts are sent from their own memory, which must not change meanwhile. ``parts`` is called again if all has
-        to be sent once more. If it raises, its error is raised, and the sent parts are discarded.
+        The parts are sent from their own memory, which must not change meanwhile. ``parts`` is called again if the
+        object has to be sent again. If ``parts`` raises, its error is raised, and the sent parts are discarded.
         """
         options = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": _PARTS_AT_ONCE}
         put = self._ask("writing", key, lambda: self._store.put(key, parts(), **options))
@@ -139,8 +139,8 @@ class Objects:
     def copy(self, key: str, to: str, nbytes: int) -> None:
         """Copy an object of ``nbytes`` to the key ``to``, if the object exists.
 
-        The store copies it. If the store cannot, e.g. because the object is very large, the bytes pass through this
-        host.
+        The store makes the copy. If the store cannot copy the object, e.g. because it is very large, the bytes pass
+        through this host.
         """
         if nbytes <= _MOST_COPIED:
             try:
@@ -156,8 +156,8 @@ class Objects:
             return self.get_range(key, begin, min(part_bytes, nbytes - begin))
 
         def parts() -> Iterator[memoryview]:
-            # Read ahead on own threads. obstore asks for the parts on a thread of its own, where obstore cannot be
-            # called.
+            # Read ahead on separate threads. obstore asks for the parts on its own thread, and obstore cannot be called
+            # there.
             ahead: deque[Future[memoryview]] = deque()
             for begin in begins:
                 ahead.append(pool.submit(read, begin))
@@ -173,14 +173,14 @@ class Objects:
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects, if they exist."""
         if keys and self._ask("removing", keys[0], lambda: self._store.delete([*keys]) is None) is None and keys[1:]:
-            for key in keys:  # one object was missing, and some stores stop there
+            for key in keys:  # one object was missing, and some stores stop at a missing object
                 self.delete([key])
 
     def _ask(self, doing: str, key: str, ask: Callable[[], T]) -> T | None:
         """Return the store's answer to ``ask``; None if there is no such object. Raises ``StorageError``.
 
-        A request may be repeated, so it must be safe to repeat. obstore retries some failures for a while. Other
-        failures, e.g. an answer that ends too early, are retried here.
+        ``ask`` must be safe to repeat. obstore itself retries some failures for a while. This method retries other
+        failures, e.g. an answer that ends too early.
         """
         from obstore.exceptions import BaseError
 
@@ -247,13 +247,13 @@ def _connect(base: str, endpoint: str, process: int) -> Objects:
 
 
 def forget_connections() -> None:
-    """Have the next ``objects_at`` make new clients."""
+    """Forget the cached clients. The next ``objects_at`` makes new clients."""
     _connect.cache_clear()
 
 
 @functools.cache
 def _first_process() -> int:
-    """Return the process that used obstore first, among the processes forked from each other since."""
+    """Return the id of the process that used obstore first. Forked children inherit the cached id."""
     return os.getpid()
 
 

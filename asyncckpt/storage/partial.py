@@ -1,7 +1,7 @@
 """Attempts of ``local.py``: hidden beside the final place, locked, and finalized by one rename.
 
-The attempt at a checkpoint is a folder, the attempt at a single file is a file. Each rank's worker holds a lock on it
-until it is finalized or discarded.
+The attempt at a checkpoint is a folder, and the attempt at a single file is a file. Each rank's worker holds a lock on
+the attempt until it is finalized or discarded.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def set_aside(path: str, why: str) -> str:
 
 
 def exchange(one: str, other: str) -> bool:
-    """Exchange two names atomically. Return False if the file system or the kernel cannot.
+    """Exchange two names atomically. Return False if the file system or the kernel does not support this.
 
-    Ignores an error if the exchange was done, as ``rename`` does.
+    Ignore an error if the exchange was done, as ``rename`` does.
     """
     before = os.lstat(one)
     try:
@@ -103,7 +103,7 @@ def rename_new(one: str, other: str) -> None:
     except OSError:
         if not _is_at(before, other):
             raise
-    with contextlib.suppress(OSError):  # after a hard link; if this fails, the leftover is an orphan like others
+    with contextlib.suppress(OSError):  # after a hard link; a failure only leaves an orphan
         os.unlink(one)
 
 
@@ -120,7 +120,7 @@ def _link(one: str, other: str) -> None:
 
 
 def _renameat2(one: str, other: str, flags: int) -> bool:
-    """Call renameat2. Return False if the file system or the kernel cannot do it."""
+    """Call renameat2. Return False if the file system or the kernel does not support it."""
     try:
         rename = _libc.renameat2
     except AttributeError:  # glibc before 2.28
@@ -134,16 +134,16 @@ def _renameat2(one: str, other: str, flags: int) -> bool:
 
 
 _FICLONE = 0x40049409  # from linux/fs.h
-# Errors of a path that does not exist any more, or now leads to something else.
+# Errors of a path that no longer exists, or now leads to another file.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _said: set[tuple[int, int | None]] = set()
-"""Devices on which no file can be linked, with the error, to log each only once."""
+"""Devices that cannot link files, with the error. Each pair is logged only once."""
 
 
 def facts_of(facts: os.stat_result) -> tuple[int, ...]:
-    """Return the facts that tell whether a file is still the written file, unchanged; () if it is not a regular file.
+    """Return the facts that identify an unchanged file; () if it is not a regular file.
 
-    The inode's change time is not one of them, because each new link changes it.
+    The inode's change time is not included, because each new link changes it.
     """
     if not stat.S_ISREG(facts.st_mode):
         return ()
@@ -154,7 +154,7 @@ def recorded(name: str, folder: int) -> tuple[int, ...]:
     """Return facts of the file ``name`` in the open ``folder`` that differ after any later change of the file.
 
     The kernel's times advance in ticks of some milliseconds. A change in the same tick as the last write would leave
-    the time of modification unchanged. So the file gets a time that is not a tick of the kernel.
+    the time of modification unchanged. So this function gives the file a time that is not a tick of the kernel.
     """
     facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if facts.st_nlink == 1:  # otherwise the facts were recorded before the file was linked
@@ -217,7 +217,7 @@ PARTIAL_SUFFIX = ".partial"
 TRASH_SUFFIX = ".asyncckpt-trash"
 """Suffix of a folder that is being removed."""
 OLD_SUFFIX = ".asyncckpt-old"
-"""Suffix of an old checkpoint while another takes its name."""
+"""Suffix of an old checkpoint while another checkpoint takes its name."""
 
 SHORTENED = "asyncckpt-"
 """Prefix of the short name that replaces a name too long for the suffixes."""
@@ -227,7 +227,7 @@ _LONGEST_NAME = 255 - 2 - len(TRASH_SUFFIX)
 # Errors of file systems that cannot rename folders. EMFILE comes from gcsfuse.
 _NO_RENAME = (errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 LATE_S = 10.0
-"""Maximum time for a file of another host to be seen, in seconds."""
+"""Maximum time in seconds until this host sees a file of another host."""
 _LATE_POLL_S = 0.1
 
 CHECKPOINT_ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-old)")
@@ -267,7 +267,7 @@ class _Partial(OpenAttempt):
     def _hold(self, flags: int = 0) -> None:
         """Open the attempt and lock it. Raises ``OSError``."""
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
-        is_at(self._fd, self.path)  # raises if this file system does not say
+        is_at(self._fd, self.path)  # raises OSError without lasting inode numbers
         lock_shared(self._fd)
 
 
@@ -306,8 +306,8 @@ class PartialFolder(_Partial):
             with translated("creating a file", path):
                 self._check_in_place(name)
                 if self._is_empty and is_index(name):
-                    # The index of a set of files marks the folder as ours. After a power cut without this mark, a later
-                    # save would take the other files for foreign ones, and never remove them.
+                    # The index of a set of files marks the folder as ours. If a power cut lost this mark, a later save
+                    # would take the other files for foreign files, and never remove them.
                     sync_folder(self.path)
                 self._is_empty = False
         except BaseException:
@@ -317,7 +317,7 @@ class PartialFolder(_Partial):
 
     def link_source(self, name: str) -> LinkSource:
         with translated("looking at a file", os.path.join(self.path, name)):
-            # For a link, return the facts by which it was checked: the file may have been changed, or distrusted,
+            # For a link, return the facts from the link's check, because the file may have been changed or distrusted
             # since.
             facts = self._linked.get(name) or recorded(name, self._fd)
         return LinkSource(os.path.join(self._final, name), facts)
@@ -329,7 +329,7 @@ class PartialFolder(_Partial):
             self._check_in_place(name if is_linked else None)
             if is_linked:
                 its = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-                if (its.st_dev, its.st_ino) == source.facts[:2]:  # otherwise it is a clone
+                if (its.st_dev, its.st_ino) == source.facts[:2]:  # otherwise the file is a clone
                     self._linked[name] = source.facts
         return is_linked
 
@@ -340,7 +340,7 @@ class PartialFolder(_Partial):
     def missing(self, names: Collection[str]) -> set[str]:
         """Return the names that do not exist. Look up each unlisted name repeatedly for some seconds.
 
-        A client of a network file system may answer with an older listing, in which files of other hosts are missing.
+        A client of a network file system may return a stale listing that lacks files of other hosts.
         """
         left, deadline = super().missing(names), time.monotonic() + LATE_S
         with translated("looking at a file", self.path):
@@ -357,7 +357,7 @@ class PartialFolder(_Partial):
         return False
 
     def finalize(self, existing: Existing) -> None:
-        """Finalize the checkpoint. An empty folder at the final place is replaced for every value of ``existing``."""
+        """Finalize the checkpoint. For every value of ``existing``, replace an empty folder at the final place."""
         final = self._final
         with translated("flushing a folder", self.path):
             self._check_in_place(None)
@@ -393,7 +393,7 @@ class PartialFolder(_Partial):
                 sync_folder(parent)
             except OSError:
                 if not is_taken:
-                    rename(final, self.path)  # a failed save must not be found there
+                    rename(final, self.path)  # readers must not find a failed save
                 raise
 
     def discard(self, names: Sequence[str] | None = None) -> None:
@@ -432,7 +432,7 @@ class PartialFolder(_Partial):
         owner = os.fstat(self._fd).st_uid
         if owner == os.geteuid():
             return True
-        # A server may give our files to another user, as NFS does with files of root.
+        # A server may map our files to another user, as NFS does with files of root.
         name = f".{secrets.token_hex(6)}"
         probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
@@ -444,7 +444,7 @@ class PartialFolder(_Partial):
     def _set_aside(self) -> None:
         """Rename the existing checkpoint and take its final name. An existing link is removed. Raises ``OSError``."""
         final, aside = self._final, None
-        with contextlib.suppress(FileNotFoundError):  # retention may just have removed it
+        with contextlib.suppress(FileNotFoundError):  # retention may just have removed the checkpoint
             aside = set_aside(final, "abandoned")
         try:
             rename(self.path, final)
@@ -468,8 +468,8 @@ class PartialFolder(_Partial):
         old, final = self.path, self._final
         is_exchanged = exchange(self.path, final)
         if not is_exchanged:
-            # This file system cannot exchange names. For a moment nothing has the final name, and the old checkpoint is
-            # whole beside it.
+            # This file system cannot exchange names. For a moment no checkpoint has the final name, and the complete
+            # old checkpoint stands beside it.
             old = self.path.removesuffix(PARTIAL_SUFFIX) + OLD_SUFFIX
             rename(final, old)
             try:
@@ -511,9 +511,9 @@ class PartialFile(_Partial):
         return {os.path.basename(self.path)} if self._is_created else set()
 
     def finalize(self, existing: Existing) -> None:
-        """Finalize the file. It gets the permissions of the file that it replaces. A link is replaced.
+        """Finalize the file, with the permissions of the file that it replaces. A link is replaced.
 
-        If the file system cannot exchange names, a replacing file stays even if flushing the folder fails.
+        If the file system cannot exchange names, the new file stays even if flushing the folder fails.
         """
         final, before = self._final, None
         with translated("finalizing the file", final):
@@ -529,14 +529,14 @@ class PartialFile(_Partial):
         with translated("flushing a folder", parent):
             try:
                 sync_folder(parent)
-            except OSError:  # a failed save must not be found there
+            except OSError:  # readers must not find a failed save
                 if is_exchanged:
                     exchange(self.path, final)
                 elif before is None and self._has_final_name():
                     rename(final, self.path)
                 raise
         if is_exchanged:
-            with contextlib.suppress(OSError):  # if this fails, the leftover is an orphan like others
+            with contextlib.suppress(OSError):  # a failure only leaves an orphan
                 os.unlink(self.path)
 
     def discard(self, names: Sequence[str] | None = None) -> None:
@@ -562,24 +562,25 @@ class NewFile(PartialFile):
                 sync_folder(parent)
             except OSError:
                 if self._has_final_name():
-                    rename(self._final, self.path)  # a failed save must not be found there
+                    rename(self._final, self.path)  # readers must not find a failed save
                 raise
 
 
 def undo_join(leftover: str, final: str) -> None:
-    """Remove ``.metadata`` from ``final`` if the revoked attempt in ``leftover`` was just being joined to it.
+    """Remove ``.metadata`` from ``final`` if the attempt in ``leftover`` was revoked during its join to ``final``.
 
-    A join moves ``.metadata`` just before the manifest. Without its removal, DCP would find a checkpoint in ``final``.
-    Raises ``OSError``.
+    A join moves ``.metadata`` just before the manifest. Otherwise DCP would find a checkpoint in ``final``. Raises
+    ``OSError``.
     """
     if METADATA_NAME not in (names := os.listdir(leftover)) and MANIFEST_NAME in names:
         os.unlink(os.path.join(final, METADATA_NAME))
 
 
 def _join(folder: str, final: str) -> None:
-    """Move the files in ``folder`` into ``final``, durably, first the data and last ``.metadata`` and the manifest.
+    """Move the files in ``folder`` into ``final``, durably: first the data, last ``.metadata`` and the manifest.
 
-    A checkpoint in ``final`` ends with the first step, because the moved files may overwrite its files.
+    First of all, remove ``.metadata`` and the manifest of a checkpoint in ``final``, because the moved files may
+    overwrite its files.
     """
     if os.stat(folder).st_dev != os.stat(final).st_dev:
         raise OSError(errno.EXDEV, "it is on another file system than the folder it is in; save into a folder of it")
@@ -593,7 +594,7 @@ def _join(folder: str, final: str) -> None:
         for name in names:
             rename(os.path.join(folder, name), os.path.join(final, name))
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(folder, name))  # a hard link to the file that is there stays, see rename(2)
+                os.unlink(os.path.join(folder, name))  # rename(2) keeps a hard link to the same file
         sync_folder(final)
-    with contextlib.suppress(OSError):  # the checkpoint is finalized anyway
+    with contextlib.suppress(OSError):  # the checkpoint is already final
         os.rmdir(folder)

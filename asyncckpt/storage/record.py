@@ -1,9 +1,9 @@
 """The record of a place on an object store: the one object that decides which attempt is finalized there.
 
-The record is the object ``asyncckpt.json``. It begins with the manifest of the finalized attempt, if there is one. Then
-follows a line with the place of the attempt's files, and with the attempts that were revoked. Every change is
-conditional: it fails if somebody else has changed the record meanwhile. So if one process finalizes an attempt and
-another revokes it, one of them comes first, and the other sees it.
+The record is the object ``asyncckpt.json``. The record begins with the manifest of the finalized attempt, if there is
+one. The next line has the place of the attempt's files, and the attempts that were revoked. Every change is
+conditional: a change fails if another process has changed the record meanwhile. So if one process finalizes an attempt
+and another process revokes it, the first change wins, and the other process sees it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from asyncckpt.format.manifest import MANIFEST_NAME, is_data
 from asyncckpt.storage.objects import Found, Objects, ObjectVersion
 
 PARTS = ".parts-"
-"""Prefix of the name below which the files of an attempt stand, followed by the attempt's ``digest``. In nested folders
-the depth of the folder follows, see ``part_key``."""
+"""Prefix of the folder with the files of an attempt. The attempt's ``digest`` follows, and in nested folders the depth
+of the folder, see ``part_key``."""
 
-# Size to which a record with a manifest is padded. A record without a manifest is shorter, so a listing tells them
-# apart.
+# Minimum size of a record with a manifest, in bytes, reached by padding. A record without a manifest is shorter. So the
+# size in a listing tells the two kinds apart.
 _FINALIZED_BYTES = 4096
-# Number of revoked attempts to remember. A worker is gone if so many later attempts were revoked.
+# Number of revoked attempts to remember. The worker of an attempt is gone when this many later attempts were revoked.
 _MOST_REVOKED = 64
 _MOST_CHANGES = 100
 
@@ -41,7 +41,7 @@ def digest(attempt: str) -> str:
 
 
 def parts_name(its: str, folder: str = "") -> str:
-    """Return the name below which the attempt with the digest ``its`` keeps DCP's data files of ``folder``.
+    """Return the folder name where the attempt with the digest ``its`` keeps DCP's data files of ``folder``.
 
     ``folder`` is "" at the top of the checkpoint.
     """
@@ -51,8 +51,8 @@ def parts_name(its: str, folder: str = "") -> str:
 def part_key(parts: str, name: str) -> str:
     """Return the key of the file ``name`` of an attempt with its files at ``parts``.
 
-    In a set, a data file of DCP in a folder stands below that folder. Stock readers find it through the folder's
-    ``.metadata``, which can only name files below its own folder.
+    In a set, a data file of DCP stays below its folder. Stock readers find the file through the ``.metadata`` of this
+    folder, which can only name files below the folder.
     """
     folder, base = posixpath.split(name)
     if not folder or not is_data(base):
@@ -66,8 +66,7 @@ class PlaceRecord:
     """The contents of a record.
 
     ``manifest``: bytes of the manifest; empty if no attempt is finalized. ``parts``: place of the finalized attempt's
-    files, relative to the record's place. ``revoked``: digests of attempts that never will be finalized, the latest
-    last.
+    files, relative to the record's place. ``revoked``: digests of attempts that will never be finalized, oldest first.
     """
 
     manifest: bytes = b""
@@ -80,11 +79,11 @@ class PlaceRecord:
         return bool(self.manifest)
 
     def is_of(self, digest: str) -> bool:
-        """Return whether the attempt with that digest is the finalized attempt."""
+        """Return whether the attempt with this digest is the finalized attempt."""
         return self.is_finalized and posixpath.basename(self.parts) == PARTS + digest
 
     def has(self, name: str) -> bool:
-        """Return whether the manifest lists a file of that name."""
+        """Return whether the manifest lists a file with this name."""
         try:
             return name in json.loads(self.manifest)["files"]
         except (ValueError, KeyError, TypeError):
@@ -95,7 +94,7 @@ class PlaceRecord:
         return replace(self, revoked=(*self.revoked, digest)[-_MOST_REVOKED:])
 
     def encode(self) -> bytes:
-        """Return the object's bytes. A random number makes each encoding unique, so that each has its own e-tag."""
+        """Return the object's bytes. A random number makes each encoding, and so its e-tag, unique."""
         line = {"parts": self.parts, "revoked": self.revoked, "written": f"{random.getrandbits(64):016x}"}
         body = self.manifest + json.dumps(line).encode() + b"\n"
         return body.ljust(_FINALIZED_BYTES) if self.is_finalized else body
@@ -132,19 +131,20 @@ def read_record(objects: Objects, place: str) -> tuple[PlaceRecord, ObjectVersio
 def change_record(
     objects: Objects, place: str, change: Callable[[PlaceRecord], PlaceRecord | None], *, is_new: bool = False
 ) -> PlaceRecord:
-    """Replace a record on the condition that nobody else has changed it meanwhile.
+    """Replace a record on the condition that no other process has changed it meanwhile.
 
     Args:
         objects: Objects of the bucket.
         place: Key of the checkpoint.
-        change: Return the new record for the current record; None: keep it. Called again after a concurrent change.
-        is_new: Assume that there is no record yet. This saves a request if it is true.
+        change: Return the new record for the current record; None: keep the record. Called again after a concurrent
+            change.
+        is_new: Assume that there is no record yet. A correct assumption saves a request.
 
     Returns:
         The record before the change, or the record that was kept.
 
     Raises:
-        StorageError: The store refuses. Errors of ``change`` are raised as they are.
+        StorageError: The store refuses. Errors of ``change`` are raised unchanged.
     """
     for attempt in range(_MOST_CHANGES):
         before, version = (PlaceRecord(), None) if is_new and not attempt else read_record(objects, place)
@@ -165,7 +165,7 @@ class Listing:
     """The result of a listing. All names are relative to the key that was listed."""
 
     seen: dict[str, Found] = field(default_factory=dict)
-    """The files that anybody may see. The files of finalized attempts are in ``parts``, too."""
+    """The files that callers may see. The files of finalized attempts are also in ``parts``."""
     parts: dict[str, dict[str, Found]] = field(default_factory=lambda: defaultdict(dict))
     """By folder of an attempt: its files, by name relative to that folder."""
     records: dict[str, Found] = field(default_factory=dict)
@@ -181,9 +181,9 @@ class Listing:
         return self.parts.get(PARTS + its, {})
 
     def add_part(self, folder: str, its: str, depth: int, file: str, found: Found) -> None:
-        """Add a ``file`` of the attempt with the digest ``its``. Its ``folder`` is ``depth`` levels below its place.
+        """Add a ``file`` of the attempt with the digest ``its``. The ``folder`` is ``depth`` levels below its place.
 
-        A file of a place above the key is left out.
+        Skip a file of a place above the key.
         """
         folders = folder.split("/")[:-1]
         above = len(folders) - depth

@@ -1,9 +1,9 @@
 """The files of a checkpoint on an object store at the names that stock readers expect.
 
-The files of an attempt stand below the name of the attempt and stay there for asyncckpt's own readers. When the attempt
-is finalized, DCP's ``.metadata`` is written to its own name, and points to the data files below the attempt. The other
-files of a set are copied to their own names. All these objects can be made again. They are made again if a worker died
-meanwhile, or if another checkpoint has taken the place. Readers of asyncckpt do not depend on them.
+The files of an attempt stay in the folder of the attempt, for asyncckpt's own readers. When the attempt is finalized,
+DCP's ``.metadata`` is written to its own name, and points to the data files in the attempt's folder. The other files of
+a set are copied to their own names. A sweep makes these objects again if a worker died meanwhile, or if another
+checkpoint has taken the place. Readers of asyncckpt do not need these objects.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def shown(files: Mapping[str, Found]) -> dict[str, Found]:
     """Return the ``files`` of an attempt that stock readers find at their own names, in the order of their copying.
 
     The ``.metadata`` of a folder comes after the other files of the folder, and the top ``.metadata`` comes last. So a
-    reader that finds ``.metadata`` finds all files. Data files of DCP are left out, because ``.metadata`` points to
-    them. Indexes are left out, because only asyncckpt reads them.
+    reader that finds ``.metadata`` finds all files. Data files of DCP are excluded, because ``.metadata`` points to
+    them. Indexes are excluded, because only asyncckpt reads them.
     """
     own = {
         name: found
@@ -45,7 +45,7 @@ def shown(files: Mapping[str, Found]) -> dict[str, Found]:
 
 
 def has_copies(names: Iterable[str]) -> bool:
-    """Return whether any of the shown ``names`` is not a ``.metadata``, so that a copy is needed, which takes time."""
+    """Return whether any of the shown ``names`` is not a ``.metadata``, and needs a copy, which takes time."""
     return not all(map(_is_metadata, names))
 
 
@@ -66,8 +66,8 @@ def behind(files: Mapping[str, Found], there: Mapping[str, Found], since: dateti
 def in_the_way(before: Iterable[str], names: Iterable[str]) -> list[str]:
     """Return the names of the checkpoint ``before`` to remove before ``names`` are shown in its place.
 
-    If copies are needed, these are all names, because stock readers would otherwise see a mixture for a while. If not,
-    these are only the names that are not replaced.
+    If copies are needed, return all names. Otherwise stock readers would see a mixture of both checkpoints for a while.
+    If no copies are needed, return only the names that are not replaced.
     """
     names = {*names}
     return [name for name in before if name not in names or has_copies(names)]
@@ -83,7 +83,7 @@ def show(
         place: Key of the checkpoint.
         its: Digest of the attempt.
         files: Files to copy, by name, in the order of ``shown``.
-        metadata: The contents of each ``.metadata`` as written, by name, as far as they are in memory.
+        metadata: The contents of each ``.metadata`` as written, by name, if they are in memory.
 
     Raises:
         StorageError: The store refuses.
@@ -114,7 +114,7 @@ def _show(objects: Objects, place: str, its: str, files: Mapping[str, Found], me
             if failure is not None:
                 raise failure
             return
-        # The copies took so long that the place now has another checkpoint, or none.
+        # During the copies the place has got another checkpoint, or lost its checkpoint.
         its, metadata, files = posixpath.basename(record.parts).removeprefix(PARTS), {}, {}
         if record.parts.startswith(PARTS):
             files = shown(list_below(objects, place).of_attempt(its))
@@ -146,7 +146,7 @@ def _is_metadata(name: str) -> bool:
 
 
 def _copy(objects: Objects, place: str, name: str, found: Found) -> None:
-    objects.copy(found.key, f"{place}/{name}", found.nbytes)  # if the source is gone, so is its attempt
+    objects.copy(found.key, f"{place}/{name}", found.nbytes)  # ignores a missing source: its attempt was removed
 
 
 def _put_metadata(objects: Objects, place: str, its: str, name: str, metadata: bytes | None) -> None:

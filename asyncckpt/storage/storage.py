@@ -1,7 +1,7 @@
 """The interface of all kinds of storage. ``storage_for``, in ``__init__.py``, picks the kind by the path.
 
-A new kind implements the classes here and passes ``tests/support/storage_contract.py``. Code that treats an address
-(``scheme://``) unlike a path asks ``is_address``, also outside of this folder.
+A new kind implements these classes and passes ``tests/support/storage_contract.py``. Code inside and outside this
+package calls ``is_address`` to tell an address (``scheme://``) from a path.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from asyncckpt.format.write_request import Existing
 
 
 class OutputFile(ABC):
-    """A new file while it is written: ``write`` it, ``sync`` it, ``close`` it.
+    """A new file that is being written. Call ``write``, then ``sync``, then ``close``.
 
-    Several threads may call ``write`` at once. The other methods are called when no write is under way. The caller may
-    reuse the memory of a write when ``sync`` or ``close`` has returned. The bytes are durable when ``sync`` has
-    returned, and not before.
+    Several threads may call ``write`` at once. Call the other methods when no write is under way. The caller may reuse
+    the memory of a write when ``sync`` or ``close`` has returned. The bytes are durable only when ``sync`` has
+    returned.
     """
 
     path: str
     """The path, for errors."""
     direct: bool
-    """Whether the bytes bypass the page cache. Then the length of ``data`` and ``offset`` are multiples of the page."""
+    """Whether the bytes bypass the page cache. If so, the length of ``data`` and ``offset`` are multiples of a page."""
     piece_bytes: int = 64 << 20
-    """The best number of bytes for one write. A disk is as fast with 4 MiB, two at a time. But with larger pieces the
-    threads that write, checksum and copy interfere less. On two cores a save is durable 2 to 5% sooner than with 16
-    MiB."""
+    """The best number of bytes for one write. A disk reaches its full speed with two writes of 4 MiB at a time. But
+    with larger pieces, the threads that write, checksum and copy interfere less. On two cores, a save is durable 2 to
+    5% sooner than with 16 MiB."""
 
     @abstractmethod
     def write(self, data: memoryview, offset: int) -> None:
@@ -50,7 +50,7 @@ class OutputFile(ABC):
 
 
 class InputFile(ABC):
-    """A large file while it is read. Several threads may read at once. ``close`` the file when no read is under way.
+    """A large file that is being read. Several threads may read at once. ``close`` the file when no read is under way.
 
     Offsets and lengths of reads are whole pages. The memory begins on a page, except in ``read_in_place``.
     """
@@ -60,7 +60,7 @@ class InputFile(ABC):
     run_bytes: int = 2 << 20
     """The best number of bytes for one read. A disk is not faster with more."""
     alignment: int
-    """The address alignment for ``read_in_place``, in bytes; 0 if it is not possible. A read may change it to 0."""
+    """The address alignment for ``read_in_place``, in bytes; 0: not supported. A read may change the value to 0."""
 
     @abstractmethod
     def read(self, views: Sequence[memoryview], offset: int) -> int:
@@ -80,7 +80,7 @@ class InputFile(ABC):
 
 
 class LinkSource(NamedTuple):
-    """A durable file of a checkpoint that later checkpoints may share: its place, and facts to detect a change."""
+    """A durable file that later checkpoints may share: the place of the file, and facts to detect a change."""
 
     place: str
     facts: tuple[int | str, ...]
@@ -90,27 +90,28 @@ class OpenAttempt(ABC):
     """An attempt at a checkpoint, or at a single file, as opened by one rank's worker.
 
     All ranks ``create`` their files in the same attempt. When all files of all ranks are durable, the first rank calls
-    ``finalize``. Then every rank calls ``release``, or, if the save has failed, ``discard``. Until then the attempt
+    ``finalize``. In the end every rank calls ``release``, or ``discard`` if the save has failed. Until then the attempt
     counts as under way, unless the process dies.
     """
 
     path: str
-    """The path that is written to, for errors."""
+    """The path of the attempt, for errors."""
     inode: int | None = None
-    """The inode of a single file after its creation, by which ``Storage.resolve`` finds the file. A checkpoint needs
-    none, because its manifest names the attempt."""
+    """The inode of a single file after its creation. ``Storage.resolve`` finds the file by its inode. None for a
+    checkpoint, because its manifest names the attempt."""
 
     @abstractmethod
     def create(self, name: str, *, large: bool) -> OutputFile:
-        """Create a file. With ``large`` it is written in aligned pieces, past the page cache.
+        """Create a file. A ``large`` file is written in aligned pieces, past the page cache.
 
         The name of a single file does not matter. Raises ``StorageError``.
         """
 
     def copy(self, name: str, nbytes: int, parts: Callable[[], Iterator[memoryview]]) -> None:
-        """Create a file of ``parts``, one after the other, ``nbytes`` in all, durably.
+        """Create a durable file from consecutive ``parts``, with ``nbytes`` bytes in total.
 
-        ``parts`` is called again if all has to be sent once more. Raises ``StorageError``, and the errors of ``parts``.
+        ``parts`` is called again if the file has to be sent again. Raises ``StorageError``, and the errors of
+        ``parts``.
         """
         with closing(self.create(name, large=False)) as file:
             at = 0
@@ -120,7 +121,7 @@ class OpenAttempt(ABC):
             file.sync()
 
     def link_source(self, name: str) -> LinkSource | None:
-        """Return the link source of a durable file of this attempt, for later attempts; None if they cannot link it.
+        """Return the link source of a durable file of this attempt, for later attempts; None if links are impossible.
 
         The source is valid once this attempt is finalized. Raises ``StorageError``.
         """
@@ -129,8 +130,8 @@ class OpenAttempt(ABC):
     def link(self, name: str, source: LinkSource) -> bool:
         """Link a file of another checkpoint as ``name``, without writing its bytes again.
 
-        Returns False if the file is gone, has changed, or cannot be linked on this storage. Then ``name`` does not
-        exist. Raises ``StorageError`` if this attempt was revoked.
+        Returns False, without creating ``name``, if the file is gone, has changed, or cannot be linked on this storage.
+        Raises ``StorageError`` if this attempt was revoked.
         """
         return False
 
@@ -147,9 +148,9 @@ class OpenAttempt(ABC):
         """Give the attempt its final name. One atomic step decides. On return the result is durable.
 
         The first rank calls this once, when all files are durable. ``existing`` says what to do with a checkpoint that
-        has the name. A single file is always replaced. Raises ``CheckpointExistsError`` if the existing checkpoint does
-        not allow it. Raises ``StorageError`` if storage refuses, or if the attempt was revoked. After an error the
-        final place is unchanged.
+        already has the name. A single file is always replaced. Raises ``CheckpointExistsError`` if ``existing`` does
+        not allow a replacement. Raises ``StorageError`` if storage refuses, or if the attempt was revoked. After an
+        error, the final place is unchanged.
         """
 
     def is_revoked(self) -> bool:
@@ -160,13 +161,13 @@ class OpenAttempt(ABC):
     def discard(self, names: Sequence[str] | None = None) -> None:
         """Remove the files ``names`` (None: the whole attempt), as far as storage allows, and ``release`` the attempt.
 
-        Only the first rank discards the whole attempt, because no other rank is sure that it is not finalized
-        meanwhile. Raises nothing.
+        Only the first rank discards the whole attempt, because other ranks cannot know whether it is being finalized.
+        Raises nothing.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Stop counting as under way. The written files stay. Safe to call twice."""
+        """End the attempt on this rank, so that it no longer counts as under way. Files stay. Safe to call twice."""
 
 
 class Resolution(NamedTuple):
@@ -177,7 +178,7 @@ class Resolution(NamedTuple):
 
 
 class FileStamp(NamedTuple):
-    """Facts that tell whether a file is still the same, unchanged file.
+    """Facts that identify an unchanged file.
 
     ``modified``: nanoseconds since the epoch, by the clock of the storage.
     """
@@ -190,7 +191,7 @@ class FileStamp(NamedTuple):
 class FileIdentity(NamedTuple):
     """The file that a path leads to. Two paths with the same ``device`` and ``inode`` lead to the same file.
 
-    ``links``: number of names of the file. ``allocated``: bytes that it takes on the disk.
+    ``links``: number of names of the file. ``allocated``: bytes that the file takes on the disk.
     """
 
     device: int
@@ -202,28 +203,28 @@ class FileIdentity(NamedTuple):
 class Storage(ABC):
     """One kind of storage. Any thread and any process may call it.
 
-    **Writing** is done by the workers, each rank's for its own files, in this order:
+    **Writing.** The workers write. The worker of each rank writes the rank's own files, in this order:
 
     1. ``begin_checkpoint`` on all ranks, with the same attempt, or ``begin_file``. Nothing is durable yet.
     2. ``OpenAttempt.create``, and ``write``, ``sync``, ``close`` of each file. After its ``sync`` a file is durable,
        but not yet part of a checkpoint.
     3. ``OpenAttempt.finalize`` on the first rank, after all other ranks have reported. It contains the one atomic step
-       that decides. Before this step the final place has its old contents, whole. After it the place has the new
-       checkpoint.
+       that decides. Before this step, the final place has its complete old contents. After the step, the place has the
+       new checkpoint.
     4. ``OpenAttempt.release`` or ``discard`` on all ranks.
 
-    **Resolving.** A process that must know how an attempt ends, and is not told in time, calls ``resolve``. It revokes
-    the attempt by a step that competes with the atomic step of ``finalize``. Exactly one of the two steps succeeds, and
-    decides the attempt for all processes. After ``resolve`` has answered, nothing changes the answer.
+    **Resolving.** A process calls ``resolve`` if it needs the outcome of an attempt, and does not learn the outcome in
+    time. ``resolve`` revokes the attempt by a step that competes with the atomic step of ``finalize``. Exactly one of
+    the two steps succeeds, and decides the attempt for all processes. The answer of ``resolve`` never changes.
 
-    **Reading** is done by trainers and tools. They look with ``names_in``, ``exists``, ``size``, and read with ``read``
-    and ``open``. Meanwhile they hold ``reading``, during which ``remove_checkpoint`` does nothing.
+    **Reading.** Trainers and tools look up files with ``names_in``, ``exists`` and ``size``, and read files with
+    ``read`` and ``open``. Meanwhile they hold ``reading``, during which ``remove_checkpoint`` does nothing.
 
     Paths are absolute. Every method raises ``StorageError`` if storage refuses, and never an ``OSError``.
     """
 
     has_locks: bool = True
-    """Whether other processes can see who is writing, and what is being read."""
+    """Whether locks show other processes that a checkpoint is being written or read."""
 
     @abstractmethod
     def begin_checkpoint(
@@ -235,11 +236,11 @@ class Storage(ABC):
             final: The final path. Missing folders above it are created.
             attempt: Name of the attempt, which no other save uses.
             nbytes: Number of bytes of this rank's part, which need free space.
-            orphan_s: Minimum age, in seconds, of orphans beside ``final`` to remove first; None: remove none.
-            linked_bytes: Number of these bytes that are expected to be linked, and to take no space.
+            orphan_s: Minimum age, in seconds, of orphans beside ``final`` to remove first; None: remove no orphans.
+            linked_bytes: How many of these bytes will probably be linked, and take no space.
 
         Returns:
-            The attempt, to be released or discarded.
+            The attempt. The caller must release or discard it.
 
         Raises:
             StorageError: There is too little space, or storage refuses.
@@ -254,7 +255,7 @@ class Storage(ABC):
 
     @abstractmethod
     def resolve(self, final: str, attempt: str, existing: Existing, inode: int | None = None) -> Resolution:
-        """Find out whether an attempt is finalized. If it is not, ensure that it never will be.
+        """Find out whether an attempt is finalized. If not, revoke the attempt, so that it never will be.
 
         Args:
             final: The attempt's final path.
@@ -263,23 +264,23 @@ class Storage(ABC):
             inode: ``OpenAttempt.inode``, of a single file.
 
         Returns:
-            The answer, which is the same for all callers, and the leftover to be removed.
+            The answer, which is the same for all callers, and the leftover to remove.
 
         Raises:
-            StorageError: Storage does not answer, and the attempt may end either way.
+            StorageError: Storage does not answer. The attempt may end either way.
         """
 
     @abstractmethod
     def revoke(self, final: str, attempt: str) -> str | None:
-        """Ensure that an ``attempt`` at ``final`` never will be finalized, unless it already is.
+        """Ensure that an ``attempt`` at ``final`` will never be finalized, unless it already is.
 
-        Returns the revoked leftover, for ``remove``. Returns None if there was none, or if storage is read-only for
-        this process. Raises ``StorageError`` if the fate of the attempt is unknown.
+        Returns the revoked leftover, for ``remove``. Returns None if there was no leftover, or if storage is read-only
+        for this process. Raises ``StorageError`` if the outcome of the attempt is unknown.
         """
 
     @abstractmethod
     def remove(self, leftover: str | None) -> None:
-        """Remove a revoked leftover, as far as storage allows. With None, do nothing."""
+        """Remove a revoked leftover, as far as storage allows. Do nothing for None."""
 
     @abstractmethod
     def is_finalized(self, final: str, attempt: str, inode: int | None = None) -> bool:
@@ -293,7 +294,7 @@ class Storage(ABC):
         """Return whether ``existing`` allows a checkpoint to be put at ``path``."""
 
     def check_writable(self, path: str) -> None:
-        """Raise ``StorageError`` if this process could not create ``path``, as far as this is known without a write."""
+        """Raise ``StorageError`` if this process cannot create ``path``. This check writes nothing."""
         return
 
     @abstractmethod
@@ -307,7 +308,7 @@ class Storage(ABC):
     def stamps_in(self, folder: str, name: str) -> dict[str, FileStamp | None] | None:
         """Return all ``names_in`` a folder, each with the stamp of its file ``name``.
 
-        Returns None if single calls are the better way to get them.
+        Returns None if single calls are cheaper on this storage.
         """
         return None
 
@@ -321,7 +322,7 @@ class Storage(ABC):
 
     @abstractmethod
     def stamp(self, path: str) -> FileStamp | None:
-        """Return the stamp that tells the file ``path`` from another; None if it is missing."""
+        """Return the stamp of the file ``path``, which tells it from other files; None if the file is missing."""
 
     def identity(self, path: str) -> FileIdentity | None:
         """Return the identity of the file at ``path``, to find files that several checkpoints share as hard links.
@@ -333,18 +334,18 @@ class Storage(ABC):
     def distrust(self, path: str) -> None:
         """Prevent later checkpoints from linking the damaged file ``path``.
 
-        A save links a file only if its size, owner and times are as recorded. So on storage with links, this sets the
-        time of modification to now. Raises nothing, even if this user may not do that.
+        A save links a file only if its size, owner and times are as recorded. So on storage with links, this method
+        sets the time of modification to now. Raises nothing, even if this user may not change the file.
         """
-        return  # without links there is nothing to prevent
+        return  # storage without links has nothing to do
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """Return all bytes of the small file ``path``. Raises ``DamagedCheckpointError`` if it is no regular file."""
+        """Return all bytes of the small file ``path``. Raises ``DamagedCheckpointError`` if not a regular file."""
 
     @abstractmethod
     def open(self, path: str) -> InputFile:
-        """Open the large file ``path``, to be read in ranges, and closed. Raises as ``read``."""
+        """Open the large file ``path`` for reading in ranges. The caller must close it. Raises as ``read``."""
 
     @abstractmethod
     def reading(self, path: str) -> AbstractContextManager[None]:
@@ -352,27 +353,27 @@ class Storage(ABC):
 
     @abstractmethod
     def attempts_under_way(self, folder: str) -> list[str]:
-        """Return the paths of the attempts in ``folder`` that some worker is still writing."""
+        """Return the paths of the attempts in ``folder`` that a worker is still writing."""
 
     @abstractmethod
     def take_name(self, path: str) -> str | None:
-        """Take the final name from a checkpoint that nobody reads, durably, or from a file.
+        """Take the final name from a file, or from a checkpoint that no process reads, durably.
 
-        Returns the rest of it, for ``remove`` ("": nothing is left), or None if somebody reads the checkpoint.
+        Returns the leftover, for ``remove`` ("": nothing is left). Returns None if a process reads the checkpoint.
         """
 
     def remove_checkpoint(self, path: str) -> bool:
-        """Remove a checkpoint, its final name first. Return False, and keep it, if somebody reads it."""
+        """Remove a checkpoint, its final name first. Return False, and remove nothing, if a process reads it."""
         leftover = self.take_name(path)
         self.remove(leftover or None)
         return leftover is not None
 
     @abstractmethod
     def advance(self, path: str, text: str, at: int) -> bool:
-        """Have the small file ``path`` hold ``text``, in one step and durably.
+        """Write ``text`` to the small file ``path``, atomically and durably.
 
-        Return False, and change nothing, if the file is newer than ``at``, in nanoseconds since the epoch. The file
-        gets that time. An object store keeps no such time: there the last call wins.
+        Set the file's time of modification to ``at``, in nanoseconds since the epoch. Return False, and change nothing,
+        if the file is newer than ``at``. An object store has no such times, so the last call wins.
         """
 
     @abstractmethod
@@ -389,7 +390,7 @@ _WHY_TAKEN = {
 
 
 def exists_error(path: str, existing: Existing, step: int | None = None) -> CheckpointExistsError:
-    """Return the error for a final path that is taken.
+    """Return the error for a final path that already exists.
 
     Args:
         path: The final path.

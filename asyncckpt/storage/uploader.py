@@ -1,11 +1,11 @@
 """The uploader: copy committed checkpoints of a local folder to the root of the run, in the background.
 
-The manifest of a local checkpoint says whether to upload it, and a marker beside the manifest says that the checkpoint
-was uploaded, skipped or refused. So the next worker continues after a worker has ended, or died. One worker at a time
-uploads.
+The manifest of a local checkpoint says whether to upload the checkpoint. A marker beside the manifest says that the
+checkpoint was uploaded, skipped or refused. So after the end or the death of a worker, the next worker continues. Only
+one worker at a time uploads.
 
-If uploads to the root are slower than saves, a waiting checkpoint is skipped for a newer checkpoint, unless its upload
-is mandatory. A failed upload is retried, at the next save or after a pause, unless a retry cannot help.
+If uploads to the root are slower than saves, a newer checkpoint replaces a waiting checkpoint, unless the upload is
+mandatory. A failed upload is retried, at the next save or after a pause, unless a retry cannot help.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ logger = logging.getLogger(__name__)
 
 _LOCK_NAME = "asyncckpt.uploads"
 _READ_BYTES = 16 << 20  # bytes of one read; a multiple of the page
-# Number of files to copy at a time. Each has some ten parts in memory on its way to an object store.
+# Number of files to copy at a time. Each copy to an object store has some ten parts in memory.
 _FILES_AT_ONCE = 4
-# Pause before a failed upload is retried, if there is no save meanwhile.
+# Pause before the retry of a failed upload, unless a save comes first.
 _RETRY_S = 60.0
-# Interval to check whether another uploader, of a trainer that is gone, has finished its upload.
+# Polling interval for the lock, which the worker of an earlier trainer may hold until its upload ends.
 _LOCK_S = 0.5
-# Minimum age of leftovers of killed workers at the root, which a later upload removes.
+# Minimum age of a leftover of a killed worker at the root before a later upload removes it.
 _ORPHAN_S = 60.0
 # Errors that a retry cannot help.
 _FINAL = (CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, FormatError)
@@ -81,13 +81,13 @@ class Uploader:
             make_folder(local)
             os.close(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._linkable: dict[FileStamp, LinkSource] = {}
-        self._unmarked: set[tuple[int, str]] = set()  # steps and attempts that are settled, but have no marker
+        self._unmarked: set[tuple[int, str]] = set()  # steps and attempts that are settled, without a marker
         self._changed = threading.Condition()
         self._is_wanted = bool(self._waiting())
         self._is_ending = False
         self._prunes = True
-        self._failure: CheckpointError | None = None  # of an upload that will be retried
-        self._loss: CheckpointError | None = None  # of an upload that was given up; reported once
+        self._failure: CheckpointError | None = None  # error of an upload that will be retried
+        self._loss: CheckpointError | None = None  # error of an upload that was given up; reported once
         self._thread = threading.Thread(target=self._run, name="asyncckpt-uploader", daemon=True)
         start(self._thread)
 
@@ -113,7 +113,7 @@ class Uploader:
             return UploadsUnderWay(tuple(waiting), loss or (self._failure if waiting else None))
 
     def trainer_came(self, storage_for: Callable[[str], Storage], tell: Callable[[Uploaded], object]) -> None:
-        """Go on for the next trainer, and ``tell`` it of uploads. Old checkpoints are removed for it."""
+        """Continue for the next trainer, and report uploads to ``tell``. Remove old checkpoints again from now on."""
         self._storage_for, self._tell, self._prunes = storage_for, tell, True
 
     def trainer_gone(self) -> None:
@@ -121,7 +121,7 @@ class Uploader:
         self._prunes = False
 
     def close(self) -> None:
-        """Wait until all is uploaded, or an upload has failed, or another worker has taken over."""
+        """Wait until all checkpoints are uploaded, an upload has failed, or another worker has taken over."""
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
@@ -145,9 +145,9 @@ class Uploader:
         return not os.path.lexists(os.path.join(os.path.dirname(marker), MANIFEST_NAME))
 
     def _settle(self, found: StoredStep) -> None:
-        """Mark a checkpoint as uploaded, skipped or refused. If that fails, only this worker knows."""
+        """Mark a checkpoint as uploaded, skipped or refused. If the marker cannot be written, note it in memory."""
         try:
-            with contextlib.suppress(FileNotFoundError), open(self._marker(found), "w") as file:  # it may be gone
+            with contextlib.suppress(FileNotFoundError), open(self._marker(found), "w") as file:  # may be removed
                 file.write(found.attempt)
         except OSError as error:
             self._unmarked.add((found.step, found.attempt))
@@ -172,8 +172,8 @@ class Uploader:
 
     def _carry_out_all(self) -> bool:
         """Upload all waiting checkpoints until an upload fails. Return False if another worker holds the lock."""
-        # Check again after releasing the lock. Another worker that found the lock taken, after the last check, leaves
-        # its upload to this worker.
+        # Check again after releasing the lock. Another worker may have found the lock taken after the last check, and
+        # left its upload to this worker.
         while self._waiting():
             lock = self._lock()
             if lock is None:
@@ -208,7 +208,7 @@ class Uploader:
         return waiting[-1] if waiting else None
 
     def _carry_out(self, found: StoredStep, upload: Upload) -> bool:
-        """Upload a checkpoint. Return whether to go on with the next."""
+        """Upload a checkpoint. Return whether to continue with the next checkpoint."""
         begun, path = time.monotonic(), step_folder(self._local, found.step)
         try:
             manifest = copy_checkpoint(path, self._storage_for, self._linkable)
@@ -220,7 +220,7 @@ class Uploader:
                 prune(os.path.dirname(upload.to), upload.keep_last, lambda step: step == found.step)
             with self._changed:
                 self._failure = None
-            self._settle(found)  # last, because a caller that waits for the upload waits for the pruning, too
+            self._settle(found)  # last, because waiting callers also wait for the pruning
             return True
         except Exception as error:
             failure = located(error, path=upload.to, rank=0, step=found.step)
@@ -235,7 +235,7 @@ class Uploader:
             return is_final
 
     def _note_success(self) -> None:
-        """Record in the lock file that this run has reached its root."""
+        """Record in the lock file that an upload to the root has succeeded."""
         if has_uploaded(self._local):
             return
         with contextlib.suppress(OSError), open(os.path.join(self._local, _LOCK_NAME), "w") as file:
@@ -265,8 +265,8 @@ def copy_checkpoint(
         The manifest; None if the checkpoint existed already.
 
     Raises:
-        CheckpointNotFoundError, DamagedCheckpointError: It cannot be read.
-        CheckpointExistsError, StorageError: It cannot be written.
+        CheckpointNotFoundError, DamagedCheckpointError: The local checkpoint cannot be read.
+        CheckpointExistsError, StorageError: The copy cannot be written.
     """
     source = storage_for(path)
     with source.reading(path):
@@ -301,7 +301,7 @@ def copy_checkpoint(
 def _copy_files(
     source: Storage, folder: str, manifest: Manifest, attempt: OpenAttempt, linkable: Mapping[FileStamp, LinkSource]
 ) -> dict[FileStamp, LinkSource]:
-    """Copy several files at a time. The first failure ends the others. Return the files that the next copy may link."""
+    """Copy several files at a time. The first failure ends all copies. Return the files that the next copy may link."""
     failures: list[BaseException] = []
     copied: dict[FileStamp, LinkSource] = {}
 
@@ -345,7 +345,7 @@ def _manifest(source: Storage, path: str) -> Manifest:
 
 
 def _is_there(target: Storage, path: str, manifest: Manifest) -> bool:
-    """Return whether an earlier attempt has copied the checkpoint, but could not report it."""
+    """Return whether an earlier attempt has copied the checkpoint, but could not report its success."""
     with contextlib.suppress(DamagedCheckpointError, FormatError):
         if target.exists(os.path.join(path, MANIFEST_NAME)):
             found = _manifest(target, path)
@@ -372,7 +372,7 @@ def _parts(file: InputFile, nbytes: int, failures: list[BaseException]) -> Itera
         if failures:
             raise StorageError("another file of it has failed", path=file.path)
         size = min(_READ_BYTES, nbytes - begin)
-        # Do not reuse one buffer: a part may still be sent while the next part is requested.
+        # Use a new buffer for each part, because a part may still be sent while the next part is requested.
         part = memoryview(mmap.mmap(-1, max(round_up(size), PAGE)))
         if file.read([part], begin) < size:
             raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=file.path)

@@ -20,7 +20,7 @@ class AskUploads:
 class UploadsUnderWay:
     """The uploads that have not ended.
 
-    ``to``: their targets. ``failure``: the error of one of them, or of an upload that was given up.
+    ``to``: the targets of the uploads. ``failure``: the error of an upload that will be retried, or was given up.
     """
 
     to: tuple[str, ...]
@@ -32,7 +32,7 @@ class Uploaded:
     """The end of an attempt at an upload.
 
     ``seconds``: time since the commit of the checkpoint, or, after a failure, since the attempt began; None if an
-    earlier worker had completed the copy and died. ``nbytes``: size of the checkpoint. ``error``: the failure.
+    earlier worker completed the copy and died. ``nbytes``: size of the checkpoint in bytes. ``error``: the failure.
     """
 
     to: str

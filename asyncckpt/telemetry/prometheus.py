@@ -33,7 +33,7 @@ class PrometheusMetrics:
 
         Args:
             registry: The registry for the metrics; it must not have them yet.
-            training: The value of that label, to tell this training from others.
+            training: The value of the label ``training``, to distinguish this training from others.
 
         Raises:
             ValueError: The registry has the metrics already.
@@ -129,7 +129,7 @@ class PrometheusMetrics:
                 self._speed.labels(*labels).set(event.nbytes / write_s)
 
     def _count(self, event: Event, change: int) -> None:
-        """Count a save that was planned, or has ended. The worker sees no planned saves."""
+        """Count a save that is planned, or has ended. The worker has no events of planned saves."""
         key = event.rank, event.path
         with self._lock:
             if change > 0 or self._under_way[key]:

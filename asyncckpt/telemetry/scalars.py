@@ -1,6 +1,6 @@
-"""Events as scalars beside those of the training: in TensorBoard, and in Weights & Biases.
+"""Events as scalars in TensorBoard and in Weights & Biases, beside the scalars of the training.
 
-Each committed save of a step, and each load, gives a few numbers: ``asyncckpt/stall_s``, ``asyncckpt/durable_s``,
+Each committed save of a step, and each load, records a few numbers: ``asyncckpt/stall_s``, ``asyncckpt/durable_s``,
 ``asyncckpt/write_bytes_per_s`` and ``asyncckpt/load_s``. ``asyncckpt/failures`` is the number of failed saves so far.
 """
 
@@ -20,7 +20,7 @@ class TensorBoard:
     """Adds scalars to the writer of the training. Give it to ``Config.on_event``, on the rank with the writer."""
 
     def __init__(self, writer: SummaryWriter) -> None:
-        """``writer`` is used from another thread, which is allowed. The caller closes it, after the checkpointer."""
+        """Use ``writer`` from another thread, which is allowed. The caller closes it, after the checkpointer."""
         self._writer = writer
         self._scalars = _Scalars()
 
@@ -38,7 +38,7 @@ class WandB:
     """
 
     def __init__(self, run: wandb.Run) -> None:
-        """``run`` is used from another thread. The caller finishes it, after the checkpointer is closed."""
+        """Use ``run`` from another thread. The caller finishes it, after the checkpointer is closed."""
         self._run = run
         self._scalars = _Scalars()
         for steps in ("asyncckpt/step", "asyncckpt/loaded_step"):

@@ -1,8 +1,8 @@
 """Copies: the memory in which a worker keeps images of other hosts' ranks, two slots for each rank and structure.
 
 One slot holds the last step that all ranks have copies of, or an image that is being read. The next image goes to the
-other slot, and its unchanged parts are copied from the first. A segment of copies is laid out like the segment that
-it copies, except for the slots.
+other slot, and its unchanged parts are copied from the first slot. A segment of copies has the layout of the original
+segment, except for the slots.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class _CopySegment:
     nbytes: int
     owned: OwnedSlots
     saves: list[int]
-    """The save in each slot, by its number; 0: none. Inherited images have negative numbers: the newest is -1."""
+    """The number of the save in each slot; 0: no save. Inherited images have negative numbers: the newest has -1."""
     digests: list[bytes] = field(default_factory=lambda: [b""] * COPY_SLOTS)
     """The digests of the spans in each slot, one after the other; empty: unknown."""
 
 
 class Incoming:
-    """A slot that an image is being copied to, in the segment with that ``number``, laid out as ``layout``."""
+    """A slot that receives an image, in the segment with number ``number`` and layout ``layout``."""
 
     def __init__(self, owner: Copies, segment: _CopySegment, slot: int, held: HeldImage) -> None:
         self._owner, self._segment = owner, segment
@@ -47,23 +47,23 @@ class Incoming:
         self.source, self.slot = held, slot
 
     def fill(self, image: RemoteImage[HeldImage], pool: ThreadPoolExecutor, limit: RateLimit) -> None:
-        """Fetch the image from its holder, and hold it from now on.
+        """Fetch the image from its holder, and hold the image from now on.
 
         Args:
-            image: The image that this slot is for.
+            image: The image for this slot.
             pool: The threads that fetch.
-            limit: The rate at which to fetch.
+            limit: The rate limit of the fetch.
 
         Raises:
             OSError: The image cannot be read from its holder.
-            CheckpointError: The image did not arrive as it was sent.
+            CheckpointError: The image was damaged on the way.
         """
         request = self.source.request
         where: dict[str, Any] = {"path": request.path, "step": request.step, "rank": request.rank}
         if not self.has_constants():
             for region in self.source.layout.constants():
                 image.read(region.offset, self.memory[region.offset : region.offset + region.nbytes])
-            if not self.has_constants():  # the boundaries of the spans are among them
+            if not self.has_constants():  # check now, because the constants include the bounds of the spans
                 raise DamagedCheckpointError("the constants of an image did not arrive as they were sent", **where)
         spans = _Spans(self.memory, self.layout)
         previous = Previous(self._image(1 - self.slot), self._segment.digests[1 - self.slot])
@@ -77,7 +77,7 @@ class Incoming:
         return self.memory[begin : begin + self.layout.data_bytes]
 
     def finish(self, digests: bytes, checksums: array[int]) -> None:
-        """Hold the image from now on. The whole image is here; its spans have these ``digests`` and ``checksums``."""
+        """Hold the complete image from now on. Its spans have these ``digests`` and ``checksums``."""
         held = replace(self.source, checksums=checksums.tobytes())
         self._owner.add(self._segment, self.slot, self.layout, held)
         self._segment.digests[self.slot] = digests
@@ -90,7 +90,7 @@ class Incoming:
 
 
 class _Spans:
-    """The spans of an image: where each begins and ends in it."""
+    """The begin and the end of each span of an image."""
 
     def __init__(self, memory: memoryview, layout: CheckpointLayout) -> None:
         self.begins, self.ends = array("Q"), array("Q")
@@ -104,22 +104,22 @@ class _Spans:
         return self.begins[span], self.ends[span]
 
     def checksums(self, digests: bytes, image: memoryview) -> array[int]:
-        """Return the checksums of all spans of ``image``, which have these ``digests``, one after the other."""
+        """Return the checksums of all spans of ``image``. The spans have these concatenated ``digests``."""
         return checksums_in(digests, zip(self.begins, self.ends, strict=True), image)
 
 
 class Copies:
-    """The copies of one worker. Any thread may call, but only one thread at a time copies from one rank."""
+    """The copies of one worker. Any thread may call, but only one thread at a time may copy from the same rank."""
 
     def __init__(self, segment_store: SegmentStore) -> None:
         self._store = segment_store
         self._lock = threading.Lock()
         self._segments: dict[tuple[int, int], _CopySegment] = {}  # by rank and plan
-        self._inherited: dict[int, tuple[int, list[int]]] = {}  # by segment: its rank, and the saves in its slots
-        self._replicated = -1  # the newest save that all ranks have copies of; before it, the newest inherited image
+        self._inherited: dict[int, tuple[int, list[int]]] = {}  # by segment: the rank, and the saves in the slots
+        self._replicated = -1  # the newest replicated save; -1: the newest inherited image
 
     def inherit(self, number: int, held: Sequence[HeldImage]) -> None:
-        """Keep a segment of copies of an earlier session, with the images ``held`` there.
+        """Keep a segment of copies of an earlier session, with the images in ``held``.
 
         The newest of these images stays until all ranks have copies of a newer save.
         """
@@ -130,11 +130,11 @@ class Copies:
         self._inherited[number] = held[0].request.rank, saves
 
     def keep(self, plan: int, ranks: Collection[CopiedRank], plans: Collection[int]) -> None:
-        """Take memory for the images of some ranks.
+        """Allocate memory for the images of some ranks.
 
         Args:
-            plan: The number of their structure's plan.
-            ranks: The ranks, and the size of a segment of each.
+            plan: The number of the plan for the structure of the images.
+            ranks: The ranks, and the size of each rank's segment in bytes.
             plans: The plans to keep. Copies of other plans are released.
 
         Raises:
@@ -154,7 +154,7 @@ class Copies:
                 )
 
     def begin(self, held: HeldImage) -> Incoming:
-        """Choose the slot to copy an image to. Raises ``CheckpointError`` if there is no memory for the image."""
+        """Choose a slot for an image. Raises ``CheckpointError`` if there is no memory for the image."""
         request = held.request
         with self._lock:
             self._release_inherited()
@@ -177,7 +177,7 @@ class Copies:
         return incoming
 
     def add(self, segment: _CopySegment, slot: int, layout: CheckpointLayout, held: HeldImage) -> None:
-        """Hold an image that is complete. Called by ``Incoming.finish``."""
+        """Hold a complete image. Called by ``Incoming.finish``."""
         hosted = self._store.hosted(segment.number)
         hosted.describe(layout)
         hosted.slots.set(slot, State.STAGED)
@@ -191,9 +191,9 @@ class Copies:
         return self._store.hosted(number).segment.view
 
     def on_replicated(self, save_id: int) -> None:
-        """Protect the copy of a save that all ranks have copies of, until they all have copies of a later save.
+        """Protect the copies of a replicated save, until a later save is replicated.
 
-        This does not wait for memory.
+        This method does not wait for memory.
         """
         self._replicated = save_id
 
@@ -205,14 +205,14 @@ class Copies:
             self._segments.clear()
 
     def _release_inherited(self) -> None:
-        """Release the images of the job before, if all ranks have copies of a save of this one."""
+        """Release the images of the earlier job, if a save of this job is replicated."""
         if self._replicated > 0:
             for number in self._inherited:
                 self._store.release(number)
             self._inherited.clear()
 
     def _inherited_of(self, wanted: CopiedRank) -> tuple[int, list[int]] | None:
-        """Return an inherited segment of that rank and size, and the saves in its slots; None if there is none."""
+        """Return an inherited segment with this rank and size, and the saves in its slots; None if there is none."""
         for number, (rank, saves) in self._inherited.items():
             if rank == wanted.rank and self._store.hosted(number).segment.nbytes == wanted.nbytes:
                 del self._inherited[number]

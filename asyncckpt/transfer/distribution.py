@@ -2,8 +2,8 @@
 
 Hosts that read the same version form a chain. The first host reads from the worker that published the version. The next
 host reads from the first while the version is still arriving there, and so on. A host that has the whole version serves
-later hosts. The publishing worker assigns the source each time a host asks. No host waits for another to come, and a
-lost host is skipped.
+later hosts. The publishing worker assigns the source each time a host asks. No host waits for another host to ask, and
+a lost host is skipped.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from asyncckpt.shm.slots import VersionKey
 from asyncckpt.transfer.requests import TransferAddress
 
-# Number of versions for which the hosts that have them are remembered.
+# Number of versions to remember, with the hosts that have each version.
 _VERSIONS = 4
 
 
 @dataclass
 class _Host:
-    """``holder``: the host that this host reads from; None: the publisher. ``reading``: whether it still reads."""
+    """A host that reads a version.
+
+    ``holder``: the host that this host reads from; None: the publisher. ``reading``: whether this host still reads.
+    """
 
     reader: object
     holder: TransferAddress | None
@@ -37,11 +40,11 @@ class Distribution:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By version: the hosts that have it or are getting it, in the order in which they asked.
+        # By version: the hosts that have or read the version, in the order of their requests.
         self._hosts: dict[VersionKey, dict[TransferAddress, _Host]] = {}
 
     def has(self, reader: object, own: TransferAddress, version: VersionKey | None) -> None:
-        """Note that a reader has ``version`` (None: none), serves it at ``own``, and gets no other version."""
+        """Note that a reader has ``version`` (None: no version), serves it at ``own``, and reads no other version."""
         with self._lock:
             for each, hosts in self._hosts.items():
                 if own in hosts and each != version and hosts[own].reading:
@@ -56,7 +59,7 @@ class Distribution:
 
         Args:
             reader: The connection of the worker that asks.
-            own: The address where the reader serves what it gets.
+            own: The address where the reader will serve the version.
             version: The version.
             refused: The hosts from which the reader could not get the version.
         """
@@ -74,7 +77,7 @@ class Distribution:
             return chosen
 
     def leave(self, reader: object) -> None:
-        """Forget a reader that is gone, so that no host is sent to it."""
+        """Forget a reader that is gone, so that no host is assigned to it."""
         with self._lock:
             for hosts in self._hosts.values():
                 for own in [own for own, host in hosts.items() if host.reader is reader]:

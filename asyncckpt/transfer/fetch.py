@@ -1,8 +1,8 @@
 """Fetch an image from the workers that hold it, span by span.
 
-An image is that of a save, or of a published version. Its bytes are divided into *spans*, and each span has a *digest*.
-A span that is equal to one of the image before is copied from there, unless it is short and stands between others. All
-other spans are read from a holder. Each span is checked.
+An image belongs to a save or to a published version. Its bytes are divided into *spans*, and each span has a *digest*.
+A span that is equal in the previous image is copied from there, unless a short run of such spans stands between other
+spans. All other spans are read from a holder. Each span is checked.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from asyncckpt.transfer.sockets import CONNECTIONS
 
 # Bytes that are fetched together, so that they are still in a core's cache for the check.
 _CHUNK_BYTES = 2 << 20
-# Between spans to read, fewer equal bytes than these are read too, because each request takes some 0.1 ms.
+# Between spans to read, a run with fewer equal bytes than this is also read, because each request takes some 0.1 ms.
 _WORTH_BYTES = 256 << 10
-# At this number of chunks under way, no more digests are asked for.
+# Maximum number of chunks under way. At this number, ask for no more digests.
 _CHUNKS = 4 * CONNECTIONS
 # Maximum time to wait for the next digest before asking again.
 _SPAN_S = 1.0
@@ -57,13 +57,13 @@ class ImagePart(NamedTuple):
 
     source: RemoteImage[Any]
     first: int
-    """The number of its first span in the image."""
+    """The number of the part's first span in the image."""
     shift: int
     """The difference between an offset in the holder's segment and the offset in the image here."""
 
 
 class Previous(NamedTuple):
-    """An image that was fetched before, with the same bounds: the ``digests`` of its spans, one after the other."""
+    """An image that was fetched before, with the same bounds. ``digests``: the concatenated digests of its spans."""
 
     memory: memoryview
     digests: bytes
@@ -97,7 +97,7 @@ class Fetch:
     def run(self, parts: Sequence[ImagePart], pool: ThreadPoolExecutor, arrived: int = 0) -> Iterator[bytes]:
         """Fetch all spans in their order. Yield the digests of spans that have arrived, some spans at a time.
 
-        After an exception no thread writes to the memory any more.
+        After an exception, no thread writes to the memory.
 
         Args:
             parts: The parts of the image, in the order of their spans.
@@ -106,7 +106,7 @@ class Fetch:
 
         Raises:
             OSError: The image cannot be read from these holders.
-            DamagedCheckpointError: Some span did not arrive as it was sent.
+            DamagedCheckpointError: A span was damaged on the way.
         """
         flying: deque[tuple[Future[None], bytes]] = deque()
         known, moved_at = arrived, time.monotonic()
@@ -162,14 +162,14 @@ class Fetch:
         for number, (start, stop) in enumerate(chunk.spans):
             span = self.memory[start:stop]
             is_right = digest_of(span) == digests[number]
-            if not is_right and kept[number]:  # damaged in the previous image, after it had arrived
+            if not is_right and kept[number]:  # the previous image was damaged after its arrival
                 self._read(part, start, stop)
                 is_right = digest_of(span) == digests[number]
             if not is_right:
                 raise DamagedCheckpointError(f"{self.name} did not arrive as it was sent", **self.where)
 
     def _is_kept(self, span: int, digest: bytes) -> bool:
-        """Return whether the previous image has the same bytes in that span."""
+        """Return whether the previous image has the same bytes in this span."""
         return self.previous is not None and _some(self.previous.digests, span) == digest
 
     def _copy(self, previous: Previous, begin: int, end: int) -> None:

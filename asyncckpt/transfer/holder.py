@@ -22,7 +22,7 @@ from asyncckpt.transfer.transport import Reading
 # Interval between pings of the other end, and the timeout for an answer.
 _PING_S = SILENCE_S / 3
 _ANSWER_S = 10.0
-# Timeout for making the checksums of an image, at some GB/s, while other readers ask for theirs too.
+# Timeout for computing the checksums of an image, at some GB/s, while the worker also serves other readers.
 _CHECKSUMS_S = 300.0
 
 
@@ -36,7 +36,7 @@ class Holder:
         """Connect.
 
         Args:
-            address: Where the worker serves.
+            address: The address where the worker serves.
             key: The job's key.
             transport: The name of the transport kind.
             answer_s: Timeout in seconds for each answer, and for silence of the worker during a read.
@@ -58,11 +58,12 @@ class Holder:
         """Wait for the holder's trainer to stage another image.
 
         Args:
-            after: The count that the previous call returned; 0: return whatever image there is.
+            after: The count that the previous call returned; 0: return the newest image, if there is one.
             seconds: Maximum time to wait, less than the timeout for an answer.
 
         Returns:
-            How many images the trainer has staged, and the key of the newest; None if there is no other image.
+            The number of images that the trainer has staged, and the key of the newest image; None if there is no other
+            image.
         """
         answer = self._ask(requests.NextImage(after, seconds))
         if not isinstance(answer, requests.NewestStaged) or answer.key is None:
@@ -91,12 +92,12 @@ class Holder:
     def open(self, key: VersionKey) -> RemoteImage[tuple[int, ...]]: ...
 
     def open(self, key: ImageKey | VersionKey, *, with_checksums: bool = False) -> RemoteImage[Any]:
-        """Open an image for reading: of a save, or of a published version. It does not change until it is closed.
+        """Open the image of a save or of a published version. The image does not change until it is closed.
 
         Args:
             key: The image.
-            with_checksums: For the image of a save, also get all checksums. The worker may first have to compute them
-                over the whole image.
+            with_checksums: For the image of a save, also get all checksums. The worker may first have to compute the
+                checksums of the whole image.
 
         Raises:
             FileNotFoundError: The worker does not hold the image.
@@ -146,8 +147,8 @@ class Holder:
     def _ask(self, question: object, within: float = 0.0) -> object:
         """Send ``question`` and return the answer.
 
-        ``within``: seconds that the answer may take while the other end keeps sending ``Pong``. Silence is limited by
-        the connection's own timeout.
+        ``within``: timeout in seconds for the answer while the other end keeps sending ``Pong``. The connection has its
+        own timeout for silence.
         """
         with self._asking:
             try:
@@ -165,7 +166,7 @@ class Holder:
                 raise
 
     def _ping(self) -> None:
-        """Ping the worker regularly, to see that it lives and to show that this end does: transports may not notice."""
+        """Ping the worker regularly, so that each end notices the death of the other. Transports may not notice."""
         while not self._ended.wait(min(_PING_S, self._answer_s)):
             try:
                 self.ping()
@@ -182,17 +183,19 @@ class Holder:
 
 
 class RemoteImage(Generic[ImageKind]):
-    """An image that is open, under a lease, at another worker: of a save, or of a version that may still arrive there.
+    """An image that is open at another worker, under a lease.
+
+    It is the image of a save, or of a published version that may still be arriving at the worker.
 
     ``described``: see ``requests.Opened``.
     """
 
     def __init__(self, holder: Holder, opened: requests.Opened, reading: Reading) -> None:
         self._holder, self._lease, self._reading = holder, opened.lease, reading
-        self.described: ImageKind = opened.described  # type: ignore[assignment]  # it is what the key was of
+        self.described: ImageKind = opened.described  # type: ignore[assignment]  # the kind of the key
 
     def digests(self, first: int, seconds: float) -> bytes:
-        """Return digests of some spans from ``first`` on, which can be read now; none if the wait of ``seconds`` ends.
+        """Return digests of some spans from ``first`` on that can be read now; none after a timeout of ``seconds``.
 
         Raises ``OSError``, also if the other worker has given up this image.
         """

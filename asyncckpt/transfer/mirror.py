@@ -1,12 +1,12 @@
-"""The mirror: a worker that keeps on its host the versions that are published on another host, for all readers here.
+"""The mirror: a worker that copies the versions published on another host to its own host, for all readers there.
 
-The mirror asks the publisher's worker for the newest version, and for the host to get it from (``distribution.py``).
+The mirror asks the publisher's worker for the newest version, and for the host to read from (``distribution.py``).
 Spans that did not change since the previous version are copied from that version. All other spans are fetched and
 checked. While a version arrives, other hosts may already read it from here. A complete version is published on this
-host just as a trainer publishes.
+host in the same way as by a trainer.
 
-Nobody waits for a mirror. A lost holder is replaced by another holder, and the spans that have arrived are kept. A
-version that has disappeared at its publisher is given up for the newest.
+No trainer waits for a mirror. If a holder is lost, another holder replaces it, and the spans that have arrived are
+kept. If a version has disappeared at its publisher, the mirror gives it up for the newest version.
 """
 
 from __future__ import annotations
@@ -71,23 +71,24 @@ class _Slots:
         self._store.hosted(self.number).describe(WeightsLayout(tuple(self._numbers), files if len(files) > 1 else ()))
 
     def _is_free(self, slot: int) -> bool:
-        # A version that was given up may still have readers, and those hold no lease on its slot.
+        # A version that was given up may still have readers on other hosts, without a lease on its slot.
         return slot not in self._images or not self._images[slot].is_read
 
 
 class MirrorBuffer:
-    """The memory of one mirror, which calls from one thread."""
+    """The memory of one mirror. Only one thread may call."""
 
     def __init__(self, segment_store: SegmentStore, versions: ServedVersions) -> None:
-        """``versions``: is notified of each version that arrives."""
+        """Allocate no memory yet. ``versions`` is notified of each version that arrives."""
         self._store, self._versions = segment_store, versions
-        self._all: list[_Slots] = []  # the last is in use; the others are kept until it has a version
+        self._all: list[_Slots] = []  # the last is in use; the others stay until it has a version
         self._slot = -1
         self._image: VersionImage | None = None
 
     def begin(self, version: PublishedVersion, sizes: Sequence[int]) -> VersionImage | None:
         """Return the image to fetch a version into; None if readers hold all slots. Raises ``OutOfMemoryError``."""
-        # Slots of other sizes stay until these have a version, so that a version that is given up allocates none again.
+        # Slots of other sizes stay until these slots have a version. So if the mirror gives up a version, it need not
+        # allocate the other slots again.
         slots = next((each for each in self._all if each.sizes == tuple(sizes)), None)
         if slots is None:
             slots = _Slots(self._store, tuple(sizes))
@@ -102,11 +103,11 @@ class MirrorBuffer:
         return self._image
 
     def publish(self) -> None:
-        """Publish the version that was begun, which is complete now."""
+        """Publish the version that was begun. It must be complete."""
         slots = self._all[-1]
         if self._image is not None:
             slots.owned.publish(self._slot, self._image.version)
-            # A trainer that published before, on a host with another clock, may have left a version that looks newer.
+            # An earlier trainer on a host with another clock may have left a version that looks newer.
             slots.owned.withdraw_newer(self._image.version)
             self._versions.end(slots.number, self._slot)
         while self._all[0] is not slots:
@@ -211,7 +212,7 @@ class Mirror:
                 self._closed.wait(_PAUSE_S)
 
     def _is_current(self, locator: Locator) -> bool:
-        """Return whether the ranks that publish are the same. Those of a restarted trainer may have the same worker."""
+        """Return whether the locator is unchanged. A restarted trainer may publish other ranks with the same worker."""
         try:
             return Locator.read(self.locator) == locator
         except (OSError, ValueError):
@@ -221,7 +222,8 @@ class Mirror:
         self, version: PublishedVersion, holder: TransferAddress | None, locator: Locator, pool: ThreadPoolExecutor
     ) -> None:
         """Fetch a version, or the rest of a version that has partly arrived, and publish it."""
-        # Allocate memory before asking a holder, which may be allocating its own: so all hosts do that in parallel.
+        # Allocate memory before asking a holder, because the holder may be allocating its own memory. So all hosts
+        # allocate in parallel.
         known = self._last if self._coming is None or self._coming.version.key != version.key else self._coming
         sizes = known.sizes if known is not None else self._sizes(version, locator)
         image = self._begin(version, sizes)
@@ -235,7 +237,7 @@ class Mirror:
                 self._last, self._coming = image, None
 
     def _sizes(self, version: PublishedVersion, locator: Locator) -> tuple[int, ...]:
-        """Return the sizes of a version's files, as its publishers have them."""
+        """Ask the publishers for the sizes of a version's files, in bytes."""
         with self._opened(version, locator.addresses, locator) as parts:
             return tuple(nbytes for part in parts for nbytes in part.described)
 
@@ -243,9 +245,9 @@ class Mirror:
     def _opened(
         self, version: PublishedVersion, addresses: Sequence[TransferAddress], locator: Locator
     ) -> Iterator[list[RemoteImage[tuple[int, ...]]]]:
-        """Open a version at each of these workers, which may publish or begin to receive it shortly after this call.
+        """Open a version at each of these workers. Wait for workers that publish or begin to receive it a little later.
 
-        Raises ``FileNotFoundError`` if they do not.
+        Raises ``FileNotFoundError`` if a worker does not have the version in time.
         """
         deadline = time.monotonic() + _COMES_S
         with ExitStack() as stack:
@@ -282,7 +284,7 @@ class Mirror:
     ) -> None:
         """Fetch all spans of ``image`` that have not arrived.
 
-        Raises ``OSError``, ``DamagedCheckpointError`` if the version cannot be had from these workers.
+        Raises ``OSError`` or ``DamagedCheckpointError`` if the version cannot be fetched from these workers.
         """
         parts, first = [], 0
         for source in sources:
@@ -297,7 +299,7 @@ class Mirror:
             image.arrive(digests)
 
     def _holder(self, address: TransferAddress, locator: Locator) -> Holder:
-        """Return the connection to another worker, which is kept open."""
+        """Return the connection to another worker. The connection stays open for later calls."""
         if (holder := self._holders.get(address)) is None:
             holder = self._holders[address] = Holder(address, locator.key, locator.transport)
             if self._closed.is_set():

@@ -1,11 +1,11 @@
 """Transport by NIXL: one-sided reads over the fastest path that UCX finds between two hosts (RDMA, EFA, TCP).
 
-NIXL is not authenticated. Anybody who reaches its ports may read the offered memory, and over RDMA also write it. Use
-NIXL only on a trusted fabric. ``UCX_NET_DEVICES`` selects the interfaces.
+NIXL has no authentication. Any process that reaches its ports can read the offered memory, and over RDMA also write it.
+Use NIXL only on a trusted fabric. ``UCX_NET_DEVICES`` selects the interfaces.
 
-On both sides NIXL runs in a process of its own (``nixl_process.py`` has the reasons). Bytes arrive in a buffer that
-this process shares with the reader, and are copied from there. NIXL never gets the caller's memory, so nothing is
-written to that memory once a reading is closed. The buffer is registered only once.
+On both sides NIXL runs in a separate process (``nixl_process.py`` gives the reasons). Bytes arrive in a buffer that the
+NIXL process shares with the reader, and the reader copies them from there. NIXL never gets the caller's memory, so
+nothing is written to this memory once a reading is closed. The buffer is registered only once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class NixlProcess:
         return number, answer
 
     def abandon(self, number: int, on_end: Callable[[], object]) -> None:
-        """Stop waiting for a command: its future raises. ``on_end`` is called when the command ends, if ever."""
+        """Stop waiting for a command. Its future raises. ``on_end`` is called when the command ends, if ever."""
         with self._lock:
             answer = self._asked.pop(number, None)
             if answer is not None:
@@ -114,7 +114,7 @@ class NixlProcess:
             on_end()
 
     def close(self) -> None:
-        """Kill the process, so that nothing is read or written there any more. Safe to call twice."""
+        """Kill the process, which ends all its reads and writes. Safe to call twice."""
         self._process.kill()
         self._process.wait()
         with contextlib.suppress(OSError):
@@ -164,7 +164,8 @@ class NixlProcess:
         return ConnectionResetError(f"the process that has NIXL has ended; its last words: {words or 'none'}")
 
 
-# Size of a piece, number of pieces for all readings of a process, and number of pieces that one read has under way.
+# Size of a piece in bytes, number of pieces for all readings of a process, and number of pieces that one read has under
+# way.
 PIECE_BYTES = 4 << 20
 _PIECES = 8
 _AHEAD = 2
@@ -175,7 +176,7 @@ _LATE_S = 0.5
 
 
 class _Reader:
-    """The NIXL process for this process's reads, and the pieces of the buffer that the two share."""
+    """The NIXL process for this process's reads, and the pieces of the shared buffer."""
 
     def __init__(self) -> None:
         """Start the NIXL process. Raises ``OSError``."""
@@ -344,7 +345,7 @@ class _NixlReading(Reading):
             self._abandon(flying)
 
     def _abandon(self, flying: _Flying) -> None:
-        """Free a piece of the buffer as soon as nothing is written there any more, or at once if it has arrived."""
+        """Free a piece of the buffer when its transfer has ended, or at once if the piece has arrived."""
         with self._changed:
             known = self._flying.pop(flying.number, None)
         if known is not None:
@@ -362,7 +363,7 @@ class _NixlOffering(Offering):
 
 @dataclass
 class _Offered:
-    """A segment that is offered, with ``leases`` users."""
+    """An offered segment with ``leases`` users."""
 
     process: NixlProcess
     key: int
@@ -426,7 +427,7 @@ class NixlTransport(TransportKind):
                 _let_go(self._readers.pop())
 
     def _end_holder(self) -> None:
-        """End the process that offers, so that nothing it offered can be read."""
+        """End the process that offers segments, so that no offered segment can be read from now on."""
         if self._holder is not None:
             self._holder.close()
             self._holder = None

@@ -3,16 +3,16 @@
 ``nixl.py`` starts the process and sends commands over a socket, each a line of JSON. Each answer has the number
 of its command:
 
-    offer     let others read a segment (its descriptor comes along)                    what the readers have to know
+    offer     let others read a segment (sent with its descriptor)                      the data that readers need
     withdraw  stop offering that segment
-    buffer    the memory that is read into (its descriptor comes along)
+    buffer    the memory to read into (sent with its descriptor)
     meet      connect to an agent that offers a segment                                 the agent's name
     read      from that agent into the buffer                                           when the bytes are here
     part      disconnect from that agent
 
-NIXL needs a process of its own because its UCX ends the process if offered memory is gone, and, over TCP, if the other
-side goes away while this process is stopped. NIXL also cannot abort a transfer: the transfer writes to memory until the
-process ends.
+NIXL needs a separate process because its UCX library kills the process if offered memory is gone. Over TCP, UCX also
+kills the process if the other side goes away while this process is stopped. NIXL also cannot abort a transfer: the
+transfer writes to memory until the process ends.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MODULES = ("nixl_cu12", "nixl_cu13")
 COMMAND_BYTES = 1 << 16
 """The largest size of a command or an answer."""
 
-# NIXL's own Python bindings poll for work without a pause. The progress thread wakes up by itself when there is work,
-# so this interval is only for events that UCX does not signal.
+# NIXL's own Python bindings poll for work without a pause. UCX wakes up the progress thread when there is work, so this
+# interval is only for events that UCX does not signal.
 _PROGRESS_US = 100_000
-# Interval between looks at a transfer's state: the shortest and the longest.
+# Shortest and longest polling interval for the state of a transfer.
 _LOOK_S, _LOOK_SELDOM_S = 0.0002, 0.02
 # Interval between checks that the parent lives. Another process may have inherited the parent's end of the socket.
 _IDLE_S = 2.0
-# Without such devices no memory is registered with a device. Registration would require writable memory.
+# Without InfiniBand devices, no memory is registered with a device. Registration would require writable memory.
 _DEVICES = "/sys/class/infiniband"
 
 # The number of a command, and the answer.
@@ -53,7 +53,7 @@ _Answer = tuple[int, object]
 
 
 class _Agent:
-    """A NIXL agent with its registrations, which end when the agent does."""
+    """A NIXL agent with its registrations. The registrations end together with the agent."""
 
     def __init__(self, bindings: Any) -> None:
         self._bindings = bindings
@@ -84,7 +84,7 @@ class _Mapping:
         self._memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, prot)
         os.close(fd)
         self.nbytes = nbytes
-        numpy = importlib.import_module("numpy")  # NIXL has loaded numpy; ctypes accepts no read-only memory
+        numpy = importlib.import_module("numpy")  # NIXL has loaded numpy anyway, and ctypes refuses read-only memory
         self._view = numpy.frombuffer(self._memory, numpy.uint8)
         self.address: int = self._view.ctypes.data
 
@@ -100,7 +100,7 @@ class _Reads:
         self._bindings, self._buffer = bindings, buffer
         self._agent = _Agent(bindings)
         self._agent.register(buffer.address, buffer.nbytes)
-        self._agents: dict[str, int] = {}  # by name of a connected agent: the number of its readings
+        self._agents: dict[str, int] = {}  # by name of a connected agent: number of its readings
         self._transfers: dict[int, tuple[int, float]] = {}  # by number: the handle, and the start time
 
     def meet(self, number: int, metadata: str) -> list[_Answer]:
@@ -128,7 +128,7 @@ class _Reads:
         return answers
 
     def pause(self) -> float:
-        """Return the seconds to wait before the next look."""
+        """Return the seconds to wait before the next call of ``look``."""
         if not self._transfers:
             return _IDLE_S
         youngest = max(begun for _, begun in self._transfers.values())
@@ -145,7 +145,7 @@ class _Reads:
         except Exception as error:
             answer = _failure(error)
         del self._transfers[number]
-        with contextlib.suppress(Exception):  # the transfer has ended; anything it leaves behind ends with this process
+        with contextlib.suppress(Exception):  # the transfer has ended; leftovers end with this process
             self._agent.agent.releaseXferReq(handle)
         return [(number, answer)]
 
@@ -182,7 +182,7 @@ class _NixlServer:
     def _offer(self, number: int, fd: int, key: int, nbytes: int) -> list[_Answer]:
         mapping = _Mapping(fd, nbytes, writable=os.path.isdir(_DEVICES))
         try:
-            # Each segment has an agent of its own, so nobody can read the segment once the agent is gone.
+            # Each segment has its own agent, so no process can read the segment once the agent is gone.
             agent = _Agent(self._bindings)
             agent.register(mapping.address, nbytes)
         except Exception:
@@ -213,7 +213,7 @@ def _failure(error: Exception) -> dict[str, str]:
 
 def main(argv: list[str]) -> None:
     """Carry out commands from the socket until the other end closes it."""
-    # Launchers signal every process of a job.
+    # Ignore SIGTERM, because launchers signal every process of a job.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[0]))

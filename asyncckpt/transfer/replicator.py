@@ -1,8 +1,8 @@
 """The replicator: a worker keeps copies of the images that ranks of other hosts stage, so that a host may be lost.
 
-The machine in ``asyncckpt/protocol/replication.py`` decides which image is copied, and when a save is replicated. Here
-a thread for each copied rank waits for the rank's next image, and fetches it while the rank's worker writes it to
-storage. Trainers do nothing.
+The machine in ``asyncckpt/protocol/replication.py`` decides which image is copied, and when a save is replicated. A
+thread for each copied rank waits for the rank's next image. The thread fetches the image while the rank's worker writes
+it to storage. Trainers take no part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NEXT_S = 3.0
 _PAUSE_S = 0.5
 # Timeout for the end of the threads.
 _END_S = 3.0
-# Interval at which a missing outcome is asked for.
+# Interval between requests for a missing outcome.
 _OUTCOME_S = 5.0
 
 
@@ -97,7 +97,7 @@ class Replicator:
                 self._post(replication.Copying(each.rank))
 
     def carry_out(self, action: replication.CopyAction) -> None:
-        """Carry out what the machine has decided. Waits for nobody but a trainer that reads no messages."""
+        """Carry out an action of the machine. This may wait only for a trainer that reads no messages."""
         match action:
             case replication.AllowCopy(source):
                 self._pullers[source].allow()
@@ -118,7 +118,7 @@ class Replicator:
                 self._send(Replicated(save, error))
 
     def close(self) -> None:
-        """Stop copying. The copies that are here stay, and the other ranks are told nothing more."""
+        """Stop copying. Finished copies stay, and the other ranks get no more messages."""
         self._closed.set()
         self._to_hear.put(None)
         # Close these first, so that no thread waits for a store that may be gone for good.
@@ -149,7 +149,7 @@ class Replicator:
         return replication.ImageHere(save, rank)
 
     def _hear(self) -> None:
-        """Wait for what the first rank decides about one save after the other."""
+        """Wait for the first rank's decision about one save after the other."""
         while (save := self._to_hear.get()) is not None:
             store = b""
             event: replication.OfCopies | None = None
@@ -162,9 +162,9 @@ class Replicator:
                         event = self._outcome(save)
                 except SaveTimeoutError:
                     continue
-                except WorkerDiedError:  # or it cannot be reached, and knows the outcome
+                except WorkerDiedError:  # retry, because the first rank may only be unreachable
                     self._closed.wait(_PAUSE_S)
-                except CheckpointError:  # not said by the first rank
+                except CheckpointError:  # the first rank will not report an outcome
                     event = replication.OutcomeLost(save)
             if event is not None:
                 self._post(event)
@@ -196,7 +196,7 @@ class _Puller:
         start(self._thread)
 
     def allow(self) -> None:
-        """Let the next image be copied."""
+        """Allow the thread to copy the next image."""
         self._allowed.put(None)
 
     def stop(self) -> None:

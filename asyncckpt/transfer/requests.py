@@ -1,20 +1,20 @@
 """The messages on a sealed connection between a reader and the worker that holds images or published versions.
 
-Any number of connections may exist between the two.
+A reader may have several connections to the same worker.
 
-    reader  Open                      let me read this image: of a save, or of a version, which may still arrive there
-    holder  Opened                    under a lease that ends with this connection      (or NotHeld)
-    reader  AskDigests                for spans that are there
-    holder  Digests                   of at least one span; of none after a timeout; None if no more will arrive
-    reader  ReadBytes                 of an open image, on this connection or another
+    reader  Open                      read the image of a save, or of a version that may still be arriving
+    holder  Opened                    a lease that ends with this connection      (or NotHeld)
+    reader  AskDigests                get digests of spans that have arrived
+    holder  Digests                   digests of some spans; none after a timeout; None if no more will arrive
+    reader  ReadBytes                 read bytes of an open image, on this or another connection
     holder  bytes
-    reader  EndLease                  I have what I need of the image
-    reader  NextImage                 which image have you staged since my last question?
-    holder  NewestStaged              the newest one; none after a timeout
-    reader  NextVersion               which is your newest version? I have read the version that I asked for before
-    holder  NewestVersion             the newest one, and where to read it; none after a timeout
-    reader  Ping                      do you answer?
-    holder  Pong                      yes. Also sent before an answer that takes time: I am working on it
+    reader  EndLease                  end the lease on the image
+    reader  NextImage                 get the newest image that was staged since the last question
+    holder  NewestStaged              the newest image; no image after a timeout
+    reader  NextVersion               get the newest version (and report the version that the reader has)
+    holder  NewestVersion             the newest version, and the host to read from; no version after a timeout
+    reader  Ping                      check that the holder answers
+    holder  Pong                      the answer; also sent as a sign of life before a slow answer
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ class TransferAddress:
 
 @dataclass(frozen=True)
 class Open:
-    """``key``: of an image of a save, or of a published version. ``transport``: the name of the kind that will read
-    the bytes. ``with_checksums``: for an image of a save, the answer waits until the worker has all checksums, which
-    it may have to compute over the whole image.
+    """Asks for a lease on an image.
+
+    ``key``: the image of a save, or a published version. ``transport``: the name of the transport kind that will read
+    the bytes. ``with_checksums``: for the image of a save, wait until the worker has all checksums. The worker may have
+    to compute the checksums of the whole image.
     """
 
     key: ImageKey | VersionKey
@@ -52,7 +54,9 @@ class Open:
 
 @dataclass(frozen=True)
 class Opened:
-    """``lease``: the lease's name, which other connections use to read. ``described``: the image of a save, or the
+    """Answers ``Open`` with a lease.
+
+    ``lease``: the name of the lease, which other connections use to read. ``described``: the image of a save, or the
     sizes of a version's files, in bytes (see ``versions.py``). ``offer``: data for the transport kind.
     """
 
@@ -63,7 +67,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class NotHeld:
-    """``why``: the reason, for messages."""
+    """Answers ``Open`` if the worker does not hold the image. ``why``: the reason, for messages."""
 
     why: str
 
@@ -95,7 +99,10 @@ class ReadBytes:
 
 @dataclass(frozen=True)
 class NextImage:
-    """``after``: the count from the previous answer. ``seconds``: maximum time to wait for another image."""
+    """Asks for the newest staged image.
+
+    ``after``: the count from the previous answer. ``seconds``: maximum time to wait for another image.
+    """
 
     after: int
     seconds: float
@@ -103,7 +110,10 @@ class NextImage:
 
 @dataclass(frozen=True)
 class NewestStaged:
-    """``count`` and ``key`` of the newest image. If no other was staged, ``count`` is as asked and ``key`` is None."""
+    """The ``count`` and ``key`` of the newest image. If no other image was staged, ``key`` is None.
+
+    In this case ``count`` is ``NextImage.after``.
+    """
 
     count: int
     key: ImageKey | None
@@ -111,9 +121,11 @@ class NewestStaged:
 
 @dataclass(frozen=True)
 class NextVersion:
-    """``after``: the newest version that the reader has. ``seconds``: maximum time to wait for another version.
-    ``own``: where the reader serves what it has (no host: the address that it connects from). ``refused``: the hosts
-    from which the reader could not get the version.
+    """Asks for the newest version.
+
+    ``after``: the newest version that the reader has. ``seconds``: maximum time to wait for another version. ``own``:
+    the address where the reader serves its versions (no host: the address that it connects from). ``refused``: the
+    hosts from which the reader could not get the version.
     """
 
     after: PublishedVersion | None
@@ -124,7 +136,10 @@ class NextVersion:
 
 @dataclass(frozen=True)
 class NewestVersion:
-    """``version``: the newest, or None. ``holder``: the host to read that version from; None: the publisher."""
+    """The answer to ``NextVersion``.
+
+    ``version``: the newest version, or None. ``holder``: the host to read this version from; None: the publisher.
+    """
 
     version: PublishedVersion | None
     holder: TransferAddress | None
@@ -132,7 +147,7 @@ class NewestVersion:
 
 @dataclass(frozen=True)
 class Digests:
-    """``digests``: one after the other; None: no more will ever arrive."""
+    """The answer to ``AskDigests``. ``digests``: concatenated digests; None: no more digests will arrive."""
 
     digests: bytes | None
 
@@ -150,7 +165,10 @@ _SCHEME = "asyncckpt"
 
 @dataclass(frozen=True)
 class Locator:
-    """``addresses``: of the workers of all ranks, by rank. ``transport``: the name of the transport kind."""
+    """The key and the addresses of a publication.
+
+    ``addresses``: the workers' addresses, by rank. ``transport``: the name of the transport kind.
+    """
 
     key: bytes
     addresses: tuple[TransferAddress, ...]
@@ -191,7 +209,7 @@ class Locator:
 
     @classmethod
     def read_own(cls, path: str) -> Locator:
-        """Read a file that only this user can have read or written. Raises ``ValueError``, ``OSError``."""
+        """Read a locator from a file that only this user can read or write. Raises ``ValueError``, ``OSError``."""
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as file:
             found = os.fstat(file.fileno())
             if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
@@ -200,7 +218,7 @@ class Locator:
 
     def write(self, path: str) -> None:
         """Write the locator atomically to a file that only this user may read. Raises ``OSError``."""
-        partial = f"{path}.{secrets.token_hex(8)}.partial"  # unguessable, so nobody else holds it open
+        partial = f"{path}.{secrets.token_hex(8)}.partial"  # unguessable, so no other process has it open
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "w", encoding="utf-8") as file:

@@ -1,8 +1,8 @@
 """A connection between two processes of one job. Every message proves that its sender knows the job's key.
 
-Others on the network can see the data, but cannot change, replay or drop bytes unnoticed. Each piece carries a tag
-that depends on the key, on the connection, and on the number of pieces before it. The tag is an AES-GCM tag. Making one
-costs a tenth of the time that the kernel takes to transfer the bytes.
+An attacker on the network can see the data, but cannot change, replay or drop bytes unnoticed. Each piece carries an
+AES-GCM tag that depends on the key, on the connection, and on the number of earlier pieces. Computing a tag takes a
+tenth of the time that the kernel needs to transfer the bytes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _LENGTH = struct.Struct("!Q")
 _NONCE = struct.Struct("!4xQ")
 _TAG_BYTES = 16
 _PROOF_BYTES = len(proof(b"", b""))
-# Bytes with one tag: few enough to be still in the cache when they are checked, and to hold Python's lock only briefly.
+# Bytes with one tag. A piece this small is still in the cache for the check, and holds Python's lock only briefly.
 _PIECE_BYTES = 512 << 10
 # Maximum size of a message. The descriptions of some images of 100,000 tensors take some MiB.
 _MOST_BYTES = 1 << 30
-# The modules with the classes of all messages. Creating an object of these classes has no side effect.
+# The modules with the classes of all messages. Creating objects of these classes has no side effect.
 _VOCABULARY = frozenset(
     f"asyncckpt.{module}"
     for module in ("transfer.requests", "format.manifest", "format.segment_layout", "format.write_request")
@@ -45,23 +45,23 @@ _FORGED = "what came was not said by a process of this job"
 
 
 class KeyRefusedError(ConnectionResetError):
-    """The other end did not answer the proof: it knows another key, or is just ending."""
+    """The other end did not answer the proof, because it knows another key or is shutting down."""
 
 
 class SealedConnection:
     """One end of a connection. One thread at a time may send, and one may receive. Any thread may ``close``.
 
     Sending and receiving raise ``OSError``: ``TimeoutError`` if the other end is silent for too long, and
-    ``ConnectionError`` if it is gone, or if data arrives that it has not sent.
+    ``ConnectionError`` if the other end is gone, or if forged data arrives.
     """
 
     def __init__(self, connection: socket.socket, keys: Sequence[bytes], *, asks: bool, silence: float) -> None:
         """Shake hands.
 
         Args:
-            connection: A socket that is connected to the other end. It is closed with this object.
-            keys: The job's key, up to 64 bytes; or, at the end that was connected to, all keys that are accepted.
-            asks: Whether this end has connected to the other.
+            connection: A socket that is connected to the other end. This object closes the socket.
+            keys: On the connecting end, the job's key, up to 64 bytes. On the accepting end, all accepted keys.
+            asks: Whether this end is the connecting end.
             silence: Timeout in seconds for silence of the other end, and for the whole handshake.
 
         Raises:
@@ -103,7 +103,7 @@ class SealedConnection:
         """Set the timeouts of this end.
 
         Args:
-            silence: Timeout in seconds for sending, if the other end takes nothing more.
+            silence: Timeout in seconds for sending, if the other end stops receiving.
             before: Timeout in seconds for receiving (None: ``silence``; 0: no limit).
         """
         self._socket.settimeout(None)
@@ -122,7 +122,7 @@ class SealedConnection:
         return _Unpickler(io.BytesIO(text)).load()
 
     def send_bytes(self, data: memoryview) -> None:
-        """Send bytes. The bytes must not change meanwhile."""
+        """Send bytes. The bytes must not change during this call."""
         length = _LENGTH.pack(len(data))
         self._send_all([length, self._out.encrypt(self._next_sent(), b"", length)])
         for piece in _pieces(data):
@@ -189,7 +189,7 @@ class SealedConnection:
             left = _rest(left, done)
 
     def _receive_by(self, until: float, nbytes: int) -> bytes:
-        """Receive before the other end has proved anything. All bytes have to arrive before ``until``."""
+        """Receive bytes during the handshake, before the proof of the other end. They must arrive before ``until``."""
         text = b""
         while len(text) < nbytes:
             if (left := until - time.monotonic()) <= 0:
@@ -202,7 +202,7 @@ class SealedConnection:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Accepts only the messages of this protocol. So a peer that knows the key can read, but cannot run code here."""
+    """Accepts only the messages of this protocol, so that a peer with the key can read, but cannot run code here."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_known = module in _VOCABULARY or (module, name) in _NAMES

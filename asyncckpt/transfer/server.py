@@ -1,7 +1,7 @@
 """The transfer server: a worker lets processes of its job, on any host, read images of saves and published versions.
 
-A process that connects has to prove that it knows a key of the job; otherwise it is dropped. Each connection has a
-thread. Opening an image takes a lease, which ends with the connection. Nobody writes there during a lease.
+A process that connects must prove that it knows a key of the job. Otherwise its connection is dropped. Each connection
+has a thread. Opening an image takes a lease, which ends with the connection. The image does not change during a lease.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from asyncckpt.transfer.versions import ServedVersions
 
 logger = logging.getLogger(__name__)
 
-# Timeout for the proof that a stranger knows the key, and the maximum number of strangers.
+# A stranger has not proved the key yet. Timeout for this proof, and maximum number of strangers.
 _STRANGER_S = 5.0
 _STRANGERS = 512
-# Timeout for silence of a peer. A peer with a lease pings. A peer that is stopped must not hold its lease for ever.
+# Timeout for silence of a peer. A peer with a lease pings. A stopped peer must not hold its lease forever.
 SILENCE_S = 30.0
 # Interval between signs of life before an answer that takes time.
 BUSY_S = 0.5
@@ -124,7 +124,7 @@ class TransferServer:
                 self._known.add(peer)
                 if self._closed:
                     peer.close()
-            # No timeout until the peer has a lease, because nobody waits for what it does.
+            # No timeout until the peer has a lease, because an idle peer without a lease blocks nobody.
             peer.limit(SILENCE_S, before=0)
             self._attend(peer)
         except OSError as error:
@@ -211,7 +211,7 @@ class TransferServer:
 
     @contextlib.contextmanager
     def _used(self, name: str) -> Iterator[Leased[Any]]:
-        """Yield the object leased under ``name``. Its memory stays mapped even if the lease ends meanwhile."""
+        """Yield the image leased under ``name``. Its memory stays mapped even if the lease ends meanwhile."""
         with contextlib.ExitStack() as held:
             with self._lock:
                 lease = self._leases.get(name)
@@ -223,7 +223,7 @@ class TransferServer:
 
 @contextlib.contextmanager
 def _heard(peer: SealedConnection) -> Iterator[None]:
-    """Send signs of life during the block, which may take minutes to make checksums of an image."""
+    """Send signs of life during the block, because computing the checksums of an image may take minutes."""
     is_done = threading.Event()
 
     def say() -> None:
@@ -232,7 +232,7 @@ def _heard(peer: SealedConnection) -> Iterator[None]:
                 peer.send(requests.Pong())
 
     thread = threading.Thread(target=say, name="asyncckpt-transfer", daemon=True)
-    with contextlib.suppress(RuntimeError):  # too many threads: the answer alone is a sign of life
+    with contextlib.suppress(RuntimeError):  # too many threads: only the answer is a sign of life
         thread.start()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The services of a worker between hosts: a transfer server and a mirror. Both start when its job asks for them."""
+"""The services of a worker for other hosts: a transfer server and a mirror. Each starts on demand."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Serving:
 
         Args:
             key: The key of the ranks. The ranks agree on a new key for each load.
-            to_own_job: True for the ranks that the worker's trainer saves with. False for ranks that load; the key of
-                earlier loads is no longer accepted then.
+            to_own_job: True for the ranks that save together with the worker's trainer. False for ranks that load; the
+                key of earlier loads is then no longer accepted.
             address: A numeric address of this host to listen at; "": all addresses.
 
         Returns:
             The port, or the reason why the worker cannot serve.
         """
-        # Imported only here, so that other workers start faster.
+        # Import only here, so that workers without a server start faster.
         from asyncckpt.transfer.server import TransferServer
 
         with self._lock:
@@ -57,7 +57,7 @@ class Serving:
             return Served(self._server.port)
 
     def follow(self, locator: str) -> Followed:
-        """Mirror on this host the publication of ``locator``, and serve it to others."""
+        """Mirror the publication of ``locator`` on this host, and serve it to other hosts."""
         from asyncckpt.transfer.mirror import Mirror
         from asyncckpt.transfer.requests import Locator
 
@@ -82,11 +82,11 @@ class Serving:
 
     @property
     def trouble(self) -> str:
-        """The reason why nothing newer arrives from the publisher; "": unknown, or no publication is followed."""
+        """The reason why no newer version arrives from the publisher; "": unknown, or no publication is followed."""
         return "" if (mirror := self._mirror) is None else mirror.trouble
 
     def end_following(self) -> None:
-        """Stop mirroring. The versions that are here stay."""
+        """Stop mirroring. The versions on this host stay."""
         with self._lock:
             if self._mirror is not None:
                 self._mirror.close()

@@ -1,4 +1,4 @@
-"""Transport by sealed sockets: one connection for each thread that reads, up to a limit."""
+"""Transport by sealed sockets: one connection for each reading thread, up to a limit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from asyncckpt.transfer.requests import Opened, ReadBytes, TransferAddress
 from asyncckpt.transfer.sealed_connection import SealedConnection
 from asyncckpt.transfer.transport import Offering, Reading, TransportKind
 
-# More connections between two hosts are no faster. Each has a thread at the other end.
+# Maximum number of connections between two hosts. More are not faster, and each needs a thread at the other end.
 CONNECTIONS = 4
 # Timeout for silence of the other end in the middle of an answer.
 SILENCE_S = 20.0
 # Timeout for connecting.
 _REACH_S = 5.0
-# Number of attempts, and the pause between them, if the holder drops connections that have not proved the key yet.
+# Number of attempts to connect, and the pause between attempts. The holder may drop a connection before its proof.
 _TRIES, _PAUSE_S = 4, 0.3
 
 
@@ -28,7 +28,7 @@ def connect(address: TransferAddress, key: bytes, silence: float = SILENCE_S) ->
         connection = socket.create_connection((address.host, address.port), timeout=reach_s)
         try:
             return SealedConnection(connection, (key,), asks=True, silence=silence)
-        except ConnectionResetError:  # many processes connect at the same moment, also strangers
+        except ConnectionResetError:  # too many processes connect at the same moment
             if not left:
                 raise
             time.sleep(_PAUSE_S)
@@ -49,7 +49,7 @@ class _SocketReading(Reading):
         try:
             connection.send(ReadBytes(self._lease, offset, len(into)))
             connection.receive_into(into)
-        except BaseException:  # the next bytes on this connection would belong to this request
+        except BaseException:  # the rest of this answer would be taken for the next answer
             connection.close()
             self._give_back(connection, usable=False)
             raise

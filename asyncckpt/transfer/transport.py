@@ -1,7 +1,8 @@
 """The contract of a transport kind: move bytes of a segment from the process that holds a lease to a reader.
 
-A kind only moves bytes. It verifies no checksum and has no deadline. The reader compares checksums, watches whether
-the holder lives, and closes a reading that takes too long. Every kind passes ``tests/support/transport_contract.py``.
+A transport kind only moves bytes. It verifies no checksums and has no timeouts. The reader verifies checksums, checks
+that the holder lives, and closes a reading that takes too long. Every kind passes
+``tests/support/transport_contract.py``.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from asyncckpt.transfer.requests import Opened, TransferAddress
 
 
 class Reading(ABC):
-    """The reader's side of something that was opened. Several threads may call at once."""
+    """The reader's side of an open image. Several threads may call at once."""
 
     @abstractmethod
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of the segment from ``offset`` on. Raises ``OSError`` if they cannot be had."""
+        """Fill ``into`` with the bytes of the segment from ``offset`` on. Raises ``OSError``."""
 
     @abstractmethod
     def close(self) -> None:
@@ -38,13 +39,13 @@ class Offering(ABC):
 
 
 class TransportKind(ABC):
-    """A kind, as used by one server or one reader. Slow setup is done once and kept until ``close``.
+    """A transport kind, as used by one server or one reader. Slow setup is done once and kept until ``close``.
 
-    Close all its offerings and readings first.
+    Close all offerings and readings of the kind before ``close``.
     """
 
     offer_s: float = 0.0
-    """Maximum time for an offer, in seconds."""
+    """Maximum duration of ``offer``, in seconds."""
 
     @abstractmethod
     def offer(self, segment: Segment) -> Offering:

@@ -1,8 +1,8 @@
-"""Published versions of weights that a worker serves to other hosts: complete ones, and one that is still arriving.
+"""Published versions of weights that a worker serves to other hosts: complete versions, and one arriving version.
 
-The image of a version is one file, or one file of each rank, each aligned to ``SPAN_BYTES``. Every span has a
-*digest*. Readers verify each span by its digest, and skip spans that are equal in the version they already have. A
-host that passes a version on sends the digests that it received, so a damaged byte goes no further.
+The image of a version is one file, or one file of each rank, each aligned to ``SPAN_BYTES``. Every span has a *digest*.
+Readers verify each span by its digest, and do not fetch spans that are equal in their previous version. A host that
+passes on a version sends the digests that it received, so that damaged bytes are not passed on.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from asyncckpt.shm.segment import Descriptor, Segment, round_up
 from asyncckpt.shm.slots import PublishedVersion, VersionKey, lease
 
 SPAN_BYTES = 256 << 10
-# Digests in one answer. The digests of a complete image are made when somebody first asks.
+# Maximum number of digests in one answer. The digests of a complete image are computed on the first request.
 _AT_ONCE = DIGESTED_BYTES // SPAN_BYTES
-# Polling interval for new publications, because the trainer tells only its readers, not the worker.
+# Polling interval for new publications. The trainer does not notify the worker.
 _LOOK_S = 0.01
 
 
@@ -41,11 +41,11 @@ class VersionImage:
     """
 
     def __init__(self, version: PublishedVersion, memory: HostedSegment, sizes: Sequence[int], *, whole: bool) -> None:
-        """Copy nothing.
+        """Describe the image. Copy nothing.
 
         Args:
             version: The version.
-            memory: The slot, which is in use while somebody has a lease on this image.
+            memory: The slot. It stays in use while a reader has a lease on this image.
             sizes: The sizes of the files, in bytes.
             whole: True if the whole image is here. Otherwise ``arrive`` adds spans.
         """
@@ -72,7 +72,7 @@ class VersionImage:
         return begin, min(begin + SPAN_BYTES, self._ends.get(span, begin + SPAN_BYTES))
 
     def all_digests(self) -> bytes:
-        """Return the digests of all spans that have arrived, one after the other."""
+        """Return the concatenated digests of all spans that have arrived."""
         return bytes(self._digests)
 
     def digests(self, first: int, seconds: float) -> bytes | None:
@@ -103,18 +103,18 @@ class VersionImage:
             self._changed.notify_all()
 
     def publish(self, control: Segment, slot: int) -> None:
-        """Take a lease on ``slot``, where this image is published now, if another host reads the image."""
+        """Take a lease on ``slot``, where this image is now published, if another host reads the image."""
         with self._changed:
             if self._readers:
                 self._lease = lease(control.fileno(), slot)
 
     @property
     def is_read(self) -> bool:
-        """Whether another host reads the image since before its publication."""
+        """Whether another host has been reading the image since before its publication."""
         return self._readers > 0
 
     def use(self) -> None:
-        """Add a reader, which calls ``end_use`` in the end."""
+        """Add a reader. The reader must call ``end_use`` in the end."""
         with self._changed:
             self._readers += 1
         self.memory.use()
@@ -142,7 +142,7 @@ class ServedVersions:
         self._is_ending = False
 
     def wait_newer(self, after: PublishedVersion | None, seconds: float) -> PublishedVersion | None:
-        """Wait at most ``seconds`` for a newest version other than ``after``, and return it; None after a timeout."""
+        """Wait at most ``seconds`` until the newest version is not ``after``. Return it; None after a timeout."""
         deadline = time.monotonic() + seconds
         while True:
             newest = self._look()
@@ -153,11 +153,11 @@ class ServedVersions:
             time.sleep(_LOOK_S)
 
     def end_waits(self) -> None:
-        """End all calls of ``wait_newer``, because this worker ends."""
+        """End all calls of ``wait_newer``, because this worker is shutting down."""
         self._is_ending = True
 
     def lease(self, key: VersionKey) -> Leased[tuple[int, ...]] | None:
-        """Lease a version to a reader, described by the sizes of its files. Return None if it is not here."""
+        """Lease a version to a reader, with the sizes of its files in bytes. Return None if it is not here."""
         with contextlib.ExitStack() as kept:
             with self._lock:
                 coming = self._coming
@@ -178,7 +178,7 @@ class ServedVersions:
         return None
 
     def begin(self, image: VersionImage) -> None:
-        """Let others read a version while it arrives."""
+        """Let other hosts read a version while it arrives."""
         with self._lock:
             self._coming = image
 
@@ -199,7 +199,7 @@ class ServedVersions:
 
     def _look(self) -> PublishedVersion | None:
         with self._lock:
-            if time.monotonic() - self._looked > _LOOK_S / 2:  # one look serves all that wait
+            if time.monotonic() - self._looked > _LOOK_S / 2:  # one look serves all waiting threads
                 self._newest = max((published for *_, published in self._published()), default=None)
                 self._looked = time.monotonic()
             return self._newest
@@ -207,7 +207,7 @@ class ServedVersions:
     def _published(self) -> Iterator[tuple[int, HostedSegment, WeightsLayout, int, PublishedVersion]]:
         for each in self._store.published():
             if isinstance(each.layout, WeightsLayout):
-                with contextlib.suppress(KeyError):  # released meanwhile
+                with contextlib.suppress(KeyError):  # the segment was released meanwhile
                     control = self._store.hosted(each.segment)
                     for published, slot in control.slots.publications(len(each.layout.slots)).items():
                         yield each.segment, control, each.layout, slot, published

@@ -1,4 +1,4 @@
-"""Weights for readers: a training's newest weights in shared memory, for rollout workers on its host and others."""
+"""Weights for readers: a training's newest weights in shared memory, for rollout workers on this and other hosts."""
 
 from __future__ import annotations
 

@@ -20,16 +20,16 @@ from asyncckpt.staging.host_copy import CopyThreads, SlotViews
 from asyncckpt.staging.slot_copy import SlotStager
 from asyncckpt.weights.plan import WeightPlan
 
-# An extra slot's memory is given back after this many publications without use. Not at once, because readers that keep
-# a version tend to do so again, and fresh memory takes as long to get as to copy into.
+# Number of publications without use after which an extra slot gives back its memory. It keeps the memory for a while,
+# because readers that keep a version tend to do so again. Allocating memory takes as long as copying into it.
 _UNUSED = 8
 
 
 class WeightBuffer:
-    """Slots for images of one layout. A worker holds the memory too, and offers it to readers.
+    """Slots for images of one layout. A worker also holds the memory, and offers it to readers.
 
-    The order for a slot is: claim, copy, publish. Methods that ask the worker raise ``WorkerDiedError`` or
-    ``SaveTimeoutError``, and ``OutOfMemoryError`` if there is no memory for even one slot.
+    The order of calls for a slot is ``claim``, ``copy``, ``publish``. Methods that ask the worker raise
+    ``WorkerDiedError`` or ``SaveTimeoutError``, and ``OutOfMemoryError`` if there is no memory for even one slot.
     """
 
     def __init__(self, control: Segment, images: Sequence[Segment], client: WorkerClient, timeout: float) -> None:
@@ -64,7 +64,7 @@ class WeightBuffer:
         self._describe()
 
     def stay(self, number: int, slots: Sequence[int]) -> None:
-        """Go on with a worker that holds the memory already.
+        """Continue with a worker that already holds the memory.
 
         Args:
             number: The number of the segment with the header page.
@@ -74,7 +74,7 @@ class WeightBuffer:
         for slot, its in zip(self._slots, slots, strict=True):
             slot.number = its
             if not slot.segment.is_taken:
-                slot.segment.give_back()  # also memory that a dead trainer was still taking
+                slot.segment.give_back()  # a trainer may have died during the allocation
 
     def is_for(self, plan: WeightPlan) -> bool:
         """Return whether this buffer fits images of ``plan``."""
@@ -87,23 +87,23 @@ class WeightBuffer:
 
     def claim(self, plan: WeightPlan, most: int) -> int | None:
         """Claim a slot for an image of ``plan``; None if all slots are being read. See ``OwnedSlots.claim_next``."""
-        # Of the first two slots prefer the older, so that the other slots keep old versions and fall out of use.
+        # Prefer the older of the first two slots, so that the other slots fall out of use.
         return self._owned.claim_next(
             self._taken(), partial(self._take, plan), most, preference=lambda slot: max(slot, LASTING - 1)
         )
 
     def fill(self, plan: WeightPlan) -> None:
-        """Allocate in advance the memory that ``claim`` takes in any case."""
+        """Allocate in advance the memory that ``claim`` always needs."""
         while (slot := self._owned.grow(self._taken(), partial(self._take, plan), LASTING)) is not None:
             self._owned.offer(slot)
 
     def copy(self, slot: int, plan: WeightPlan, tensors: Sequence[torch.Tensor], threads: CopyThreads) -> None:
-        """Copy tensors into a claimed slot, and wait for the end of the copies.
+        """Copy tensors into a claimed slot. Wait for the end of the copies.
 
         Args:
             slot: A claimed slot.
             plan: The layout of the slot.
-            tensors: All tensors of the plan, in its order. The tensors must not change meanwhile.
+            tensors: All tensors of the plan, in the order of the plan. The tensors must not change during this call.
             threads: The threads that copy.
         """
         check_not_capturing()
@@ -113,19 +113,19 @@ class WeightBuffer:
         self._slots[slot].stager_of(plan).copy(tensors, ready, threads, lambda _: None, lambda _: None)
 
     def views(self, slot: int, plan: WeightPlan, source: torch.device | None = None) -> Sequence[torch.Tensor]:
-        """Return views of all tensors in a claimed slot, to write to.
+        """Return writable views of all tensors in a claimed slot.
 
         Args:
             slot: A claimed slot.
             plan: The layout of the slot, and the order of the views.
-            source: The device to copy from. The memory is pinned for its driver.
+            source: The device to copy from. The memory is pinned for the device's driver.
         """
         if source is not None and kind_of(source) is not None:
             self._slots[slot].pin(source)
         return self._slots[slot].views_of(plan)
 
     def publish(self, slot: int, version: PublishedVersion) -> None:
-        """Publish the image in a claimed ``slot`` to readers. Give back memory of extra slots that is out of use."""
+        """Publish the image in a claimed ``slot`` to readers. Give back the memory of unused extra slots."""
         self._owned.publish(slot, version)
         for number, each in enumerate(self._slots):
             each.unused = 0 if number == slot else each.unused + 1
@@ -142,7 +142,7 @@ class WeightBuffer:
         self.close()
 
     def close(self) -> None:
-        """Unmap the memory. The worker and readers may keep it."""
+        """Unmap the memory in this process. The worker and readers may keep it."""
         self._owned.close()
         for slot in self._slots:
             slot.close()
@@ -177,7 +177,7 @@ class WeightBuffer:
 
 
 class _Slot:
-    """The memory of one image, with its views and its stager, which are made on first use."""
+    """The memory of one image, with views and a stager. Both are created on first use."""
 
     def __init__(self, segment: Segment, number: int = 0) -> None:
         self.segment = segment
@@ -205,7 +205,7 @@ class _Slot:
 
     def pin(self, device: torch.device) -> None:
         if self._pinned is None:
-            # Pin in one piece, because no tensor may cross a boundary, and the tensors lie close together.
+            # Pin the memory in one piece, because no tensor may cross a boundary between pieces.
             self._pinned = PinnedMemory(self.segment, [], device)
 
     def unpin(self) -> None:
@@ -220,7 +220,7 @@ class _Slot:
 
     def take(self, plan: WeightPlan) -> None:
         """Allocate the memory again. Raises ``OutOfMemoryError``."""
-        # Write the header first, so that a slot with memory always has a header, even if this process dies now.
+        # Write the header first. So a slot with memory always has a header, even if this process dies now.
         self.segment.view[: len(plan.header)] = plan.header
         try:
             take_memory(self.segment)

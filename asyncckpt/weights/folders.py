@@ -25,8 +25,8 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 class WeightFolders:
     """The newest versions of a subscriber, each as a folder, for engines of this host and user.
 
-    The links lead to the memory of this process, which has to live while an engine reads the folders. So nothing is
-    synced: a power cut ends the memory, too. ``close`` removes all folders. A context manager.
+    The links lead to the memory of this process, so this process must live while an engine reads the folders. Nothing
+    is synced to disk, because a power cut also ends the memory. ``close`` removes all folders. A context manager.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class WeightFolders:
         Args:
             subscriber: The source of the versions. The caller keeps and closes it.
             folder: The parent folder of the versions. Versions left there by an earlier process are removed.
-            like: A folder of the model. Links to its files are added beside the weights, except for its own weights.
-            keep: Number of versions to keep, 1 or more. Older versions are removed at once, so an engine must have
-                finished with them.
+            like: A folder of the model. Links to its files are added beside the weights, except for its weight files.
+            keep: Number of versions to keep, 1 or more. Older versions are removed at once, so no engine may still
+                read them.
         """
         if keep < 1:
             raise ValueError(f"keep is 1 or more, not {keep}")
@@ -66,8 +66,8 @@ class WeightFolders:
             timeout: Timeout in seconds.
 
         Raises:
-            UnsavableStateError: The weights are not complete safetensors files. They are of a checkpoint, sharded,
-                or limited by the subscriber's prefix.
+            UnsavableStateError: The weights are not complete safetensors files, because they belong to a checkpoint,
+                are sharded, or are limited by the subscriber's prefix.
             ClosedError: This object is closed. Further errors are those of ``WeightSubscriber.acquire``.
         """
         if self._closed:
@@ -88,7 +88,7 @@ class WeightFolders:
                 raise UnsavableStateError(f"version {weights.version} cannot be a folder: {error}") from error
             self._fill(partial, links)
             for older in [each for each in self._versions if each[0] == weights.version]:
-                self._drop(older)  # from a trainer that has gone back
+                self._drop(older)  # the trainer has rolled back and published this number again
             kept.callback(shutil.rmtree, self._folder / name, ignore_errors=True)
             partial.rename(self._folder / name)
             self._versions.append((weights.version, weights.epoch, kept.pop_all()))

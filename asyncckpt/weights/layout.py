@@ -1,6 +1,7 @@
 """The layout of weights: a slot is a safetensors file (see ``planning/safetensors_plan.py``).
 
-A tensor with a dtype that the format lacks is stored as bytes, with one more dimension. The metadata has its dtype.
+If the format lacks a tensor's dtype, the tensor is stored as bytes, with one more dimension. The metadata has the
+dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def ranges(offsets: Sequence[int], shape: Sequence[int]) -> Ranges:
 
 
 def missing(whole: Sequence[int], parts: Iterable[Ranges]) -> Ranges | None:
-    """Return a box of a tensor of shape ``whole`` that no part covers; None if the ``parts`` cover the tensor."""
+    """Return a box of a tensor of shape ``whole`` that no part covers; None if the ``parts`` cover the whole tensor."""
     left = [] if 0 in whole else [tuple(map(range, whole))]
     for part in parts:
         left = [rest for each in left for rest in _without(each, part)]
@@ -42,7 +43,7 @@ def common(parts: Iterable[Ranges]) -> Ranges | None:
 
 
 def shown(part: Ranges) -> str:
-    """Format a box for a message, like a slice in Python."""
+    """Format a box for a message, like a Python slice."""
     return f"[{', '.join(f'{each.start}:{each.stop}' for each in part)}]"
 
 
@@ -51,7 +52,7 @@ def _shared(one: Ranges, other: Ranges) -> Ranges:
 
 
 def _without(one: Ranges, part: Ranges) -> Iterator[Ranges]:
-    """Yield the rest of ``one`` without ``part``, as boxes."""
+    """Yield boxes that cover ``one`` except for ``part``."""
     inner = _shared(one, part)
     if not all(map(len, inner)):
         yield one
@@ -75,8 +76,8 @@ _ALIGNMENT = 64
 class TensorEntry(NamedTuple):
     """A tensor in a slot, or a part of a sharded tensor.
 
-    The part has ``shape`` elements from ``offsets`` on, of a tensor of shape ``whole``. If ``whole`` is None, the parts
-    together define the shape. The bytes are at ``begin`` of the slot.
+    The part has shape ``shape`` and begins at ``offsets`` of a tensor of shape ``whole``. If ``whole`` is None, the
+    parts together define the shape. The bytes begin at offset ``begin`` of the slot.
     """
 
     name: str
@@ -150,7 +151,7 @@ def read_indexes(segment: memoryview, files: Iterable[DataFile]) -> dict[str, Te
     """Read the tensors of a checkpoint's files, by their DCP names, from the heads of the files' indexes."""
     entries: dict[str, TensorEntry] = {}
     for file in files:
-        above = f"{file.folder}/" if file.folder else ""  # indexes name tensors by their path in the whole set
+        above = f"{file.folder}/" if file.folder else ""  # indexes use the tensor's path in the whole set
         head = segment[file.index_head.offset :][: file.index_head.nbytes]
         for item in Index.items_in(bytes(head)):
             if item.kind == "tensor":

@@ -1,4 +1,4 @@
-"""Reading the publications of one rank: its memory is mapped here, and its slots are leased."""
+"""Read the publications of one rank: map the rank's memory, and lease its slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncckpt.shm.slots import LASTING, PublishedVersion, ReadableSlots, reopen
 from asyncckpt.weights.layout import TensorEntry, header_of, read_entries, read_indexes
 
 # Bits of an entry in /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst). First: the page belongs to the file
-# and is no private copy made by a write. Second: the page is in memory, or swapped out.
+# and is not a private copy made by a write. Second: the page is in memory or swapped out.
 _IS_OF_FILE, _IS_THERE = 1 << 61, 0b11 << 62
 _ENTRY_BYTES = 8
 # Number of pages that are examined at once.
@@ -33,14 +33,14 @@ _MOST_PAGES = 1 << 20
 
 
 class PrivateViews:
-    """Private mappings of one segment, for reuse: mapping all its pages anew costs half as much as copying them."""
+    """Private mappings of one segment, for reuse. Mapping all pages again takes half as long as copying them."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._free: list[memoryview] | None = []
 
     def take(self) -> memoryview:
-        """Take a mapping that nobody uses and nobody has written to."""
+        """Take an unused mapping without any private changes."""
         try:
             return (self._free or []).pop()
         except IndexError:
@@ -50,15 +50,15 @@ class PrivateViews:
         """Return ``view`` for reuse, and discard all writes to it. Any thread may call."""
         free = self._free
         if free is not None and _forget_written(view):
-            free.append(view)  # harmless if closed meanwhile
+            free.append(view)  # harmless if this object was closed meanwhile
 
     def close(self) -> None:
-        """Unmap the unused mappings now, and the others when they are given back."""
+        """Unmap the unused mappings now, and each other mapping when it is given back."""
         self._free = None
 
 
 def _forget_written(view: memoryview) -> bool:
-    """Discard the private copies of written pages of ``view``. Return whether that was possible."""
+    """Discard the private copies of written pages of ``view``. Return whether this was possible."""
     first, count = address_of(view) // PAGE, -(-len(view) // PAGE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pages:
@@ -75,7 +75,7 @@ def _forget_written(view: memoryview) -> bool:
 
 
 class Lease:
-    """A lease on one slot. The slot does not change until its last tensor is gone, and the lease is given back."""
+    """A lease on one slot. The slot does not change until the lease is given back and its last tensor is gone."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Lease:
         view = segment.view if views is None else views.take()
         memory = readable_memory(view, span)
         self._lease = weakref.finalize(memory, _end, fd, view, views)
-        # Torch accepts no empty memory. If there is nothing to read, there is nothing to keep.
+        # Torch accepts no empty memory. An empty slot needs no memory.
         self._memory: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
         if span:
             self._memory = torch.frombuffer(memory, dtype=torch.uint8)
@@ -115,7 +115,7 @@ class Lease:
         if memory is None:
             raise ValueError("this lease was given back")
         if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # despite another default device
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # ignore torch's default device
         like = self._as.get(entry.dtype)
         if like is None:
             size = entry.dtype.itemsize
@@ -123,7 +123,7 @@ class Lease:
         return like.as_strided(entry.shape, contiguous_strides(entry.shape), entry.begin // entry.dtype.itemsize)
 
     def has_same(self, entry: TensorEntry, other: Lease, theirs: TensorEntry) -> bool:
-        """Return whether ``entry`` was published with the bytes of ``theirs`` in another lease. Ignores writes here."""
+        """Return whether ``entry`` was published with the bytes of ``theirs`` in ``other``. Ignore local writes."""
         if not entry.nbytes:
             return True
         return bool(memcmp(self._address(entry), other._address(theirs), entry.nbytes) == 0)
@@ -132,7 +132,7 @@ class Lease:
         return int(np.frombuffer(self._shared, np.uint8).ctypes.data) + self._begin + entry.begin
 
     def give_back(self) -> bool:
-        """Return True if the lease ends at once. Otherwise the last tensor that is still in use ends the lease."""
+        """Give back the lease. Return True if it ends at once, False if the last tensor in use will end it."""
         self._memory, self._shared = None, memoryview(b"")
         self._as.clear()
         return not self._lease.alive
@@ -145,9 +145,9 @@ def _end(fd: Descriptor, view: memoryview, views: PrivateViews | None) -> None:
 
 
 def readable_memory(view: memoryview, span: range) -> ctypes.Array[ctypes.c_uint8]:
-    """Return bytes of a mapping as a ctypes array, from which torch makes a tensor even if the mapping is read-only.
+    """Return bytes of a mapping as a ctypes array. Torch can view this array even if the mapping is read-only.
 
-    Torch requires writable numpy arrays and mappings. The result keeps the mapping.
+    Torch requires other arrays and mappings to be writable. The result keeps the mapping alive.
     """
     mapping = np.frombuffer(view, dtype=np.uint8)
     memory = (ctypes.c_uint8 * len(span)).from_address(mapping.ctypes.data + span.start)
@@ -160,7 +160,7 @@ class _PinnedImage:
 
     def __init__(self, image: Segment, device: torch.device) -> None:
         """Map and pin. Raises ``OSError``. If the driver refuses to pin, copies are slower, and a warning is logged."""
-        # Drivers require a writable mapping to pin. Writing is forbidden again right afterwards.
+        # Drivers can pin only a writable mapping. Make the mapping read-only again after pinning.
         self.segment = Segment.attach(Descriptor.of(reopen, image.fileno(), os.O_RDWR))
         self._device = device
         try:
@@ -179,14 +179,14 @@ class _PinnedImage:
 
 
 Access = Literal["private", "readonly"] | torch.device
-"""How a reader maps a slot: privately and writable, read-only, or read-only and pinned for that device."""
+"""The mapping of a slot: private and writable, read-only, or read-only and pinned for a device."""
 
 _Files = list[tuple[Mapping[str, TensorEntry], range]]
 """The files of a slot: the tensors and the bytes of each file."""
 
 
 class _MappedSegment:
-    """A published segment, mapped here. Its worker may be gone while the trainer goes on to publish there."""
+    """A published segment, mapped here. The trainer may go on publishing there after the death of the worker."""
 
     def __init__(self, published: PublishedSegment, client: ReaderClient) -> None:
         self.number = published.segment
@@ -198,9 +198,9 @@ class _MappedSegment:
         self._views: dict[Segment, PrivateViews] = {}
         self._pinned: dict[tuple[Segment, str], _PinnedImage] = {}
         self._files: dict[int, _Files] = {}
-        """By checkpoint folder, for folders that were asked for. The same in all slots."""
+        """The files of each checkpoint folder that was requested. All slots have the same files."""
         self._headers: dict[int, tuple[bytes, Mapping[str, TensorEntry]]] = {}
-        """By begin of a file of weights: the header that was read last, and the parsed header."""
+        """The last header of each file of weights, as bytes and parsed, by the begin of the file."""
 
     def update(self, published: PublishedSegment) -> None:
         """Take over the current number of slots, which may have grown."""
@@ -224,7 +224,7 @@ class _MappedSegment:
             image, files = self._image(slot, version.folder)
             views = None
             if isinstance(how, torch.device):
-                # A driver would not notice that memory was given back and allocated again.
+                # Do not pin extra slots. The driver would not notice that their memory was given back and reallocated.
                 if slot < LASTING or not isinstance(self._layout, WeightsLayout):
                     image = self._pinned_image(image, how)
             elif how == "private":
@@ -243,7 +243,7 @@ class _MappedSegment:
         return leases
 
     def close(self) -> None:
-        """Unmap the memory. Tensors that are left keep their mappings."""
+        """Unmap the memory. Tensors in use keep their mappings."""
         self._slots.close()
         for views in self._views.values():
             views.close()
@@ -261,8 +261,8 @@ class _MappedSegment:
     def _entries(self, image: Segment, span: range) -> Mapping[str, TensorEntry]:
         """Return the tensors of a file of weights, in a slot that is leased.
 
-        A publisher uses separate memory for each header. A mirror reuses memory for files of the same size, even if the
-        names, dtypes or shapes differ.
+        A publisher allocates separate memory for each header. A mirror reuses memory for files of the same size, even
+        if names, dtypes or shapes differ, so the header is checked again.
         """
         view = image.view[span.start : span.stop]
         header, entries = self._headers.get(span.start, (b"", {}))
@@ -290,25 +290,25 @@ class _MappedSegment:
 class RankPublications:
     """All publications of one rank that can be read here.
 
-    When the rank's worker leaves, the mapped memory stays readable, until another worker publishes at that endpoint. A
-    fork connects to the worker itself.
+    When the rank's worker leaves, the mapped memory stays readable until another worker publishes at the same endpoint.
+    A forked process makes its own connection to the worker.
     """
 
     def __init__(self, connect: Callable[[], ReaderClient | None]) -> None:
-        """``connect``: connects to the rank's worker, or returns None if there is no worker."""
+        """Connect later. ``connect`` connects to the rank's worker, or returns None if there is no worker."""
         self._connect = connect
         self._client: ReaderClient | None = None
         self._owner = os.getpid()
         self._segments: list[_MappedSegment] = []
         self.trouble = ""
-        """The reason why nothing newer arrives from another host; "": unknown."""
+        """The reason why no newer version arrives from another host; "": unknown."""
 
     def refresh(self, timeout: float) -> None:
         """Ask the worker for its publications. Raises ``SaveTimeoutError`` if no answer comes within ``timeout`` s."""
         if self._owner != os.getpid():
-            self._leave()  # two processes on one connection would get each other's answers
+            self._leave()  # two processes on one connection would mix up answers
             self._owner = os.getpid()
-        for _ in range(2):  # one worker may have left, and another come
+        for _ in range(2):  # a new worker may have replaced the old one
             if self._client is None:
                 self._client = self._connect()
             if self._client is None:
@@ -352,7 +352,7 @@ class RankPublications:
     def _update(self, published: tuple[PublishedSegment, ...], client: ReaderClient) -> None:
         """Map new segments, and unmap segments that are no longer published."""
         if not published and all(each.client is not client for each in self._segments):
-            return  # until then the memory of the worker before serves on
+            return  # keep the memory of the earlier worker until the new worker publishes
         known = {each.number: each for each in self._segments if each.client is client}
         for each in published:
             if each.segment in known:

@@ -1,4 +1,4 @@
-"""The plan of weights: the tensors, and their places in a slot. Made once for a structure."""
+"""The plan of weights: the tensors, and their places in a slot. A plan is made once for each structure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class WeightPlan:
     header: bytes
     entries: Sequence[TensorEntry]
     converted: Sequence[bool]
-    """Whether each entry is converted from another dtype."""
+    """For each entry, whether it is converted from another dtype."""
     elsewhere: Collection[TensorEntry]
-    """The parts that this rank has too, but another rank publishes."""
+    """The parts that another rank publishes, although this rank also has them."""
     names: Sequence[str]
     placements: Sequence[Any]
     fingerprint: Fingerprint
@@ -40,7 +40,7 @@ class WeightPlan:
 
         Args:
             weights: The tensors of this rank, by name.
-            dtype: The dtype to publish floating-point tensors in; None: their own.
+            dtype: The dtype to publish floating-point tensors in; None: the dtype of each tensor.
             sharding: The ranks that publish together.
         """
         forms = [sharding.form(name, tensor, dtype) for name, tensor in weights.items()]

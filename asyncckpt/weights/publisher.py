@@ -1,4 +1,4 @@
-"""The publisher: the trainer's side. Copies the newest weights to shared memory, for readers on its host."""
+"""The publisher, on the trainer's side: copy the newest weights to shared memory, for readers on the same host."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _KEY_BYTES = 32
 
 
 class ServedPublication:
-    """The serving of one publisher's ranks, which begins with ``begin``. All ranks call each method together."""
+    """Serves one publisher's ranks to other hosts, from ``begin`` on. All ranks call each method together."""
 
     def __init__(self, sharding: Sharding, config: Config) -> None:
-        """``config``: supplies ``transport``, ``timeout``, and the default ``address``."""
+        """Serve nothing yet. ``config`` supplies ``transport``, ``timeout``, and the default ``address``."""
         self._sharding, self._config = sharding, config
         self._host = self._file = ""
         self._key = b""
@@ -53,13 +53,13 @@ class ServedPublication:
 
     @property
     def locator(self) -> Locator | None:
-        """The locator of the serving ranks; None if they do not serve."""
+        """The locator of the serving ranks; None if the ranks do not serve."""
         return self._locator
 
     def begin(
         self, client: WorkerClient, address: str | None, file: str | os.PathLike[str] | None, key: bytes | None
     ) -> Locator:
-        """See ``WeightPublisher.serve``. ``client``: the worker of this rank."""
+        """Begin serving, see ``WeightPublisher.serve``. ``client``: the worker of this rank."""
         self._host = own_address(address or self._config.address)
         self._file = os.path.abspath(file) if file is not None and self._sharding.rank == 0 else ""
         self._key = self._sharding.gather(self._first_key() if key is None else key)[0]
@@ -68,10 +68,10 @@ class ServedPublication:
         return self.update([each for each in own if each is not None])
 
     def at(self, client: WorkerClient | None) -> TransferAddress | None:
-        """Return the address where this rank's worker serves; None if it does not. Raises ``StorageError``."""
+        """Return the address where this rank's worker serves; None if it does not serve. Raises ``StorageError``."""
         if self._key and client is not None and client is not self._client:
             doing = "serving weights to other hosts"
-            # Listen at all addresses, because this host cannot know how others resolve its name.
+            # Listen at all addresses, because this host cannot know how other hosts resolve its name.
             served = client.ask(Serve(self._key, ""), Served, self._config.timeout, doing)
             if served.trouble is not None:
                 raise StorageError(f"the weights cannot be served to other hosts: {served.trouble}")
@@ -81,18 +81,18 @@ class ServedPublication:
     def update(self, addresses: Sequence[TransferAddress]) -> Locator:
         """Return the locator for ``addresses``, by rank, as ``at`` returned them. Write a new locator to the file."""
         locator = Locator(self._key, tuple(addresses), self._config.transport)
-        if addresses and locator != self._locator:  # the same on all ranks
+        if addresses and locator != self._locator:  # all ranks decide the same here
             if self._file:
                 try:
                     locator.write(self._file)
                 except OSError as error:
                     raise StorageError(f"where the weights are served cannot be written: {error}") from error
-            self._sharding.gather(None)  # no rank goes on if one has failed
+            self._sharding.gather(None)  # if one rank has failed, all ranks fail
             self._locator = locator
         return locator
 
     def _first_key(self) -> bytes:
-        """Return the key in the file of an earlier publisher, so that its readers can go on; otherwise a new key."""
+        """Return the key in the file of an earlier publisher, so that its readers can continue. Otherwise a new key."""
         if self._file:
             with suppress(OSError, ValueError):
                 return Locator.read_own(self._file).key
@@ -109,8 +109,9 @@ _TAKES = "publish takes a state dict, or pairs of name and tensor"
 class WeightPublisher:
     """Publishes weights, version after version, to every ``WeightSubscriber`` with its ``address`` on this host.
 
-    A worker process holds the memory, so readers go on when the trainer dies. A restarted trainer continues where the
-    old one was. Only one thread at a time may call. ``close`` it, or use it as a context manager.
+    A worker process holds the memory, so readers can continue when the trainer dies. A restarted trainer continues with
+    the same memory and versions. Only one thread at a time may call. ``close`` the publisher, or use it as a context
+    manager.
     """
 
     def __init__(
@@ -126,13 +127,14 @@ class WeightPublisher:
 
         Args:
             address: Any text. Readers find this publisher by the address.
-            slots: Maximum number of images of the weights in memory, 2 or more. One has the newest version, and one is
-                for the next. More are allocated if readers keep older versions, and given back if they do not.
-            when_busy: The behavior if readers hold all slots but that of the newest version. "skip": skip the
-                publication. "wait": wait for a reader to end, at most ``Config.timeout`` seconds.
-            process_group: The ranks that publish together by the same calls, each its part of sharded weights
-                (DTensors), or other ``PublishingRanks``. Readers need all ranks on their host. If None, this process
-                publishes alone.
+            slots: Maximum number of images of the weights in memory, 2 or more. One slot has the newest version, and
+                one slot is for the next version. More slots are allocated if readers keep older versions. The memory of
+                unused extra slots is given back.
+            when_busy: The behavior if readers hold all slots except the slot of the newest version. "skip": skip the
+                publication. "wait": wait until a slot is free, at most ``Config.timeout`` seconds.
+            process_group: The ranks that publish together, or other ``PublishingRanks``. All ranks make the same calls,
+                and each rank publishes its part of sharded weights (DTensors). Readers need all ranks on their host. If
+                None, this process publishes alone.
             config: Supplies ``timeout``, ``linger`` and the options of the worker process. Default: the environment.
         """
         if not address:
@@ -144,7 +146,7 @@ class WeightPublisher:
         self.address = address
         self._slots = slots
         self._when_busy = when_busy
-        self._config = replace(Config.given(config), metrics_folder=None)  # metrics are about saves
+        self._config = replace(Config.given(config), metrics_folder=None)  # metrics are only for saves
         self._sharding = Sharding(ranks_of(process_group))
         self._supervisor = Supervisor(
             self._config,
@@ -155,7 +157,7 @@ class WeightPublisher:
             close=lambda linger: self._close(linger=linger),
         )
         self._plan: WeightPlan | None = None
-        # Versions go to the last buffer. Buffers of other structures are kept until the last one has a version.
+        # Versions go to the last buffer. Buffers of other structures are kept until the last buffer has a version.
         self._buffers: list[WeightBuffer] = []
         self._versions = Versions()
         self._threads, self._streamed = copy_threads(), StreamedCopies()
@@ -180,14 +182,14 @@ class WeightPublisher:
     ) -> Publication:
         """Copy ``weights`` and publish them atomically. The caller may change the weights when this returns.
 
-        After any error nothing is published. The newest version and all leased versions stay.
+        After an error, nothing is published. The newest version and all leased versions stay.
 
         Args:
-            weights: A state dict, as ``Checkpointer.save`` takes it (non-tensors are ignored). Or pairs of name and
-                tensor: each tensor is copied before the next pair is taken.
-            version: 0 or more, and greater than the last version published, also by an earlier trainer.
+            weights: A state dict, as for ``Checkpointer.save`` (non-tensors are ignored). Or pairs of name and tensor:
+                each tensor is copied before the next pair is taken.
+            version: 0 or more, and greater than the last published version, including versions of an earlier trainer.
             dtype: The dtype to convert floating-point tensors to, except tensors of 8 bits.
-            roll_back: Allow a version that is not newer than the last. Readers take it.
+            roll_back: Allow a version that is not newer than the last version. Readers take this version.
 
         Returns:
             The publication; ``skipped`` is True if readers hold all slots.
@@ -205,7 +207,7 @@ class WeightPublisher:
             published = self._versions.admit(version, self._sharding.ranks, self._sharding.gather, roll_back=roll_back)
             self._timings = {"plan_s": 0.0, "wait_s": 0.0, "stage_s": 0.0}
             slot = self._copy_all(weights, dtype) if isinstance(weights, Mapping) else self._copy_each(weights, dtype)
-            # Publish only if all ranks have copied.
+            # Publish only after all ranks have copied.
             told = self._sharding.gather((published, self._served.at(self.worker)))
             if len({each for each, _ in told}) > 1:
                 versions = ", ".join(str(each.version) for each, _ in told)
@@ -242,19 +244,19 @@ class WeightPublisher:
         file: str | os.PathLike[str] | None = None,
         key: bytes | None = None,
     ) -> str:
-        """Serve the publications to readers of other hosts, see ``WeightSubscriber``. All ranks call together.
+        """Serve the publications to readers on other hosts, see ``WeightSubscriber``. All ranks call together.
 
         Args:
             address: Name or address of this host for other hosts. None: ``Config.address``.
-            file: A path where the first rank also writes the locator, readable for this user only. Written again when
-                the locator changes after the death of a worker. A restarted trainer keeps the key in the file.
+            file: A path where the first rank also writes the locator, readable only by this user. The file is rewritten
+                when the locator changes after the death of a worker. A restarted trainer keeps the key in the file.
             key: 32 unguessable bytes, shared by all readers. Default: the key in the file, or a new key.
 
         Returns:
-            The locator. Anybody who knows it can read the weights.
+            The locator. Any process with the locator can read the weights.
 
         Raises:
-            StorageError: Nobody can connect, or the file cannot be written. Further errors as in ``publish``.
+            StorageError: The worker cannot serve, or the file cannot be written. Further errors as in ``publish``.
         """
         with self._turn.take(), self._sharding.together():
             return str(self._served.begin(self._running_client(), address, file, key))
@@ -276,7 +278,7 @@ class WeightPublisher:
                 self._buffers.pop()
             self._threads.close()
             self._supervisor.close()
-            self._has_left = True  # only now, so that a call after an interruption does the rest
+            self._has_left = True  # set last, so that a call after an interruption can finish
             if failure is not None:
                 raise failure
 
@@ -284,7 +286,7 @@ class WeightPublisher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A training that ends with an error is likely to be restarted.
+        # Let the worker linger after an error, because the training is likely to be restarted.
         self._close(linger=kind is not None and issubclass(kind, Exception))
 
     # The steps of a publication.
@@ -301,7 +303,7 @@ class WeightPublisher:
             ) from error
 
     def _hand_over(self, client: WorkerClient, predecessor: Takeover | None, is_attached: bool) -> None:
-        while is_attached and self._buffers:  # of an interrupted call
+        while is_attached and self._buffers:  # left by an interrupted call
             self._buffers.pop().close()
         if predecessor is not None and not self._buffers:  # left by an earlier publisher
             for each in predecessor.published:
@@ -310,7 +312,8 @@ class WeightPublisher:
                 self._buffers.append(WeightBuffer(control, images, client, self._config.timeout))
                 if is_attached:
                     self._buffers[-1].stay(each.segment, each.layout.slots)
-            # There is no folder that a user could remove, so all versions count until the worker has left.
+            # Unlike checkpoints, versions have no folder that a user could remove. So all versions count until the
+            # worker has left.
             self._versions.inherit({version: True for buffer in self._buffers for version in buffer.published()})
         if not is_attached:
             for buffer in self._buffers:
@@ -385,13 +388,13 @@ class WeightPublisher:
         return slot
 
     def _copy_each(self, stream: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> int | None:
-        """As ``_copy_all``, for a stream of tensors. A tensor may be gone when the next one comes."""
+        """Do the same as ``_copy_all`` for a stream of tensors. A tensor may be gone when the next tensor comes."""
         plan = self._plan
         known = all(self._sharding.gather(plan is not None and plan.dtype == dtype))
         with _timed(self._timings, "wait_s"):
             slot = self._claim(plan) if known and plan is not None else None
         if known and slot is None:
-            self._sharding.walk(stream, lambda *_: None)  # walk on, because other ranks may wait for this one
+            self._sharding.walk(stream, lambda *_: None)  # walk to the end, because other ranks may wait for this rank
             return None
         planned = None
         if plan is not None and slot is not None:
@@ -403,7 +406,7 @@ class WeightPublisher:
             done = self._sharding.have_walked(copy.is_as_planned)
             kept = {} if done else copy.tensors()
         if not done:
-            self._plan = None  # so that after an error now, the next publication keeps all tensors
+            self._plan = None  # if this publication fails, the next one must keep all tensors
             self._sharding.check_kept(copy.left_to_others, kept)
         return slot if done else self._copy_all(kept, dtype)
 
@@ -420,7 +423,7 @@ def _check(weights: object, dtype: object) -> None:
         raise TypeError("publish takes a state dict: give it module.state_dict()")
     if isinstance(weights, (str, bytes, type, torch.Tensor)) or not isinstance(weights, Iterable):
         raise TypeError(f"{_TAKES}, and this is a {type(weights).__name__}")
-    # Torch can convert to no other dtypes.
+    # Torch can convert only to these dtypes.
     converts = isinstance(dtype, torch.dtype) and dtype.is_floating_point and copied_as(dtype) is dtype
     if dtype is not None and not converts:
         raise ValueError(f"dtype is one of torch's of floating point, not {dtype!r}")

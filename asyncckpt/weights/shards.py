@@ -1,4 +1,4 @@
-"""Sharding: a process publishes alone, or several ranks publish together, each its own parts."""
+"""Sharding: one process publishes alone, or several ranks together publish their own parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncckpt.weights.layout import Ranges, TensorEntry, common, missing, shown
 
 
 class PublishingRanks(Protocol):
-    """The ranks that publish together: this one is ``rank`` of ``ranks``. All make the same calls in the same order."""
+    """The ranks that publish together, with the same calls in the same order. This process is ``rank`` of ``ranks``."""
 
     @property
     def rank(self) -> int: ...
@@ -44,7 +44,7 @@ class ProcessGroupRanks:
     """The ranks of a process group of ``torch.distributed``."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        """Raises ``ValueError`` if this process is not in the group."""
+        """Use ``process_group``. Raises ``ValueError`` if this process is not in the group."""
         self._process_group = process_group
         self.rank, self.ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         if self.rank < 0:
@@ -60,7 +60,7 @@ class ProcessGroupRanks:
 
 
 def ranks_of(process_group: dist.ProcessGroup | PublishingRanks | None) -> PublishingRanks:
-    """Return the ranks of ``process_group``; None: this process alone."""
+    """Return the ranks of ``process_group``; for None, this process alone."""
     if process_group is None:
         return OneRank()
     return ProcessGroupRanks(process_group) if isinstance(process_group, dist.ProcessGroup) else process_group
@@ -73,7 +73,7 @@ class Sharding:
     """Decides which parts of the weights this process publishes, as ``rank`` of ``ranks``."""
 
     def __init__(self, together: PublishingRanks) -> None:
-        """``together``: the ranks that publish together."""
+        """Decide for the ranks in ``together``."""
         self._together = together
         self._in_step = True
         self.rank, self.ranks = together.rank, together.ranks
@@ -83,7 +83,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block on all ranks alike, with a ``gather`` last. If a rank raises, all do at their next ``gather``."""
+        """Run a block on all ranks, with a final ``gather``. If a rank raises, all raise at the next ``gather``."""
         self._in_step = True
         try:
             yield
@@ -118,7 +118,7 @@ class Sharding:
     def walk(self, stream: Iterable[tuple[str, torch.Tensor]], take: Callable[[str, torch.Tensor], None]) -> None:
         """Call ``take`` with each name and tensor of ``stream``.
 
-        Walks to the end even if ``take`` raises, because other ranks may walk along the stream and wait for each other.
+        Walk to the end even if ``take`` raises, because the ranks may wait for each other during the stream.
         """
         self._common, self._shares = [], [0] * self.ranks
         failure: Exception | None = None
@@ -134,7 +134,7 @@ class Sharding:
             raise failure
 
     def held(self, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a state dict that this rank has, or has parts of, by name.
+        """Return the tensors, or parts of tensors, of a state dict that this rank has, by name.
 
         Nested tensors are named by their path, joined with dots.
         """
@@ -147,7 +147,7 @@ class Sharding:
     def own(self, forms: Sequence[TensorEntry]) -> list[TensorEntry]:
         """Choose the parts that this rank publishes, on all ranks together. The first rank with a part publishes it.
 
-        Raises ``UnsavableStateError``, on all ranks, if parts are missing or do not fit together.
+        Raises ``UnsavableStateError`` on all ranks if parts are missing or do not fit together.
         """
         if self.ranks == 1 and forms:
             return list(forms)
@@ -174,7 +174,7 @@ class Sharding:
         Args:
             name: The tensor's name.
             tensor: The tensor of this rank.
-            dtype: The dtype to publish in, if the tensor is of floating point; None: its own.
+            dtype: The dtype to publish a floating-point tensor in; None: the tensor's dtype.
         """
         if not isinstance(tensor, torch.Tensor):
             raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__}, and no tensor")
@@ -190,16 +190,16 @@ class Sharding:
         elif type(tensor) not in PLAIN or has_no_bytes(tensor):
             raise UnsavableStateError(f"{name!r} is a {type(tensor).__name__} that has no plain bytes to publish")
         local(name, tensor)
-        # A tensor of eight bits has separate scales, and is meaningless without them.
+        # Do not convert 8-bit tensors, because they are meaningless without their separate scales.
         converts = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
         published = dtype if converts and dtype is not None else tensor.dtype
         return TensorEntry(name, published, tuple(shape), tuple(offsets), tuple(tensor.shape))
 
     def takes(self, form: TensorEntry, tensor: torch.Tensor) -> bool:
-        """Return whether this rank publishes ``tensor``, the next of its stream.
+        """Return whether this rank publishes ``tensor``, the next tensor of the stream.
 
-        All ranks have every plain tensor. The rank with the fewest bytes so far takes it, and the others do not keep
-        it. All ranks compute the same assignment.
+        All ranks have every plain tensor. The rank with the fewest bytes so far publishes the tensor, and the other
+        ranks do not keep it. All ranks compute the same assignment.
         """
         if isinstance(tensor, DTensor):
             return True
@@ -209,9 +209,9 @@ class Sharding:
         return taker == self.rank
 
     def have_walked(self, as_planned: bool) -> bool:
-        """Return whether the stream was as planned, on all ranks.
+        """Return whether the stream was as planned on all ranks.
 
-        Raises ``UnsavableStateError`` on all ranks if their streams differed, because the assignment is unknown then.
+        Raises ``UnsavableStateError`` on all ranks if their streams differed, because the assignment is then unknown.
         """
         what = xxh3_64_hexdigest(repr(self._common).encode()), tuple(self._shares)
         told = self.gather((as_planned, what))
@@ -223,7 +223,7 @@ class Sharding:
         return all(theirs for theirs, _ in told)
 
     def check_kept(self, left: Collection[str], kept: Collection[str]) -> None:
-        """Raise ``UnsavableStateError``, on all ranks, unless each name in any ``left`` is in some rank's ``kept``."""
+        """Raise ``UnsavableStateError`` on all ranks unless a rank has kept (``kept``) each name in any ``left``."""
         told = self.gather((list(left), list(kept) if self.ranks > 1 else []))
         there = {name for _, theirs in told for name in theirs}
         if lost := [name for theirs, _ in told for name in theirs if name not in there]:
@@ -234,12 +234,12 @@ class Sharding:
 
 
 def local(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of the tensor that this process has. Raises ``UnsavableStateError`` if it has no plain bytes."""
+    """Return this process's part of the tensor. Raises ``UnsavableStateError`` if the part has no plain bytes."""
     return plain_part(tensor.to_local(), name).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def is_here(tensor: torch.Tensor) -> bool:
-    """Return whether this process has ``tensor``, or a part."""
+    """Return whether this process has ``tensor`` or a part of the tensor."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
 
 
@@ -255,9 +255,9 @@ def _check_whole(entry: TensorEntry, parts: Collection[Ranges]) -> None:
 
 
 def _pair(entry: Any) -> tuple[str, torch.Tensor]:
-    """Return ``entry`` of a stream. Raises ``TypeError`` if ``entry`` is no pair of name and tensor."""
+    """Return ``entry`` of a stream. Raises ``TypeError`` if ``entry`` is not a pair of name and tensor."""
     is_pair = isinstance(entry, (tuple, list)) and len(entry) == 2
     if is_pair and isinstance(entry[1], torch.Tensor):
-        return entry[0], entry[1]  # an invalid name is refused later, as in state dicts
+        return entry[0], entry[1]  # invalid names are refused later, as for state dicts
     found = f"({', '.join(type(each).__name__ for each in entry)})" if is_pair else type(entry).__name__
     raise TypeError(f"publish takes a state dict, or pairs of name and tensor, and here is {found} in the place of one")

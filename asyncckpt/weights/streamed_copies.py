@@ -1,8 +1,8 @@
-"""Copies of tensors that come one by one. A tensor may be freed or overwritten when the next is asked for.
+"""Copies of tensors that come one by one. The caller may free or overwrite a tensor when it makes the next tensor.
 
-A tensor on a device is copied there first, which takes a small part of the time that its link takes. A side stream then
-copies that copy to the host while the next tensor is made. Ranks that gather each tensor together take turns in copying
-(see ``shards.py``), so a rank that is still copying must not delay the others.
+A tensor on a device is first copied on the device, which is much faster than the link to the host. A side stream then
+copies this copy to the host, while the caller makes the next tensor. Ranks that gather each tensor together take turns
+in copying (see ``shards.py``), so a rank that is still copying must not delay the other ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_BYTES = 256 << 20
 
 
 class StreamedCopies:
-    """Copies that are under way within a ``with`` block. At the end of the block, even by an error, all are done."""
+    """Copies that run within a ``with`` block. The block waits for all copies at its end, even after an error."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, DeviceStream] = {}
@@ -54,7 +54,7 @@ class StreamedCopies:
     def __exit__(self, *_: object) -> None:
         try:
             self._wait(0)
-        finally:  # a signal handler's exception may have cut the wait short, or come before a copy was noted
+        finally:  # a signal handler may raise during the wait, or before a copy is noted
             for device, stream in self._streams.items():
                 kind = kind_of(device)
                 if kind is not None:
@@ -73,19 +73,19 @@ class StreamedCopies:
             return None
 
     def _wait(self, nbytes: int) -> None:
-        """Wait until at most ``nbytes`` are under way, or nothing is."""
+        """Wait until at most ``nbytes`` bytes are under way."""
         left = sum(staged.nbytes for *_, staged in self._under_way)
         while self._under_way and left > nbytes:
             kind, event, staged = self._under_way[0]
             with kind.use(staged.device):
                 event.synchronize()
-            # Not before: the allocator gives freed memory to the next caller, while the copy still reads it.
+            # Release the memory only now. Otherwise the allocator would reuse it while the copy still reads it.
             self._under_way.popleft()
             left -= staged.nbytes
 
 
 def on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``tensor`` in ``dtype``, converted on its device if it has memory, because host conversion is slow."""
+    """Return ``tensor`` in ``dtype``. Convert on the device if there is memory, because host conversion is slow."""
     try:
         return tensor if tensor.is_cpu else tensor.to(dtype)
     except torch.OutOfMemoryError:
@@ -93,11 +93,11 @@ def on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 Views = Callable[[torch.device | None], Sequence[torch.Tensor]]
-"""Returns the places of all tensors of a plan in a slot. The argument is the device to copy from, or None."""
+"""Returns views of all tensors of a plan in a slot. The argument is the device to copy from, or None."""
 
 
 class StreamCopy:
-    """The copying of one stream. The first tensor that is not as planned, and all after it, are kept for replanning."""
+    """Copies one stream. From the first tensor that is not as planned, all tensors are kept for replanning."""
 
     def __init__(
         self,
@@ -110,16 +110,16 @@ class StreamCopy:
 
         Args:
             sharding: The ranks that publish together.
-            dtype: The dtype to publish floating-point tensors in; None: their own.
+            dtype: The dtype to publish floating-point tensors in; None: the dtype of each tensor.
             copies: Performs the copies.
-            planned: The plan, and the places of its tensors; None: keep all tensors.
+            planned: The plan, and the views of its tensors; None: keep all tensors.
         """
         self._sharding, self._dtype, self._copies, self._planned = sharding, dtype, copies, planned
         self._copied: dict[str, int] = {}
         self._kept: dict[str, torch.Tensor] = {}
         self._seen: set[str] = set()
         self.left_to_others: list[str] = []
-        """Names of tensors whose parts another rank was planned to publish."""
+        """Names of tensors that another rank publishes according to the plan."""
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """Copy or keep the next tensor. Raises ``UnsavableStateError`` if the tensor cannot be published."""
@@ -134,7 +134,8 @@ class StreamCopy:
         if form.shape != form.whole:
             raise UnsavableStateError(f"{name!r} is a part of a tensor: publish such as a state dict, not one by one")
         plan, views = self._planned if self._planned is not None and not self._kept else (None, None)
-        # Plain tensors are assigned to ranks anew in each stream, but a plan of state dicts may assign them otherwise.
+        # Plain tensors are assigned to ranks again in each stream. A plan made from a state dict may assign them
+        # differently.
         if isinstance(tensor, DTensor) and plan is not None and form in plan.elsewhere:
             self.left_to_others.append(name)
             return

@@ -1,4 +1,4 @@
-"""The subscriber: the reader's side. Leases the newest weights in the trainer's shared memory on this host."""
+"""The subscriber, on the reader's side: lease the newest weights in the trainer's shared memory on this host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from asyncckpt.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-# The reader that starts the mirror still needs time to connect.
+# Minimum time for a mirror to linger, because the reader that starts it needs time to connect.
 _LEAST_LINGER_S = 5.0
 
 
@@ -48,7 +48,7 @@ class MirrorOptions:
     config: Config
 
     def connect(self) -> ReaderClient | None:
-        """Connect to the worker that has the publication on this host. Start a worker if there is none.
+        """Connect to the worker that has the publication on this host. If there is no worker, start one.
 
         Return None if the worker has just left. Raises ``CheckpointError`` if no worker can be started.
         """
@@ -81,7 +81,7 @@ class MirrorOptions:
         )
         try:
             worker = _started(options)
-        except JobTakenError:  # another reader was faster, or a trainer publishes here
+        except JobTakenError:  # another reader has started a mirror, or a trainer publishes here
             return
         try:
             trouble = worker.ask(Follow(self.locator), Followed, config.timeout, "following a publisher").trouble
@@ -89,7 +89,7 @@ class MirrorOptions:
                 raise CheckpointError(f"what is published elsewhere cannot be had: {trouble}")
         except BaseException as error:
             worker.close(config.timeout)
-            if isinstance(error, WorkerDiedError):  # it was up before, so the next question starts another
+            if isinstance(error, WorkerDiedError):  # the next connect starts another worker
                 logger.warning("the mirror of this host was lost as it began: %s", error)
                 return
             raise
@@ -97,7 +97,7 @@ class MirrorOptions:
 
 
 def _started(options: WorkerOptions) -> WorkerClient:
-    """Start a worker; another one if it is lost as it starts. Raises as ``WorkerClient``."""
+    """Start a worker. If it dies during its start, start another one. Raises as ``WorkerClient``."""
     try:
         return WorkerClient(options)
     except WorkerDiedError as error:
@@ -107,7 +107,8 @@ def _started(options: WorkerOptions) -> WorkerClient:
 
 # Timeout for the answer of a worker, long enough for a loaded machine.
 _ANSWER_S, _LEAST_ANSWER_S = 10.0, 1.0
-# While nothing is new: the pauses between looks at mapped memory, and the interval between questions to the worker.
+# Polling without a new version: shortest and longest pause between looks at mapped memory, and interval between
+# requests to the worker.
 _LEAST_PAUSE_S = 0.0005
 _MOST_PAUSE_S = 0.01
 _ASK_AGAIN_S = 0.05
@@ -117,21 +118,21 @@ class WeightSubscriber:
     """Reads the publications of a trainer's ``WeightPublisher``, which has the same user, host and ``address``.
 
     A subscriber may be created before the trainer starts. It outlives the trainer, and finds a restarted trainer. Any
-    thread may call, also in a fork. Acquired weights may be used and released by any thread. ``close`` it, use it as a
-    context manager, or drop it: leased weights stay leased.
+    thread may call, also in a forked process. Any thread may use and release acquired weights. ``close`` the
+    subscriber, use it as a context manager, or drop it. Leased weights stay leased.
     """
 
     def __init__(
         self, address: str, *, prefix: str = "", locator: str | None = None, config: Config | None = None
     ) -> None:
-        """Ask for nothing yet.
+        """Create a subscriber. This sends no requests.
 
         Args:
             address: The publisher's address.
             prefix: Only tensors with this prefix are read. Their names lose the prefix.
-            locator: For a publisher on another host: the text that its ``serve`` returned, or the path of the file that
-                it writes. A worker of this host then mirrors the newest version for all readers here.
-            config: Supplies ``timeout``, ``linger`` and the options of that worker. Default: the environment.
+            locator: For a publisher on another host: the text returned by ``WeightPublisher.serve``, or the path of the
+                file that ``serve`` writes. A worker on this host then mirrors the newest version for all readers here.
+            config: Supplies ``timeout``, ``linger`` and the options of the mirroring worker. Default: the environment.
         """
         self._address = address
         self._job = job_of_weights(address)
@@ -152,8 +153,8 @@ class WeightSubscriber:
         Args:
             root: The checkpointer's folder.
             job_id: The checkpointer's ``Config.job_id``.
-            prefix: Only tensors with this prefix are read. Their names lose the prefix. The names are those of the
-                checkpoint: ``"model."``, with its dot, for a state dict with the weights under "model".
+            prefix: Only tensors with this prefix are read. Their names lose the prefix. The prefix applies to the names
+                in the checkpoint: ``"model."``, with the dot, for a state dict with the weights under "model".
         """
         subscriber = cls(os.fspath(root), prefix=prefix)
         subscriber._job = job_of_checkpoints(root, job_id)
@@ -180,17 +181,18 @@ class WeightSubscriber:
         Args:
             min_version: Wait for this version or a later one.
             version: Wait for this version, instead of the newest.
-            roll_back: Also take an older version than this reader has had, from a trainer that did not announce it.
+            roll_back: Also take a version older than this reader's last version, even if the trainer did not publish it
+                with ``roll_back``.
             readonly: Map the weights read-only: writing to a tensor is a segmentation fault. By default the reader may
-                change tensors in place. Nobody else sees the changes, and each changed page takes extra memory.
-            pin: A device to copy to. The memory is pinned for its driver, once for each slot, so that
-                ``tensor.to(device, non_blocking=True)`` runs at the link's speed. Implies ``readonly``.
+                change tensors in place. Other readers do not see the changes. Each changed page takes extra memory.
+            pin: A device to copy to. The memory is pinned for the device's driver, once for each slot, so that
+                ``tensor.to(device, non_blocking=True)`` runs at the speed of the link. Implies ``readonly``.
             timeout: Timeout in seconds.
 
         Raises:
-            WeightsTimeoutError: There are no such weights within ``timeout``.
+            WeightsTimeoutError: The requested weights were not published within ``timeout``.
             MismatchError: No name begins with the prefix.
-            VersionError: The newest version is older than one that this reader has had, see ``roll_back``.
+            VersionError: The newest version is older than this reader's last version, see ``roll_back``.
             ClosedError: This subscriber is closed.
         """
         if version is not None and min_version is not None:
@@ -237,7 +239,7 @@ class WeightSubscriber:
         if self._closed:
             raise ClosedError("this subscriber is closed; make a new one")
         self._rank(0).refresh(timeout)
-        # The first rank's versions tell the number of ranks.
+        # The first rank's versions contain the number of ranks.
         for rank in range(1, max((published.ranks for published in self._rank(0).versions()), default=1)):
             self._rank(rank).refresh(timeout)
 
@@ -292,7 +294,7 @@ class WeightSubscriber:
         found, last = max(self._complete(), default=None), self._newest
         if found is None or found.version < min_version:
             return None
-        # A slot may be withdrawn and not yet published again. An older version of the same epoch is not news.
+        # Ignore an older version of the same epoch. The slot of the newest version may be withdrawn for the moment.
         if last is not None and found < last and found.epoch == last.epoch:
             return None
         # Only a lease guarantees that the version, its epoch and its data belong together.

@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class Weights(Mapping[str, torch.Tensor]):
-    """The tensors of one version by name, in the trainer's shared memory: nothing is copied.
+    """The tensors of one version by name, in the trainer's shared memory. Nothing is copied.
 
-    The reader may change the tensors in place, as loaders of some models do; nobody else sees the changes. Only a
-    tensor with parts on several ranks is copied: each access assembles the tensor in new memory.
+    The reader may change the tensors in place, as loaders of some models do. Other readers do not see the changes. Only
+    a tensor with parts on several ranks is copied: each access assembles the tensor in new memory.
 
-    Nobody writes to the memory during the lease. The lease ends with ``release``, at the end of a ``with`` block, or
-    with this process. If tensors are still in use then, the lease ends with the last of them.
+    The trainer does not write to the memory during the lease. The lease ends with ``release``, at the end of a ``with``
+    block, or with this process. If tensors are still in use, the lease ends when the last tensor is gone.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Weights(Mapping[str, torch.Tensor]):
         other: Callable[[int], Weights | None] = lambda _: None,
         device: torch.device | None = None,
     ) -> None:
-        """Name the tensors of one version.
+        """Collect the tensors of one version.
 
         Args:
             published: The version.
             parts: The leases on the slots of the ranks, by rank.
             prefix: Only tensors with this prefix are used. Their names lose the prefix.
             other: Returns another version with the same prefix if it is in memory. Kept until the lease ends.
-            device: The device that the memory is pinned for, which may still be copying at the end of the lease; or
-                None.
+            device: The device that the memory is pinned for, or None. The device may still be copying at the end of the
+                lease.
         """
         self.version = published.version
         self.epoch = published.epoch
@@ -63,7 +63,10 @@ class Weights(Mapping[str, torch.Tensor]):
         self._released = False
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Raises ``KeyError``, ``ClosedError`` after ``release``, ``MismatchError`` if a part is missing."""
+        """Return the tensor with this name.
+
+        Raises ``KeyError``, ``ClosedError`` after ``release``, and ``MismatchError`` if a part is missing.
+        """
         chunks = self._chunks[name]
         if self._released:
             raise ClosedError(f"the lease on version {self.version} has ended; acquire it again")
@@ -94,9 +97,9 @@ class Weights(Mapping[str, torch.Tensor]):
         return sum(entry.nbytes for chunks in self._chunks.values() for _, entry in chunks.values())
 
     def changed_since(self, version: int) -> set[str]:
-        """Return the names of tensors with other bytes than in another ``version``, as both were published.
+        """Return the names of tensors with other bytes than in another ``version``. Compare the published bytes.
 
-        Return all names if the other version is not in memory any more. Takes as long as reading both versions.
+        Return all names if the other version is no longer in memory. Takes as long as reading both versions.
         """
         other = self._other(version)
         if other is None or self._released:
@@ -105,7 +108,7 @@ class Weights(Mapping[str, torch.Tensor]):
             return {name for name, chunks in self._chunks.items() if not _same(chunks, other._chunks.get(name, {}))}
 
     def buckets(self, nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield all tensors in groups of at most ``nbytes`` bytes; a larger tensor alone. Nothing is copied."""
+        """Yield all tensors in groups of at most ``nbytes`` bytes. A larger tensor comes alone. Nothing is copied."""
         if nbytes <= 0:
             raise ValueError(f"a bucket has some bytes, not {nbytes}")
         bucket: list[tuple[str, torch.Tensor]] = []
@@ -122,13 +125,14 @@ class Weights(Mapping[str, torch.Tensor]):
 
     @contextlib.contextmanager
     def safetensors(self, folder: str | os.PathLike[str] | None = None) -> Iterator[list[str]]:
-        """Offer the memory as safetensors files, for readers that need a path. Readers map it, and nothing is copied.
+        """Offer the memory as safetensors files, for readers that need a path. Readers map the memory without a copy.
 
         Yields the paths of links in ``folder`` (None: a temporary folder), one for each publishing rank. The links are
-        removed at the end of the block. Readers must be done with the memory when the lease ends.
+        removed at the end of the block. Readers must not use the memory after the end of the lease.
 
         Raises ``ValueError`` for weights of a checkpoint, which has another format, and for dtypes that the format
-        lacks. Also for sharded weights, because each file would have a part of a tensor under the name of the whole.
+        lacks. Also raises ``ValueError`` for sharded weights, because each file would have a part of a tensor under the
+        name of the whole tensor.
         """
         if not all(part.is_file for part in self._parts):
             raise ValueError("these are of a checkpoint; only a WeightPublisher's are laid out as safetensors files")
@@ -144,7 +148,8 @@ class Weights(Mapping[str, torch.Tensor]):
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncckpt-"))
             paths = []
             for rank, part in enumerate(self._parts):
-                # An own descriptor: the subscriber may close that of the segment, and the number would be reused.
+                # Use a separate descriptor, because the subscriber may close the segment's descriptor, and its number
+                # would be reused.
                 file = stack.enter_context(Descriptor.of(reopen, part.segment.fileno(), os.O_RDONLY))
                 path = Path(folder, f"weights-{os.getpid()}-{file.fileno()}-{self.version}-{rank}.safetensors")
                 path.symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
@@ -153,7 +158,7 @@ class Weights(Mapping[str, torch.Tensor]):
             yield paths
 
     def release(self) -> None:
-        """End the lease, or leave it to the last tensor that is still in use. Safe to call twice.
+        """End the lease. If tensors are still in use, the last tensor ends the lease. Safe to call twice.
 
         If the memory is pinned for a device, first wait for the device's copies.
         """
@@ -176,7 +181,7 @@ _Chunks = Mapping[Ranges, tuple[Lease, TensorEntry]]
 
 
 def _same(chunks: _Chunks, others: _Chunks) -> bool:
-    """Return whether both have the same parts with the same bytes."""
+    """Return whether two tensors have the same parts with the same bytes."""
     return chunks.keys() == others.keys() and all(
         (entry.dtype, entry.shape) == (others[at][1].dtype, others[at][1].shape) and part.has_same(entry, *others[at])
         for at, (part, entry) in chunks.items()

@@ -3,8 +3,7 @@
     huggingface.enable(trainer)  # then trainer.train() as ever
     huggingface.enable_accelerator(accelerator)  # then accelerator.save_state(folder) as ever
 
-Both are in one folder, because both stand on the same capture of the files that these frameworks write
-(``capture.py``).
+Both functions use ``capture.py``, which captures the files that these frameworks write.
 """
 
 from __future__ import annotations

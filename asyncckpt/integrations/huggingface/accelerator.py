@@ -26,7 +26,7 @@ from asyncckpt.integrations.capture import (
 logger = logging.getLogger(__name__)
 
 _KINDS_WITH_FILES_OF_THEIR_OWN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
-# All ranks write files of these names, each over the others'. The first rank's file is kept.
+# All ranks write files with these names, each over the other ranks' files. Only the first rank's files are saved.
 _OF_ALL_RANKS = re.compile(r"scaler\.pt|dl_state_dict(_\d+)?\.bin")
 
 
@@ -35,11 +35,11 @@ def enable_accelerator(accelerator: Accelerator, config: Config | None = None) -
 
     ``save_state`` returns when all tensors are staged. A failure is raised by the next ``save_state``, by
     ``load_state`` or by ``end_training``. The last two wait until all saves have ended. Checkpoints beyond
-    ``total_limit`` are removed when the newer one is durable.
+    ``total_limit`` are removed when the new checkpoint is durable.
 
     Args:
-        accelerator: The accelerator. With DeepSpeed, Megatron-LM, XLA and ``save_on_each_node`` it goes on saving
-            itself, with a warning.
+        accelerator: The accelerator. With DeepSpeed, Megatron-LM, XLA or ``save_on_each_node`` the accelerator keeps
+            saving by itself, with a warning.
         config: Config of the job's engine, if this is its first save; None: from the environment.
     """
     if not isinstance(getattr(accelerator.save_state, "__self__", None), _AcceleratorSaves):
@@ -47,7 +47,7 @@ def enable_accelerator(accelerator: Accelerator, config: Config | None = None) -
 
 
 class _AcceleratorSaves:
-    """The saves of one accelerator. The methods replace the accelerator's."""
+    """The saves of one accelerator. The public methods replace the accelerator's own."""
 
     def __init__(self, accelerator: Any, config: Config | None) -> None:
         self._accelerator, self._config = accelerator, config
@@ -76,7 +76,7 @@ class _AcceleratorSaves:
                 raise ValueError(f"{output_dir} is there already; set project_configuration.iteration")
         place = os.path.abspath(output_dir)
         if os.path.islink(place):
-            place = os.path.realpath(place)  # accelerate writes there, too
+            place = os.path.realpath(place)  # accelerate also writes to the link's target
         if not _is_ours_to_take(place):
             logger.warning("%s has other files: accelerate saves there itself, and the training waits", place)
             return self._stock_save(output_dir, safe_serialization, **options)
@@ -85,7 +85,7 @@ class _AcceleratorSaves:
         with (
             told_to_all(place, None, self._config),
             capturing(os.path.basename(place)) as capture,
-            replaced(project, "automatic_checkpoint_naming", False),  # it takes the folder that it is given
+            replaced(project, "automatic_checkpoint_naming", False),  # so that accelerate saves to the given folder
         ):
             self._stock_save(str(capture.folder), safe_serialization, **options)
         if not accelerator.is_main_process:
@@ -94,7 +94,7 @@ class _AcceleratorSaves:
         rotation = None
         self._under_way = [each for each in self._under_way if not each.done()]
         if root is not None and project.total_limit is not None and accelerator.is_main_process:
-            # The newest stays, whatever its number, because after a restart accelerate counts from the beginning.
+            # Keep the newest, whatever its number, because accelerate counts from the beginning after a restart.
             others = {*_numbered(root), *(each.path for each in self._under_way)} - {place}
             rotation = Rotation(tuple(sorted(others, key=_number)), max(project.total_limit, 1) - 1)
         save = begin_save(place, capture, None, self._config, rotation=rotation)
@@ -107,7 +107,7 @@ class _AcceleratorSaves:
         self._wait()
         accelerator = self._accelerator
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
-            # accelerate would also consider the remains of a killed save: their name has a number, too.
+            # Choose the folder here, because accelerate might choose the remains of a killed save.
             root = os.path.join(accelerator.project_dir, "checkpoints")
             wait_for_dead_trainer(root, self._config)
             input_dir = max(_numbered(root), key=_number, default=None)
@@ -124,13 +124,13 @@ class _AcceleratorSaves:
 
 def _is_ours_to_take(place: str) -> bool:
     """Return whether ``place`` is free or holds only a checkpoint of ours, so that one step can replace it."""
-    with contextlib.suppress(StorageError):  # the save fails in the same way, and on all ranks
+    with contextlib.suppress(StorageError):  # the save raises the same error on all ranks
         return storage_for(place).may_put(place, "replace")
     return True
 
 
 def _numbered(root: str) -> list[str]:
-    """Return the folders of states in ``root``."""
+    """Return the numbered checkpoint folders in ``root``."""
     names = os.listdir(root) if os.path.isdir(root) else []
     return [os.path.join(root, name) for name in names if re.fullmatch(r"checkpoint_\d+", name)]
 

@@ -1,13 +1,13 @@
 """Save the checkpoints of Hugging Face's Trainer, and of its derived classes, in the background.
 
-``_save_checkpoint`` runs unchanged, into a scratch folder (see ``capture.py``). The engine makes one set of its files,
-under the name ``checkpoint-N`` when all of them are durable. The states of such a save:
+``_save_checkpoint`` runs unchanged, but writes to a scratch folder (see ``capture.py``). The engine saves these files
+as one folder, which gets the name ``checkpoint-N`` when all files are durable. The states of a save:
 
     captured, staged (``_save_checkpoint`` returns) -> ended, on any thread -> settled, on the thread that trains
 
-The worker rotates older checkpoints as soon as a save is durable. Settling a save calls its callbacks and pushes to the
-Hub. Saves are settled at the end of a step, before the next save, and before the training is finalized, which waits for
-all saves.
+The worker removes older checkpoints as soon as a save is durable. Settling a save calls its callbacks and pushes to the
+Hub. Saves are settled at the end of a step, before the next save, and in ``_finalize_training``, which waits for all
+saves.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _SENTINEL = "checkpoint-is-incomplete.txt"  # written by transformers' trainer_j
 def enable(trainer: Trainer, config: Config | None = None) -> None:
     """Have ``trainer`` save its checkpoints in the background from now on. A second call changes nothing.
 
-    All ranks call this before they look for a checkpoint to resume from. It waits until the worker of a killed trainer
-    has written its staged checkpoints to the same ``output_dir``.
+    All ranks must call this function before they look for a checkpoint to resume from. The function waits until the
+    worker of a killed trainer has written its staged checkpoints to the same ``output_dir``.
 
     Args:
         trainer: Any trainer that derives from transformers' Trainer. With DeepSpeed, XLA, SageMaker's model parallelism
-            and ``save_on_each_node`` it goes on saving itself, with a warning.
+            or ``save_on_each_node`` the trainer keeps saving by itself, with a warning.
         config: Config of the job's engine, if this is its first save; None: from the environment.
 
     Raises:
@@ -70,7 +70,7 @@ def enable(trainer: Trainer, config: Config | None = None) -> None:
 
 @dataclass
 class _Unsettled:
-    """A save before its callbacks are called."""
+    """A save that is not settled yet: the trainer has not called its callbacks."""
 
     save: Save
     state: Any
@@ -83,7 +83,7 @@ class _Unsettled:
 
 
 class _TrainerSaves:
-    """The saves of one trainer. The methods replace the trainer's."""
+    """The saves of one trainer. The public methods replace those of the trainer and of its callback handler."""
 
     def __init__(self, trainer: Any, config: Config | None) -> None:
         self._trainer, self._config = trainer, config
@@ -124,7 +124,7 @@ class _TrainerSaves:
         place = os.path.join(run_dir, f"{_PREFIX}{trainer.state.global_step}")
         os.makedirs(run_dir, exist_ok=True)
         lock_for_worker(run_dir, self._config)
-        is_urgent = _is_urgent(place)  # first, because a save of this step under way needs that place
+        is_urgent = _is_urgent(place)  # first, because this frees the place for a pending save of the same step
         # All ranks have to call their callbacks at the same point, because callbacks may communicate.
         self._settle(wait=trainer.args.world_size > 1 and any(each.calls for each in self._unsettled))
         best_before = trainer.state.best_model_checkpoint
@@ -151,7 +151,7 @@ class _TrainerSaves:
     def finalize_training(self, *args: Any, **options: Any) -> Any:
         """Wait until all saves have ended and old checkpoints are removed, then call the trainer's own method.
 
-        The trainer may load the best checkpoint there.
+        The trainer's own method may load the best checkpoint.
         """
         self._settle(wait=True)
         if self._has_saved:
@@ -178,7 +178,7 @@ class _TrainerSaves:
         return control
 
     def _settle(self, *, wait: bool) -> None:
-        """Settle the saves that have ended, or with ``wait`` all saves. The engine raises a failure, on all ranks."""
+        """Settle the saves that have ended, or, with ``wait``, all saves. The engine later raises any failure."""
         while self._unsettled and (wait or self._unsettled[0].save.done()):
             ended = self._unsettled.pop(0)
             if (failure := ended.save.future.exception()) is None:
@@ -202,7 +202,7 @@ class _TrainerSaves:
     ) -> Rotation | None:
         """Return the checkpoints that transformers' ``rotate_checkpoints`` would remove once ``place`` exists.
 
-        The best checkpoint stays. As long as its save may fail, the previous best checkpoint stays, too.
+        The best checkpoint is kept. The previous best checkpoint is also kept while the save of the best one may fail.
         """
         if save_total_limit is None or save_total_limit <= 0:
             return None
@@ -212,7 +212,7 @@ class _TrainerSaves:
         kept = {os.path.abspath(path) for path in (place, *filter(None, best))}
         found = [*sort_checkpoints(run_dir, use_mtime=use_mtime), *(each.save.path for each in under_way)]
         others = [path for path in dict.fromkeys(map(os.path.abspath, found)) if path not in kept]
-        # A checkpoint that was set aside has the number of another, and is removed first.
+        # A checkpoint that was set aside has the number of its replacement, and is removed first.
         others.sort(key=lambda path: ".abandoned-" not in os.path.basename(path))
         return Rotation(tuple(others), max(0, save_total_limit - len(kept)))
 
@@ -225,7 +225,7 @@ class _TrainerSaves:
     def _redirected(
         self, capture: Capture, run_dir: str, rotations: list[dict[str, Any]], pushes: list[str]
     ) -> Iterator[None]:
-        """Have the trainer save to the scratch folder, and record its rotations and pushes."""
+        """Redirect the trainer's saves to the scratch folder, and record its rotations and pushes."""
         trainer, root = self._trainer, capture.folder.parent
         stock_rotate = transformers.trainer.rotate_checkpoints
 
@@ -255,19 +255,19 @@ class _TrainerSaves:
 def _is_urgent(place: str) -> bool:
     """Return whether transformers' ``enable_jit_checkpoint`` saves, because the process is about to be killed.
 
-    The save has to be complete when it returns. The sentinel file at the place is removed, because the folder gets its
-    name only when it is complete.
+    An urgent save must be complete when it returns. This function removes transformers' sentinel file at ``place``. The
+    sentinel is not needed, because the folder gets its name only when it is complete.
     """
     sentinel = os.path.join(place, _SENTINEL)
     if not os.path.exists(sentinel):
         return False
-    with contextlib.suppress(FileNotFoundError):  # another rank was faster
+    with contextlib.suppress(FileNotFoundError):  # another rank has removed the file
         os.remove(sentinel)
     return True
 
 
 def _why_stock(trainer: Any) -> str | None:
-    """Return why the trainer has to save itself; None: asyncckpt can."""
+    """Return the reason why the trainer has to save by itself; None if asyncckpt can save."""
     if trainer.is_deepspeed_enabled:
         return "DeepSpeed writes files of its own"
     if trainer.args.save_on_each_node and trainer.args.world_size > 1:

@@ -2,9 +2,10 @@
 
     trainer = Trainer(plugins=[AsyncckptIO()])      # also of Fabric
 
-Lightning treats a checkpoint as saved when ``save_checkpoint`` has returned. It removes the previous checkpoint and
-links to the new one at once. Here both wait until the new checkpoint is durable. ``ModelCheckpoint`` looks for files
-and links to them without asking the plugin. Importing this package makes it ask (see ``checkpoint_io.py``).
+Lightning treats a checkpoint as saved when ``save_checkpoint`` returns. Then it removes the previous checkpoint and
+links to the new one. With this plugin, removals and links wait until the new checkpoint is durable. Stock
+``ModelCheckpoint`` looks for files and makes links without asking the plugin. Importing this package makes
+``ModelCheckpoint`` ask the plugin (see ``checkpoint_io.py``).
 """
 
 from asyncckpt.integrations.lightning.checkpoint_io import AsyncckptIO as AsyncckptIO

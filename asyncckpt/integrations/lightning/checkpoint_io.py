@@ -1,6 +1,6 @@
-"""Save Lightning's checkpoints by a plugin, with the removals and links that wait until a checkpoint is durable.
+"""Save Lightning's checkpoints by a plugin, and delay removals and links until a checkpoint is durable.
 
-The plugin saves checkpoints of one file, and the sets of files of ``strategies.py``. ``ask_the_plugin`` makes
+The plugin saves single-file checkpoints, and the checkpoint folders of ``strategies.py``. ``ask_the_plugin`` makes
 ``ModelCheckpoint`` ask the plugin for files and links.
 """
 
@@ -41,13 +41,13 @@ _UNDER_WAY = "asyncckpt-lightning/under-way"
 
 
 def local_place(path: AnyPath) -> str | None:
-    """Return the one place of a local file, for all spellings; None for a remote file. A link is a place itself."""
+    """Return the canonical path of a local file; None for a remote file. A link in the last part is not resolved."""
     system, place = url_to_fs(str(path))
     return place_of(place) if isinstance(system, LocalFileSystem) else None
 
 
 def place_of(path: AnyPath) -> str:
-    """Return the place of a local path, as ``local_place`` does."""
+    """Return the canonical path of a local ``path``, as ``local_place`` does."""
     folder, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(folder), name)
 
@@ -55,14 +55,14 @@ def place_of(path: AnyPath) -> str:
 def is_needed_at_once(path: AnyPath) -> bool:
     """Return whether Lightning needs this checkpoint when the call returns, so that it has to be saved synchronously.
 
-    Slurm's signal handler saves such a checkpoint before it requeues the job. Launched processes save another at their
-    end, for the process that has launched them. Both may interrupt another save.
+    There are two such checkpoints. Slurm's signal handler saves one before it requeues the job. Launched processes save
+    the other at their end, for the process that launched them. Both saves may interrupt another save.
     """
     return re.fullmatch(r"hpc_ckpt_\d+\.ckpt|\.temp\.ckpt", os.path.basename(path)) is not None
 
 
 def remove(place: str) -> None:
-    """Remove a file or a folder. A folder loses its name first, so that a half-removed folder is no checkpoint."""
+    """Remove a file or a folder. A folder is renamed first, so that a half-removed folder is no checkpoint."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.islink(place) or not os.path.isdir(place):
             os.unlink(place)
@@ -82,7 +82,7 @@ def link(place: str, target: str) -> None:
 
 
 def is_linked_to(place: str) -> bool:
-    """Return whether a symbolic link in the same folder leads to ``place``."""
+    """Return whether a symbolic link in the same folder points to ``place``."""
     with contextlib.suppress(FileNotFoundError), os.scandir(os.path.dirname(place)) as entries:
         return any(each.is_symlink() and os.path.realpath(each.path) == place for each in entries)
     return False
@@ -91,13 +91,13 @@ def is_linked_to(place: str) -> bool:
 class Pending:
     """The saves of one process, and the removals and links that wait for them.
 
-    A removal, or a link, waits for the newest save begun before it, and is not done if that save fails. Removals and
+    A removal or a link waits for the newest save begun before it, and is not done if that save fails. Removals and
     links are done in the order of the calls, with one exception: a removal of a link's target waits until the link
-    leads elsewhere. All other calls are for the saving thread only. A place is a path from ``local_place``.
+    points elsewhere. Only the saving thread may call the methods. A place is a path from ``local_place``.
     """
 
     def __init__(self, timeout: float) -> None:
-        """Begin with nothing under way.
+        """Start without pending work.
 
         Args:
             timeout: Seconds to wait for another rank, or for a file system.
@@ -109,19 +109,19 @@ class Pending:
         self._saves: dict[str, Save] = {}
         self._removals: dict[str, Future[None]] = {}
         self._links: dict[str, Future[None]] = {}
-        self._linked: set[str] = set()  # places to remove when no link leads there any more
+        self._linked: set[str] = set()  # places to remove when no link points to them any more
         self._going: set[str] = set()  # places being removed
         self._lock = threading.Lock()  # guards the two sets
         self._failures: list[BaseException] = []
 
     def add(self, place: str, save: Save) -> None:
-        """Add a ``save`` to ``place``, which has begun."""
+        """Record that a ``save`` to ``place`` has begun."""
         self._saves = {place: save for place, save in self._saves.items() if not save.done()}
         self._saves[place] = self.newest = save
         _tell_others(save.future)
 
     def make_way(self, place: str) -> None:
-        """Prepare for a save to ``place``: cancel its removal, and wait for a link to be made there.
+        """Prepare for a save to ``place``: cancel a pending removal, and wait for a pending link there.
 
         Raises ``SaveTimeoutError``.
         """
@@ -130,13 +130,13 @@ class Pending:
             self._await(link)
 
     def remove(self, place: str) -> None:
-        """Remove ``place``, also if a save to it is under way. Raises ``SaveTimeoutError``."""
+        """Remove ``place`` after the newest save, even if that is a save to ``place``. Raises ``SaveTimeoutError``."""
         self._cancel_removal(place)
         own = self._saves.get(place)
         self._removals[place] = self._when_durable(partial(self._remove, place, own), f"removing {place}")
 
     def link(self, place: str, target: str) -> None:
-        """Make a symbolic link at ``place``. Until then the present file at ``place`` stays.
+        """Make a symbolic link at ``place`` after the newest save. Until then the present file at ``place`` stays.
 
         Raises ``SaveTimeoutError``.
         """
@@ -144,14 +144,14 @@ class Pending:
         self._links[place] = self._when_durable(partial(self._link, place, target), f"linking {place} to {target}")
 
     def will_exist(self, place: str) -> bool | None:
-        """Return whether ``place`` exists after all pending work has succeeded; None: no pending work changes it."""
+        """Return whether ``place`` will exist if all pending work succeeds; None if no pending work changes it."""
         if _waits(self._removals.get(place)) or place in self._linked:
             return False
         save = self._saves.get(place)
         return True if (save is not None and not save.done()) or _waits(self._links.get(place)) else None
 
     def wait_for(self, place: str) -> None:
-        """Wait until no work is pending for ``place``, and, in a job of ranks, no work at all.
+        """Wait until no work is pending for ``place``. In a distributed job, wait for all pending work of all ranks.
 
         Raises the error of the save to ``place``, or as ``wait_for_others``.
         """
@@ -209,7 +209,7 @@ class Pending:
 
     def _remove(self, place: str, own: Save | None) -> None:
         if own is not None:
-            own.future.exception()  # waits: a save of another engine may end later
+            own.future.exception()  # wait: this save may be of another engine, and end after the newest save
         with self._lock:
             self._linked.add(place)
         self._remove_linked()
@@ -264,7 +264,7 @@ def _waits(done: Future[None] | None) -> TypeGuard[Future[None]]:
 
 
 def _tell_others(outcome: Future[Any]) -> None:
-    """Count a pending action, for all ranks to see, until there is an ``outcome``."""
+    """Count a pending action in the store of all ranks until its ``outcome`` is done."""
     if (store := _store()) is not None:
         store.add(_UNDER_WAY, 1)
         outcome.add_done_callback(lambda _: store.add(_UNDER_WAY, -1))
@@ -280,20 +280,20 @@ def _store() -> Store | None:
 class AsyncckptIO(TorchCheckpointIO):
     """Saves as Lightning's own ``TorchCheckpointIO`` does, but in the background, and only to local files.
 
-    Lightning itself saves, and the training waits, if the place is remote (``s3://``) or the checkpoint is needed at
+    Lightning itself saves, and the training waits, if the path is remote (``s3://``) or the checkpoint is needed at
     once (see ``is_needed_at_once``). Each process saves for itself.
     """
 
     def __init__(self, config: Config | None = None) -> None:
-        """Start nothing yet.
+        """Start no worker yet. The first save starts the worker.
 
         Args:
-            config: Config of the engine, if this is the first save of this process alone; None: from the environment.
+            config: Config of the engine for this process alone, if this is its first save; None: from the environment.
         """
         self._config = config
         self._timeout = Config.given(config).timeout
         self.pending = Pending(self._timeout)
-        """The saves under way."""
+        """The saves, removals and links under way."""
         self._engines: list[Engine] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -304,8 +304,8 @@ class AsyncckptIO(TorchCheckpointIO):
 
         Args:
             checkpoint: Anything that ``torch.save`` takes.
-            path: The file. Its folder is made. A link at that place is replaced when the file is durable; the link's
-                target stays.
+            path: The file. A missing folder is created. A link at this path is replaced when the file is durable; the
+                link's target stays.
             storage_options: Not supported, as by ``TorchCheckpointIO``.
 
         Raises:
@@ -327,8 +327,8 @@ class AsyncckptIO(TorchCheckpointIO):
         """Save a checkpoint of several files, together with the other ranks, and return when the tensors are copied.
 
         Args:
-            place: Place of the folder, from ``place_of``; the same on all ranks. When the new checkpoint is durable, it
-                replaces a link or a checkpoint of ours. Anything else there is set aside.
+            place: Path of the folder, from ``place_of``; the same on all ranks. When the new checkpoint is durable, it
+                replaces a link or a checkpoint of ours. Any other contents are renamed.
             files: This rank's part.
 
         Raises:
@@ -364,15 +364,15 @@ class AsyncckptIO(TorchCheckpointIO):
         """
         place = local_place(path)
         if place is None:
-            self.pending.wait()  # its replacement may be local
+            self.pending.wait()  # the newer checkpoint may be local
             super().remove_checkpoint(path)
         elif self.pending.will_exist(place) or os.path.lexists(place):
             self.pending.remove(place)
 
     def teardown(self) -> None:
-        """Wait until all saves, removals and links are done, also on the other ranks, which save nothing themselves.
+        """Wait until all saves, removals and links of all ranks are done.
 
-        While another error is being handled, an error here is only logged.
+        While another error is being handled, log errors instead of raising them, and do not wait for other ranks.
 
         Raises:
             CheckpointError: A save has failed, unreported so far.
@@ -410,14 +410,14 @@ def ask_the_plugin() -> None:
 
     @functools.wraps(file_exists)
     def ask_file_exists(self: ModelCheckpoint, filepath: AnyPath, trainer: Any) -> bool:
-        """Count a checkpoint under way as existing, so that no other gets the same name."""
+        """Count a checkpoint under way as existing, so that no other checkpoint gets the same name."""
         io, place = trainer.strategy.checkpoint_io, local_place(filepath)
         known = None
         if isinstance(io, AsyncckptIO) and place is not None and trainer.is_global_zero:
             known = io.pending.will_exist(place)
         if known is None:
             return bool(file_exists(self, filepath, trainer))
-        return bool(trainer.strategy.reduce_boolean_decision(known, all=False))  # other ranks do so in file_exists
+        return bool(trainer.strategy.reduce_boolean_decision(known, all=False))  # other ranks call this in file_exists
 
     @functools.wraps(link_checkpoint)
     def ask_link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:

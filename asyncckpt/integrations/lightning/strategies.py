@@ -1,7 +1,7 @@
-"""Provide strategies, of the trainer and of Fabric, that save sharded checkpoints: each rank saves its part.
+"""Provide strategies for the trainer and for Fabric that save sharded checkpoints: each rank saves its part.
 
-The folder has the layout that Lightning makes, and appears in one step. Fabric's strategies get models and optimizers,
-the trainer's strategies get their states.
+The folder has Lightning's layout, and appears in one step. Lightning passes models and optimizers to Fabric's
+strategies, and the states of models and optimizers to the trainer's strategies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ON_DEVICE = StateDictOptions(cpu_offload=False)
 
 
 class ShardedSaves:
-    """The common part of all strategies. It comes before Lightning's own strategy among the base classes."""
+    """The common part of all strategies. This class precedes Lightning's own strategy among the base classes."""
 
     # Members of Lightning's strategies.
     broadcast: Callable[[Any], Any]
@@ -39,11 +39,11 @@ class ShardedSaves:
     _checkpoint_io: CheckpointIO | None
 
     def __init__(self, *arguments: Any, config: Config | None = None, **options: Any) -> None:
-        """Make Lightning's own strategy.
+        """Initialize Lightning's own strategy.
 
         Args:
-            arguments, options: As for that strategy. A ``checkpoint_io``, or the trainer's plugin, has to be an
-                ``AsyncckptIO`` or absent.
+            arguments, options: As for Lightning's own strategy. A ``checkpoint_io``, or the trainer's plugin for
+                checkpoints, must be an ``AsyncckptIO`` or absent.
             config: Config of the engines, if these are the first saves; None: from the environment.
         """
         super().__init__(*arguments, **options)
@@ -51,7 +51,7 @@ class ShardedSaves:
 
     @property
     def checkpoint_io(self) -> AsyncckptIO:
-        """The plugin that saves to one file, and knows the saves under way."""
+        """The plugin that saves the files, and tracks the saves under way."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AsyncckptIO(self._config)
         if not isinstance(self._checkpoint_io, AsyncckptIO):
@@ -72,7 +72,7 @@ class ShardedSaves:
         return super().load_checkpoint(path, *arguments, **options)  # type: ignore[misc, no-any-return]
 
     def teardown(self) -> None:
-        """Tear down Lightning's own strategy, and then the ``AsyncckptIO``, which Lightning leaves out."""
+        """Tear down Lightning's own strategy, and then the ``AsyncckptIO``, because Lightning does not."""
         super().teardown()  # type: ignore[misc]
         self.checkpoint_io.teardown()
 
@@ -93,18 +93,19 @@ class _TrainersShardedSaves(ShardedSaves):
         self.save_parts(sharded, checkpoint, path)
 
 
-class AsyncckptFSDPStrategy(_TrainersShardedSaves, FSDPStrategy):  # type: ignore[misc]  # the replaced members have other types
+# The strategies ignore type errors, because the replaced members have other types.
+class AsyncckptFSDPStrategy(_TrainersShardedSaves, FSDPStrategy):  # type: ignore[misc]
     """``FSDPStrategy`` that saves its checkpoints in the background, sharded or in one file."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
-        """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
+        """Save a checkpoint, and return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
         if self._state_dict_type != "sharded" or storage_options is not None or is_needed_at_once(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             self._save_sharded(checkpoint, "model", filepath)
 
 
-class AsyncckptModelParallelStrategy(_TrainersShardedSaves, ModelParallelStrategy):  # type: ignore[misc]  # the replaced members have other types
+class AsyncckptModelParallelStrategy(_TrainersShardedSaves, ModelParallelStrategy):  # type: ignore[misc]
     """``ModelParallelStrategy`` that saves its checkpoints in the background, sharded or in one file."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -121,23 +122,23 @@ class AsyncckptModelParallelStrategy(_TrainersShardedSaves, ModelParallelStrateg
         return get_optimizer_state_dict(cast(Module, self.model), optimizer, options=_ON_DEVICE)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
-        """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
+        """Save a checkpoint, and return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
         if not self._save_distributed_checkpoint or storage_options is not None or is_needed_at_once(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             self._save_sharded(checkpoint, "state_dict", filepath)
 
 
-class AsyncckptFabricFSDPStrategy(ShardedSaves, FabricFSDPStrategy):  # type: ignore[misc]  # the replaced members have other types
+class AsyncckptFabricFSDPStrategy(ShardedSaves, FabricFSDPStrategy):  # type: ignore[misc]
     """Fabric's ``FSDPStrategy`` that saves sharded checkpoints in the background."""
 
     def save_checkpoint(
         self, path: AnyPath, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
+        """Save a checkpoint, and return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
         models = [each for each in state.values() if _has_fsdp_modules(each)]
         if self._state_dict_type != "sharded" or storage_options is not None or filter is not None or len(models) != 1:
-            super().save_checkpoint(path, state, storage_options, filter)  # Lightning reports its refusals
+            super().save_checkpoint(path, state, storage_options, filter)  # raises if Lightning refuses the state
             return
         sharded_states: Any = _get_sharded_state_dict_context(models[0])
         with sharded_states:
@@ -147,16 +148,16 @@ class AsyncckptFabricFSDPStrategy(ShardedSaves, FabricFSDPStrategy):  # type: ig
         self.save_parts(sharded, _others(state, sharded), path)
 
 
-class AsyncckptFabricModelParallelStrategy(ShardedSaves, FabricModelParallelStrategy):  # type: ignore[misc]  # the replaced members have other types
+class AsyncckptFabricModelParallelStrategy(ShardedSaves, FabricModelParallelStrategy):  # type: ignore[misc]
     """Fabric's ``ModelParallelStrategy`` that saves sharded checkpoints in the background."""
 
     def save_checkpoint(
         self, path: AnyPath, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
+        """Save a checkpoint, and return when the tensors are copied. Raises as ``AsyncckptIO.save_checkpoint``."""
         models = [each for each in state.values() if _has_dtensor_modules(each)]
         if not self._save_distributed_checkpoint or storage_options is not None or filter or len(models) != 1:
-            super().save_checkpoint(path, state, storage_options, filter)  # Lightning reports its refusals
+            super().save_checkpoint(path, state, storage_options, filter)  # raises if Lightning refuses the state
             return
         sharded: dict[str, Any] = {
             name: get_model_state_dict(each, options=_ON_DEVICE) for name, each in _of_kind(Module, state).items()
@@ -171,6 +172,6 @@ def _of_kind(kind: type[Any], state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _others(state: dict[str, Any], sharded: dict[str, Any]) -> dict[str, Any]:
-    """Return all values but models and optimizers. A value with a state is replaced by that state, as in Lightning."""
+    """Return all values but models and optimizers. A stateful value is replaced by its state, as in Lightning."""
     others = {name: each for name, each in state.items() if name not in sharded}
     return {name: each.state_dict() if isinstance(each, _Stateful) else each for name, each in others.items()}

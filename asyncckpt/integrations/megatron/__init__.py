@@ -1,9 +1,9 @@
-"""Megatron-LM saves through asyncckpt, without a change to its source.
+"""Save Megatron-LM's checkpoints through asyncckpt, without a change to Megatron-LM's source.
 
     python -m asyncckpt.integrations.megatron pretrain_gpt.py \\
         --async-save --use-persistent-ckpt-worker --async-ckpt-use-cpu-shm ...
 
-or, before anything of Megatron-LM is imported, ``asyncckpt.integrations.megatron.install()``.
+Or call ``asyncckpt.integrations.megatron.install()`` before any module of Megatron-LM is imported.
 """
 
 from asyncckpt.integrations.megatron.wiring import MegatronSave as MegatronSave

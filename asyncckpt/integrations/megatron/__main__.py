@@ -10,10 +10,10 @@ from asyncckpt.integrations.megatron.wiring import install
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script ``arguments[0]`` with the rest of them, asyncckpt installed."""
+    """Install asyncckpt, and run the script ``arguments[0]`` with the other arguments."""
     if not arguments:
         sys.exit("usage: python -m asyncckpt.integrations.megatron SCRIPT [ARGUMENTS]")
-    # As Python does for a script.
+    # Set argv and the path as Python does for a script.
     sys.argv = arguments
     sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
     install()

@@ -1,12 +1,13 @@
-"""Install our names in Megatron-LM, offer its newer flags to older trees, and provide the handle of a save.
+"""Install our names in Megatron-LM, add newer flags to older trees, and provide the handle of a save.
 
-Megatron-LM makes its parser anew in each call of its ``parse_args``, which any of its modules may have taken by name.
+Megatron-LM makes a new parser in each call of ``parse_args``, and any module may have imported that function by name.
 So the flags are added in ``argparse``, when arguments are parsed, and only to a parser that has ``--async-save``, as
 Megatron-LM's has. Flags that such a parser already has stay unchanged.
 
-Two kinds of trees are known. Newer ones take nine names from nvidia-resiliency-ext, in ``get_async_strategy``, at each
-use. These names are replaced in its modules, or, if it is not installed, in empty modules that stand in for it.
-megatron-core 0.16 has code of its own for the same purpose. There the names are replaced in the modules that use them.
+Two kinds of source trees are supported. Newer trees import nine names from nvidia-resiliency-ext (nvrx) at each use, in
+``get_async_strategy``. ``install`` replaces these names in nvrx's modules, or makes empty stand-in modules if nvrx is
+not installed. megatron-core 0.16 has its own code instead of nvrx. There ``install`` replaces the names in the modules
+that use them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _OF_MEGATRON = "--async-save"
 
 
 class _Priority(argparse.Action):
-    """Keeps the value also for the queue, because such a tree does not pass it to the queue."""
+    """Stores the value also for the queue, because a tree without the flag does not pass the value on."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         setattr(namespace, self.dest, values)
@@ -69,7 +70,7 @@ def offer_flags() -> None:
 
 
 def given_priorities() -> dict[str, Any]:
-    """Return arguments of ``AsyncCallsQueue``: the priorities on the command line, if the tree has no such flags."""
+    """Return the priorities that our flags have set, as arguments of ``AsyncCallsQueue``."""
     return dict(_priorities)
 
 
@@ -83,27 +84,27 @@ def _parse_with_flags(parser: argparse.ArgumentParser, args: Sequence[str] | Non
 
 
 _NVRX = PACKAGE.partition(".")[0]
-# The names that newer trees import, with the module in nvrx's package; and the oldest nvrx version that they accept.
+# The names that newer trees import, by their modules in nvrx's package, and the oldest nvrx version that they accept.
 _MODULES = MODULES | {
     "CheckpointMetadataCache": "state_dict_saver",
     "get_write_results_queue": "filesystem_async",
     "_results_queue": "filesystem_async",
 }
-_OURS = {name: getattr(nvrx, name, None) for name in _MODULES}  # there is no _results_queue
+_OURS = {name: getattr(nvrx, name, None) for name in _MODULES}  # asyncckpt has no _results_queue
 _GOOD_VERSION = "0.7.0"
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 
 class MegatronWiringError(CheckpointError):
-    """Raised if this Megatron-LM, or this nvidia-resiliency-ext, has a name in an unknown place."""
+    """Raised if ``install`` cannot replace all names in this Megatron-LM or nvidia-resiliency-ext."""
 
 
 def install() -> None:
-    """Have Megatron-LM use asyncckpt from now on. Safe to call twice.
+    """Make Megatron-LM use asyncckpt from now on. Safe to call twice.
 
-    Best called before Megatron-LM is imported. Raises ``MegatronWiringError``, which says which name has moved. In that
-    case nvrx is restored.
+    Call this before Megatron-LM is imported, if possible. Raises ``MegatronWiringError`` with the name that cannot be
+    replaced, after restoring nvrx's modules.
     """
     offer_flags()
     with contextlib.ExitStack() as undo:
@@ -123,7 +124,7 @@ def install() -> None:
 
 
 def _install_in_nvrx(undo: contextlib.ExitStack) -> ModuleType:
-    """Put the names into nvrx's modules, or into modules that stand in for them. Returns the package."""
+    """Replace the names in nvrx's modules, or in stand-in modules if nvrx is not installed. Return the package."""
     if find_spec(_NVRX) is None:
         modules = {f"{PACKAGE}.{module}" for module in _MODULES.values()}
         for name in (_NVRX, f"{_NVRX}.checkpointing", PACKAGE, *modules):
@@ -150,7 +151,7 @@ def _replace(module: ModuleType, name: str, value: Any, undo: contextlib.ExitSta
 
 
 def _stand_in(name: str) -> None:
-    """Make ``name`` a module that is not on disk and reports a version that is new enough."""
+    """Register an empty module ``name`` that reports a version new enough for Megatron-LM."""
     module = ModuleType(
         name, "Stands in for nvidia-resiliency-ext, which is not installed: see asyncckpt.integrations.megatron."
     )
@@ -163,7 +164,7 @@ def _stand_in(name: str) -> None:
 
 @contextlib.contextmanager
 def _new_enough(package: ModuleType, undo: contextlib.ExitStack) -> Iterator[None]:
-    """Report a good version of nvrx while newer trees are imported, because they check it."""
+    """Report a new enough version of nvrx while Megatron-LM is imported, because newer trees check the version."""
     version = getattr(package, "__version__", None)
     package.__version__ = _GOOD_VERSION  # type: ignore[attr-defined]
     try:
@@ -191,7 +192,7 @@ def _check_newer(torch_strategy: ModuleType) -> None:
 
 
 def _take_synchronous_saves(torch_strategy: ModuleType) -> None:
-    """Have synchronous saves, for which newer trees take their own writer, use our names and wait."""
+    """Make synchronous saves of newer trees use our names and wait, instead of Megatron-LM's own writer."""
     strategy = getattr(torch_strategy, "TorchDistSaveShardedStrategy", None)
     if strategy is None or "async_strategy" not in inspect.signature(strategy.async_save).parameters:
         raise MegatronWiringError(
@@ -202,7 +203,7 @@ def _take_synchronous_saves(torch_strategy: ModuleType) -> None:
 
 
 def _save_and_wait(self: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-    """Save as ``TorchDistSaveShardedStrategy.save`` of newer trees, with nvrx's names, which are ours."""
+    """Save as ``TorchDistSaveShardedStrategy.save`` of newer trees does, but with our names in nvrx's modules."""
     self.async_save(sharded_state_dict, checkpoint_dir, async_strategy="nvrx").execute_sync()
 
 
@@ -212,7 +213,7 @@ _CORE_NAMES = ("FileSystemWriterAsync", "save_state_dict_async_plan", "save_stat
 
 
 def _install_in_core(torch_strategy: ModuleType) -> None:
-    """Replace the names that its own strategy for ``torch_dist`` uses, and the queue for its requests."""
+    """Replace the names that megatron-core's strategy for ``torch_dist`` uses, and its queue of requests."""
     missing = [name for name in _CORE_NAMES if not hasattr(torch_strategy, name)]
     requests = importlib.import_module(f"{_STRATEGIES}.async_utils")
     if missing or not hasattr(requests, "AsyncCallsQueue"):
@@ -234,10 +235,10 @@ def _install_in_core(torch_strategy: ModuleType) -> None:
 
 
 def _replace_queues(own_queue: type[Any]) -> None:
-    """Replace megatron-core's class of queues, and each queue that a module made when it was imported.
+    """Replace megatron-core's queue class, and each queue that a module such as ``megatron.training`` made at import.
 
-    ``megatron.training`` makes one. Raises ``MegatronWiringError`` if a queue cannot be replaced, because its saves
-    would go on through megatron-core's own processes.
+    Raises ``MegatronWiringError`` if a queue cannot be replaced, because its saves would still use megatron-core's own
+    processes.
     """
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     named = [(module, name, value) for module in modules for name, value in list(vars(module).items())]
@@ -259,7 +260,7 @@ def _replace_queues(own_queue: type[Any]) -> None:
 
 
 class _QueueForCore(nvrx.AsyncCallsQueue):
-    """A queue with the arguments of megatron-core 0.16, which knows no priorities."""
+    """A queue with the arguments of megatron-core 0.16, which has no priorities."""
 
     def __init__(self, persistent: bool = False) -> None:
         super().__init__(persistent, **given_priorities())
@@ -274,7 +275,7 @@ def _plan_for_core(
     cached_ckpt_structure: Any = None,
     loaded_all_plans: Any = None,
 ) -> tuple[Any, None, None, bool, bool]:
-    """Plan as megatron-core 0.16 does, which also returns values for the caller's next save. Our engine needs none."""
+    """Plan with the signature of megatron-core 0.16. The extra results, for the caller's next save, are empty."""
     asks = cached_ckpt_structure is not None
     planned = nvrx.save_state_dict_async_plan(
         state_dict, storage_writer, process_group, coordinator_rank, planner, enable_cache=asks
@@ -298,7 +299,7 @@ class MegatronSave:
     def result(self) -> None:
         """Wait until the checkpoint is durable and finalized.
 
-        Raises DCP's ``CheckpointException``, or the error of one of its finalize functions.
+        Raises DCP's ``CheckpointException``, or the error of a finalize function of this save.
         """
         self._finalize(blocking=True)
         if failures := self._call.failures():
@@ -307,7 +308,7 @@ class MegatronSave:
             raise self._call.finalize_error
 
     def _finalize(self, *, blocking: bool) -> None:
-        """Finalize the calls in their order. An error of a save is left for its own handle to raise."""
+        """Finalize the calls in order. The error of a save is raised only by the save's own handle."""
         while calls := list(self._queue.async_calls):
             try:
                 self._queue.maybe_finalize_async_calls(blocking=blocking)

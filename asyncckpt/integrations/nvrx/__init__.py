@@ -1,8 +1,9 @@
-"""Provide the names that Megatron-LM and others take from nvidia-resiliency-ext (nvrx), on our engine, without nvrx.
+"""Provide the names that Megatron-LM and others import from nvidia-resiliency-ext (nvrx), on our engine.
 
-The names and their signatures are the same as in nvrx 0.7.0's ``checkpointing.async_ckpt``. Code that uses them needs
-no change: plan, schedule, finalize. ``save_state_dict_async_plan`` stages the tensors. From then on a worker writes and
-commits them, even if the trainer dies. ``family`` chooses between these names and the names of the installed nvrx.
+The names and their signatures are the same as in nvrx 0.7.0's ``checkpointing.async_ckpt``, but nvrx need not be
+installed. Code that uses them needs no change: plan, schedule, finalize. ``save_state_dict_async_plan`` stages the
+tensors. Then a worker writes and commits the checkpoint, even if the trainer dies. ``family`` chooses between these
+names and the names of the installed nvrx.
 """
 
 from asyncckpt.integrations.nvrx.family import Family as Family

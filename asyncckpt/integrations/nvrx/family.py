@@ -1,7 +1,7 @@
 """Choose the implementation: the installed nvrx, if it can stage in CPU shared memory, or ours.
 
-The choice is made by signatures, never by versions, because releases, branches and vendors' builds differ in more than
-a number.
+The choice depends on signatures, never on version numbers, because branches and vendors' builds of one version may
+differ.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ MODULES = {
     "save_state_dict_async_finalize": "state_dict_saver",
     "CachedMetadataFileSystemReader": "cached_metadata_filesystem_reader",
 }
-"""The module of nvrx's package that has each name of a ``Family``."""
-# The parameters that switch the staging in CPU shared memory on.
+"""The names of a ``Family``, each with its module in nvrx's package."""
+# The parameters that switch on staging in CPU shared memory.
 _QUEUE_PARAMETER = "cpu_shm_mode"
 _WRITER_PARAMETER = "use_cpu_shm_for_gpu_tensors"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Classes and functions that belong together. The methods switch the staging on."""
+    """The classes and functions of one implementation. The methods switch on staging in CPU shared memory."""
 
     native: bool
-    """Whether they are the installed nvrx's own."""
+    """Whether the implementation is the installed nvrx's own."""
     cpu_shm: bool
     """Whether tensors are staged in CPU shared memory."""
     AsyncCallsQueue: Any
@@ -69,9 +69,9 @@ def family(use_cpu_shm: bool | None = True) -> Family:
     """Return the implementation that serves ``--async-ckpt-use-cpu-shm``.
 
     Args:
-        use_cpu_shm: True: the installed nvrx's own with the staging switched on, if it has the staging; else ours, with
-            one warning. None: the same without a warning, for code without that flag. False: the installed nvrx
-            unchanged.
+        use_cpu_shm: If True, return the installed nvrx's implementation with staging switched on, if nvrx has staging.
+            Otherwise return ours, and warn once if nvrx is installed. If None, do the same without a warning, for code
+            without that flag. If False, return the installed nvrx's implementation unchanged.
 
     Raises:
         ImportError: ``use_cpu_shm`` is False, and nvrx is not installed.
@@ -93,7 +93,7 @@ def family(use_cpu_shm: bool | None = True) -> Family:
 
 
 def _installed() -> dict[str, Any] | None:
-    """Return nvrx's own, by name; None if nvrx is not installed."""
+    """Return the installed nvrx's classes and functions, by name; None if nvrx is not installed or lacks a name."""
     try:
         return {name: getattr(importlib.import_module(f"{PACKAGE}.{module}"), name) for name, module in MODULES.items()}
     except (ImportError, AttributeError) as error:
@@ -102,7 +102,7 @@ def _installed() -> dict[str, Any] | None:
 
 
 def _can_stage(installed: dict[str, Any]) -> bool:
-    """Return whether nvrx can stage in shared memory, with a switch in each of the places."""
+    """Return whether nvrx can stage in shared memory: each function that needs a switch has its parameter."""
     calls = installed["AsyncCallsQueue"]
     places = [(calls.__init__, _QUEUE_PARAMETER), (installed["FileSystemWriterAsync"].__init__, _WRITER_PARAMETER)]
     if hasattr(calls, "warmup_persistent_caller"):

@@ -1,4 +1,4 @@
-"""Save a checkpoint's folder by nvrx's calls, around one call of our engines; and read by DCP's reader with a cache."""
+"""Provide nvrx's calls that save a checkpoint's folder, on our engine, and DCP's reader with a metadata cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PlannedSave = tuple["FileSystemWriterAsync", Metadata | None, _DistWrapper]
 
 
 engines = Engines()
-"""The engines behind all calls of nvrx's names."""
+"""The engines that serve all calls of nvrx's names."""
 _config: Config | None = None
 _priorities: dict[str, Any] = {}
 _listeners: list[Callable[[Event], object]] = []
@@ -58,8 +58,8 @@ def prioritize(cpu_priority: int | None, io_priority: int | None) -> None:
 def record_spans(otel_bootstrap: Mapping[str, Any] | None) -> None:
     """Record spans with the names of nvrx's worker, if OpenTelemetry is installed and Megatron-LM asks for spans.
 
-    They are recorded in this process, by its tracer, because the worker's phases are known here. nvrx would set up a
-    worker by ``otel_bootstrap``. Only its presence counts here, not its contents.
+    This process records the spans with its own tracer, because it knows the worker's phases. nvrx configures its worker
+    from ``otel_bootstrap``. Here only the presence of ``otel_bootstrap`` counts, not its contents.
     """
     if otel_bootstrap is not None and importlib.util.find_spec("opentelemetry") is not None:
         _listeners[:] = [_spans()]
@@ -80,11 +80,11 @@ def engine(process_group: dist.ProcessGroup | None = None, *, alone: bool = Fals
 
 
 class StagedWrite:
-    """The function of a request that is already under way. A call waits for its end."""
+    """The function of a request for a save that is already under way. A call waits for the end of the save."""
 
     def __init__(self, save: Save, process_group: dist.ProcessGroup | None) -> None:
         self.save = save
-        save.mark_reported()  # finalizing raises a failure, not the next save
+        save.mark_reported()  # the finalize call raises a failure, not the next save
         self.process_group = process_group
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -94,11 +94,11 @@ class StagedWrite:
 class FileSystemWriterAsync(FileSystemWriter):
     """The destination of a checkpoint: the argument of ``save_state_dict_async_plan``.
 
-    All ranks write their files into a hidden folder next to ``path``. When all are written, the files are moved into
+    All ranks write their files into a hidden folder next to ``path``. When all files are written, they are moved into
     ``path``, beside its present files. ``.metadata`` is moved last.
     """
 
-    # For code that clears nvrx's caches. They stay empty here, because the engine has its own.
+    # These caches exist for code that clears nvrx's caches. They stay empty, because the engine has its own.
     _cached_identifiers: ClassVar[set[str]] = set()
     _cached_tensor_data_ptrs: ClassVar[dict[str, Any]] = {}
     _shm_tensor_cache: ClassVar[dict[str, Any]] = {}
@@ -121,13 +121,13 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Args:
             path, args, kwargs: As for DCP's ``FileSystemWriter``.
-            separation_hint: A prefix of names. Values with this prefix go to a second file of each rank, and the file's
-                name has the prefix, too.
-            use_msc: Whether paths are for multi-storage-client. Refused with ``ValueError`` if it maps ``path`` to a
-                place outside mounted file systems.
-            open_file: Refused, unless it is ``open``.
-            is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Change nothing: all tensors are
-                staged in CPU shared memory, which is kept for the next save.
+            separation_hint: A prefix of value names. Each rank writes the values with this prefix to a second file. The
+                file's name has the prefix, too.
+            use_msc: Whether paths are for multi-storage-client. Raises ``ValueError`` if multi-storage-client maps
+                ``path`` to a storage outside mounted file systems.
+            open_file: Must be ``open``. Any other value raises ``ValueError``.
+            is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Ignored: all tensors are staged in
+                CPU shared memory, which is kept for the next save.
         """
         if separation_hint and (not {"/", "\0"}.isdisjoint(separation_hint) or len(os.fsencode(separation_hint)) > 200):
             raise ValueError(
@@ -151,16 +151,16 @@ class FileSystemWriterAsync(FileSystemWriter):
         return self.staged, None, []
 
     def retrieve_write_results(self) -> list[Any]:
-        """Wait until the checkpoint is committed. Raises ``CheckpointError``. No results have to be gathered."""
+        """Wait until the checkpoint is committed, and return no results. Raises ``CheckpointError``."""
         if self.staged is not None:
             self.staged()
         return []
 
 
 def _is_in_a_file_system(path: str | os.PathLike[str]) -> bool:
-    """Return whether multi-storage-client takes ``path`` for a path in a file system. Its configuration decides."""
+    """Return whether multi-storage-client's configuration maps ``path`` to a path in a file system."""
     name = os.fspath(path)
-    if name.startswith("msc:/"):  # with one slash, if it has been through pathlib
+    if name.startswith("msc:/"):  # pathlib turns msc:// into msc:/
         return False
     try:
         import multistorageclient
@@ -171,7 +171,7 @@ def _is_in_a_file_system(path: str | os.PathLike[str]) -> bool:
 
 
 class CheckpointMetadataCache:
-    """Holds nothing that the engine needs, because the engine keeps its own plans."""
+    """Stands in for nvrx's metadata cache. The engine does not use it, because the engine keeps its own plans."""
 
     def __init__(self) -> None:
         self.cached_global_metadata: Metadata | None = None
@@ -191,17 +191,17 @@ def save_state_dict_async_plan(
     metadata_cache: CheckpointMetadataCache | None = None,
     reuse_metadata_obj: Metadata | None = None,
 ) -> PlannedSave:
-    """Plan and stage ``state_dict``. Errors are raised when the save is finalized, so that all ranks schedule alike.
+    """Plan and stage ``state_dict``. Errors are raised by the finalize call, so that all ranks schedule the save.
 
     Args:
         state_dict: The caller may change its tensors when this returns.
         storage_writer: The destination.
         process_group, planner: As for ``dcp.async_save``.
-        coordinator_rank: Changes nothing: the first rank of the group coordinates.
-        enable_cache: Whether a planner that is not DCP's puts the ranks' own plans into ``.metadata``. By these plans
-            stock code knows, in a resumed job, that it can use the metadata again. The engine always keeps its plan, as
-            long as all ranks have the same structure.
-        metadata_cache, reuse_metadata_obj: Change nothing.
+        coordinator_rank: Ignored: the first rank of the group coordinates.
+        enable_cache: Whether a given ``planner`` also puts the plans of all ranks into ``.metadata``. With these plans,
+            stock code in a resumed job knows that it can reuse the metadata. The engine always keeps its own plan while
+            the structure stays the same on all ranks.
+        metadata_cache, reuse_metadata_obj: Ignored.
 
     Returns:
         The arguments of ``save_state_dict_async_finalize``; the metadata is None.
@@ -223,7 +223,7 @@ def save_state_dict_async_plan(
 
 
 def _keep_local_plans(planner: SavePlanner) -> None:
-    """Have ``planner`` put all ranks' own plans into the metadata that it makes on the first rank."""
+    """Make ``planner`` put the plans of all ranks into the metadata that it creates on the first rank."""
     create = planner.create_global_plan
 
     def create_and_keep(all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -246,14 +246,14 @@ def save_state_dict_async_finalize(
 
     Args:
         storage_writer, global_metadata, dist_wrapper: The results of ``save_state_dict_async_plan``.
-        reuse_metadata_obj: Changes nothing: no save gathers metadata, and each save writes its own ``.metadata``.
-        create_metadata_path: A file for a copy of the metadata. The first rank makes it.
+        reuse_metadata_obj: Ignored: no save gathers metadata, and each save writes its own ``.metadata``.
+        create_metadata_path: Path for a copy of the metadata file. The first rank writes the copy.
 
     Returns:
-        DCP's metadata, if there is a ``create_metadata_path``.
+        DCP's metadata if there is a ``create_metadata_path``, otherwise None.
 
     Raises:
-        CheckpointException: DCP's, on all ranks, if the save failed on any rank.
+        CheckpointException: DCP's error, on all ranks: the save failed on a rank.
         ValueError: There are both ``reuse_metadata_obj`` and ``create_metadata_path``.
     """
     if reuse_metadata_obj is not None and create_metadata_path is not None:
@@ -282,7 +282,7 @@ def _copy_file(path: str, to: str) -> None:
 
 
 def write_exception(errors: Mapping[int, BaseException]) -> CheckpointException:
-    """Return the exception of DCP and nvrx for writes that have failed on the ranks ``errors``."""
+    """Return the exception that DCP and nvrx raise for failed writes. ``errors`` are the errors by rank."""
     return CheckpointException("write", {rank: (error, None) for rank, error in errors.items()})  # type: ignore[misc]
 
 

@@ -1,11 +1,11 @@
-"""Run functions of the user's own in a helper process, one after the other; both sides of the protocol.
+"""Run the user's functions in a helper process, one after the other. This file has both sides of the protocol.
 
-For each call the trainer sends a pickle of function and arguments, and the descriptor of a memory file with the
-storages of their tensors. The helper answers each call, in the same order, with its error or None. ``multiprocess``
-pickles, because it supports closures and definitions in ``__main__``. Each storage is copied once, so that tensors that
-share a storage still do. Tensors on a device are on the CPU in the helper, and no device handle leaves the trainer.
-Process groups stay in the trainer, too. Functions of nvrx's local checkpoints hold process groups, and use them only in
-the trainer.
+For each call the trainer sends a pickle of the function and its arguments, and the descriptor of a memory file with the
+storages of the tensors. The helper answers the calls in order, each with an error or None. ``multiprocess`` makes the
+pickles, because it supports closures and definitions in ``__main__``. Each storage is copied once, so tensors that
+share a storage still share it in the helper. Device tensors become CPU tensors, and no device handle leaves the
+trainer. Process groups stay in the trainer, too: functions of nvrx's local checkpoints hold process groups, but use
+them only in the trainer.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ _ALIGNMENT = 64
 
 
 class Helper:
-    """The helper process. It ends when the trainer has closed it or died, and all its calls are done."""
+    """The helper process. The process ends when the trainer has closed it or died, and all calls are done."""
 
     def __init__(self) -> None:
         """Start the process. Raises ``WorkerDiedError``."""
         self._process, self._connection = start_module("asyncckpt.integrations.nvrx")
         self._unanswered: deque[Future[None]] = deque()
         self.death: WorkerDiedError | None = None
-        """How the process ended; None while it lives."""
+        """The error that says how the process ended; None while the process lives."""
         self.is_leaving = False
-        """Whether the process gets no further calls, and ends when its present calls are done."""
+        """Whether the process gets no further calls. The process ends when its present calls are done."""
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-helper", daemon=True)
         self._listener.start()
 
     def submit(
         self, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> Future[None]:
-        """Have the helper call ``function``.
+        """Call ``function`` in the helper process.
 
         Args:
-            function: Anything that ``multiprocess`` pickles, closures too. An ``AbsentProcessGroup`` replaces each
-                process group in the function or its arguments.
+            function: Anything that ``multiprocess`` pickles, including closures. An ``AbsentProcessGroup`` replaces
+                each process group in the function or its arguments.
             arguments, keywords: The function's arguments. The caller may change tensors in them when this returns.
 
         Returns:
@@ -76,7 +76,7 @@ class Helper:
         pickler = _Pickler(buffer)
         try:
             pickler.dump((function, list(arguments), dict(keywords)))
-        except Exception as error:  # pickling runs code of the values
+        except Exception as error:  # pickling runs the values' own code
             raise UnsavableStateError(
                 f"the request cannot be pickled for the helper process: {type(error).__name__}: {error}"
             ) from error
@@ -92,7 +92,7 @@ class Helper:
                 self._process.kill()  # the helper may have received half a message
                 self._listener.join()
                 raise self.death or WorkerDiedError("the helper process has ended") from error
-            except BaseException:  # an interrupt: how much was sent is unknown
+            except BaseException:  # an interrupt may leave half a message
                 self.is_leaving = True
                 self._connection.hang_up(socket.SHUT_WR)
                 raise
@@ -128,10 +128,10 @@ class Helper:
 
 
 class _Pickler(reduction.ForkingPickler):  # type: ignore[misc]  # multiprocess has no types
-    """Writes the offset of each storage in place of its bytes, and the text of a process group in its place."""
+    """Writes the offset of each storage instead of its bytes, and the text of a process group instead of the group."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, recurse=True)  # of __main__, only the globals that a function names
+        super().__init__(file, recurse=True)  # pickle only those globals of __main__ that a function names
         self.nbytes = 0
         # Keys are addresses of storage objects; the integers are offsets.
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
@@ -185,7 +185,7 @@ def _receive_all(connection: SocketConnection, tasks: SimpleQueue[Any]) -> None:
         while connection in wait([connection, parent]):
             pickle = connection.recv_bytes()
             with connection.receive_descriptor() as file:
-                memory = memoryview(mmap.mmap(file.fileno(), 0))  # all of it
+                memory = memoryview(mmap.mmap(file.fileno(), 0))  # the whole file
             tasks.put((pickle, memory))
             del pickle, memory
     except (EOFError, OSError):
@@ -195,7 +195,7 @@ def _receive_all(connection: SocketConnection, tasks: SimpleQueue[Any]) -> None:
 
 
 class AbsentProcessGroup:
-    """Stands in the helper for a process group of the trainer. Any use except holding it raises."""
+    """Stands in for a process group of the trainer in the helper. A function may hold it; any other use raises."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -204,7 +204,7 @@ class AbsentProcessGroup:
         return f"<stands for {self._name} of the trainer>"
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # Python itself asks, to copy or to compare
+        if attribute.startswith("__"):  # Python itself asks for these, to copy or to compare
             raise AttributeError(attribute)
         raise CheckpointError(
             f"the process group {self._name} is wanted ({attribute}) by a function that runs in the background, where"
@@ -212,7 +212,7 @@ class AbsentProcessGroup:
         )
 
 
-class _Unpickler(reduction.pickle.Unpickler):  # type: ignore[misc]  # dill's, if multiprocess pickles with that
+class _Unpickler(reduction.pickle.Unpickler):  # type: ignore[misc]  # dill's, if multiprocess uses dill
     """Replaces offsets with the storages in ``memory``, and process groups with stand-ins."""
 
     def __init__(self, pickle: bytes, memory: memoryview) -> None:
@@ -247,6 +247,6 @@ def _run(pickle: bytes, memory: memoryview) -> CheckpointError | None:
         summary = "".join(traceback.format_exception_only(error))
         return CheckpointError(f"the request failed: {summary}\n{traceback.format_exc()}")
     finally:
-        if os.getpid() != pid:  # a process that the function has forked, and that has returned from it
+        if os.getpid() != pid:  # a child process that the function forked has returned here, too
             os._exit(0)
     return None

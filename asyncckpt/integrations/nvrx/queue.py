@@ -1,8 +1,8 @@
 """Queue requests as nvrx does: functions that run in the background, and finalize functions in the trainer.
 
-Two kinds of requests go through ``AsyncCallsQueue``. The requests of ``FileSystemWriterAsync`` are under way already,
-in our worker. Any other function is run by a helper process, see ``helper.py``. ``TorchAsyncCheckpoint`` queues calls
-of ``torch.save``. ``AbortAsyncckpt`` is for nvrx's ``inprocess.Wrapper``, before it calls its function again.
+Two kinds of requests go through ``AsyncCallsQueue``. A request of ``FileSystemWriterAsync`` is already under way in our
+worker. A helper process runs any other function (see ``helper.py``). ``TorchAsyncCheckpoint`` queues calls of
+``torch.save``. nvrx's ``inprocess.Wrapper`` calls ``AbortAsyncckpt`` before it calls its function again.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Have ``fn`` called after the present finalize functions."""
+        """Add ``fn`` after the present finalize functions."""
         if self.is_frozen:
             raise RuntimeError("this request is scheduled; its finalize functions have to be added before that")
         self.finalize_fns.append(fn)
 
     def arguments(self) -> list[Any]:
-        """Return the positional arguments. This calls ``preload_fn``."""
+        """Call ``preload_fn``, and return the positional arguments."""
         arguments = list(self.async_fn_args)
         if self.preload_fn is not None:
             arguments[1] = self.preload_fn()
@@ -83,7 +83,7 @@ class AsyncRequest(NamedTuple):
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
         """Call the finalize functions. Return ``call_idx``.
 
-        ``validate_matching_call_idx`` changes nothing, because the queue has compared ``call_idx`` between the ranks.
+        ``validate_matching_call_idx`` is ignored, because the queue has compared ``call_idx`` between the ranks.
         """
         for finalize in self.finalize_fns:
             finalize()
@@ -92,7 +92,7 @@ class AsyncRequest(NamedTuple):
 
 @dataclass(eq=False)
 class AsyncCall:
-    """A scheduled request. ``future`` ends with the request on this rank. A save ends in the same way on all ranks.
+    """A scheduled request. ``future`` ends when the request ends on this rank. A save has one outcome on all ranks.
 
     ``finalize_error``: the error of a finalize function.
     """
@@ -136,7 +136,7 @@ class AsyncCall:
 
 
 class AsyncCallsQueue:
-    """Requests under way, finalized in the order in which they were scheduled. All ranks make the same calls."""
+    """A queue of requests under way, which finalizes them in the order of scheduling. All ranks make the same calls."""
 
     # Keys are ids, so that all queues are listed in one step while other threads add and remove queues.
     _instances: weakref.WeakValueDictionary[int, AsyncCallsQueue] = weakref.WeakValueDictionary()
@@ -154,10 +154,10 @@ class AsyncCallsQueue:
         """Set the priorities of workers. The first save, or ``warmup_persistent_caller``, starts the workers.
 
         Args:
-            persistent, is_daemon, sigterm_timeout: Change nothing. The worker always stays for the next request. It
-                ends with the trainer, without a signal, when it has written all staged tensors.
+            persistent, is_daemon, sigterm_timeout: Ignored. The worker always stays for the next request. After the
+                trainer's end the worker writes all staged tensors, and then ends without a signal.
             cpu_priority, io_priority: As for ``prioritize``.
-            cpu_shm_mode: Changes nothing: tensors are always staged in CPU shared memory.
+            cpu_shm_mode: Ignored: tensors are always staged in CPU shared memory.
             otel_bootstrap: As for ``record_spans``.
         """
         prioritize(cpu_priority, io_priority)
@@ -165,7 +165,7 @@ class AsyncCallsQueue:
         self.async_calls: deque[AsyncCall] = deque()
         self.call_idx = -1
         self._helper: Helper | None = None
-        # Number of calls of give_up: so far, and when the calls were last checked.
+        # Number of calls of give_up: so far, and at the last check of the requests.
         self._generation = self._looked_at = 0
         self._instances[id(self)] = self
 
@@ -183,7 +183,7 @@ class AsyncCallsQueue:
         """Start this rank's worker before the first save needs it. Starting takes a tenth of a second.
 
         Args:
-            rank: Changes nothing.
+            rank: Ignored.
             is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode, otel_bootstrap: As for a queue.
         """
         prioritize(cpu_priority, io_priority)
@@ -196,9 +196,10 @@ class AsyncCallsQueue:
         return [queue for ref in cls._instances.valuerefs() if (queue := ref()) is not None]
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Begin ``async_request`` (of this class, nvrx's or Megatron-LM's), and return its number.
+        """Begin ``async_request`` (of our class, nvrx's or Megatron-LM's), and return its number.
 
-        When this returns, the caller may change tensors among its arguments. Raises as ``Helper`` and its ``submit``.
+        The caller may change tensors among the request's arguments when this returns. Raises as ``Helper`` and
+        ``Helper.submit``.
         """
         self._forget_given_up()
         given, generation = async_request, self._generation
@@ -214,7 +215,7 @@ class AsyncCallsQueue:
         return self.call_idx
 
     def add_save(self, save: Save) -> None:
-        """Add ``save``, which this rank makes alone, to be finalized in order."""
+        """Add a ``save`` of this rank alone, to finalize it in order."""
         self._forget_given_up()
         save.mark_reported()
         self.call_idx += 1
@@ -231,8 +232,8 @@ class AsyncCallsQueue:
             no_dist: Finalize requests that are done on this rank, without asking the others.
 
         Raises:
-            CheckpointException: DCP's (which is no ``Exception``), of the first failed request, after the others are
-                finalized; unless ``no_dist`` the same on all ranks.
+            CheckpointException: DCP's error (no subclass of ``Exception``) for the first failed request, raised after
+                the others are finalized. All ranks raise the same error, unless ``no_dist``.
             RankFailedError: The ranks have scheduled different requests, or a rank is gone.
         """
         self._forget_given_up()
@@ -266,11 +267,11 @@ class AsyncCallsQueue:
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize all requests, end the workers and free their memory. Another request starts the workers anew.
+        """Finalize all requests, end the workers and free their memory. The next request starts new workers.
 
-        With ``abort`` this ends at once and finalizes nothing. Unfinished requests are lost, also of other queues,
-        because all queues share the worker. Another rank may still commit a save that all ranks had written. A later
-        save removes other remains.
+        With ``abort``, end the workers at once and finalize nothing. Unfinished requests of all queues are lost,
+        because all queues share the worker. Another rank may still commit a save that all ranks have written. A later
+        save removes the remains of other saves.
         """
         try:
             if abort:
@@ -295,7 +296,7 @@ class AsyncCallsQueue:
     def _forget_given_up(self) -> None:
         """Remove the requests that ``give_up`` has dropped.
 
-        This is not done in ``give_up``, because a call in another thread may be about to schedule a request.
+        ``give_up`` does not remove them itself, because another thread may be about to schedule a request.
         """
         if self._looked_at != self._generation:
             self._looked_at = self._generation
@@ -309,7 +310,7 @@ class AsyncCallsQueue:
         """Do nothing: requests under way go on without the queue."""
 
     def _get_async_caller(self) -> AsyncCallsQueue:
-        """Return the object with the process, for code that uses nvrx's internals."""
+        """Return this queue, for code that uses nvrx's internals."""
         return self
 
     def _debug_is_async_process_running(self) -> bool:
@@ -327,7 +328,7 @@ class AsyncCallsQueue:
 
 
 class TorchAsyncCheckpoint:
-    """Calls of ``torch_save``, finalized by a queue. Each process saves for itself."""
+    """Saves by ``torch_save``, and finalizes the saves by a queue. Each process saves for itself."""
 
     def __init__(self, persistent_queue: bool = True) -> None:
         self.save = torch.save
@@ -337,7 +338,7 @@ class TorchAsyncCheckpoint:
         """Save ``state_dict`` with the arguments of ``torch.save``. The caller may then change the tensors."""
         save = save_by(partial(engine, alone=True), state_dict, *args, **kwargs)
         self._queue.add_save(save)
-        save.synchronize_staging(engine(alone=True).config.timeout)  # with ``Config.overlap``
+        save.synchronize_staging(engine(alone=True).config.timeout)  # waits only with Config.overlap
         return save
 
     def finalize_async_save(self, blocking: bool = False, no_dist: bool = True, terminate: bool = False) -> None:
@@ -345,7 +346,7 @@ class TorchAsyncCheckpoint:
 
         Args:
             blocking: Wait for all saves.
-            no_dist: Ask no other rank.
+            no_dist: Finalize without asking other ranks.
             terminate: Close at the end.
         """
         self._queue.maybe_finalize_async_calls(blocking, no_dist=no_dist)
@@ -353,7 +354,7 @@ class TorchAsyncCheckpoint:
             self.close()
 
     def close(self, abort: bool = False) -> None:
-        """Close as ``AsyncCallsQueue.close`` does, with ``abort`` as there, but without asking other ranks."""
+        """Close as ``AsyncCallsQueue.close`` does, but without asking other ranks."""
         if not abort:
             self._queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
         self._queue.close(abort=abort)
@@ -364,7 +365,7 @@ class TorchAsyncCheckpoint:
 
 
 def abort_nvrx_checkpoint() -> None:
-    """Abort the unfinished requests of all queues at once. The next request starts anew."""
+    """Abort the unfinished requests of all queues at once. The next request starts new workers."""
     for queue in AsyncCallsQueue.get_instances():
         queue.close(abort=True)
 
@@ -376,8 +377,8 @@ class AbortAsyncckpt:
     """Abort for ``inprocess.Wrapper(abort=inprocess.Compose(AbortTorchDistributed(), AbortAsyncckpt()))``.
 
     This process gives up its checkpointers, its calls such as ``async_save``, and its queues. Waits for saves and for
-    other ranks end with an error at once, also in the main thread. With ``Config.overlap`` a wait for a copy ends with
-    the copy. Workers stay, with their memory, for the next iteration. A save that all ranks had staged is finished. Any
+    other ranks raise an error at once, also in the main thread. With ``Config.overlap`` a wait for a copy ends when the
+    copy ends. Workers and their memory stay for the next iteration. A save that all ranks have staged is finished. Any
     other save is withdrawn on all ranks.
     """
 
@@ -395,7 +396,7 @@ class AbortAsyncckpt:
         self._timeout = timeout
 
     def __call__(self, state: T) -> T:
-        """Give up; any thread may call, at any time. Returns nvrx's ``state``."""
+        """Give up the saves of this process. Any thread may call this at any time. Returns nvrx's ``state``."""
         give_up(self._timeout)
         for queue in AsyncCallsQueue.get_instances():
             queue.give_up()

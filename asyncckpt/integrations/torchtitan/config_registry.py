@@ -13,7 +13,7 @@ from asyncckpt.integrations.torchtitan.manager import AsyncckptManager
 
 
 def switch(config: Any) -> Any:
-    """Have a configuration of torchtitan save through asyncckpt. Synchronous saves become asynchronous.
+    """Make a configuration of torchtitan save through asyncckpt. Synchronous saves become asynchronous.
 
     Args:
         config: Configuration of a ``Trainer``; its field ``checkpoint`` is replaced.
@@ -22,7 +22,7 @@ def switch(config: Any) -> Any:
         The same configuration.
 
     Raises:
-        TypeError: It has another kind of manager, with behaviour that this manager lacks.
+        TypeError: The configuration has another kind of manager, with behavior that ``AsyncckptManager`` lacks.
     """
     old = config.checkpoint
     if type(old) is not CheckpointManager.Config:

@@ -42,7 +42,7 @@ from asyncckpt.extension import (
 
 logger = logging.getLogger(__name__)
 
-# Numbers without padding, as in torchtitan. Unlike torchtitan, ignore hidden folders: nothing in them is complete.
+# Step numbers have no padding, as in torchtitan. Unlike torchtitan, ignore hidden folders: they are incomplete.
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _HF_INDEX = "model.safetensors.index.json"
 
@@ -60,7 +60,7 @@ def complete_steps(folder: str) -> list[int]:
 def older_checkpoints(folder: str, step: int, under_way: Sequence[str]) -> tuple[str, ...]:
     """Return the checkpoints before ``step`` in the order of their removal. Incomplete folders are removed first.
 
-    Later checkpoints, from before the training went back, stay: torchtitan resumes from the highest step.
+    Checkpoints of later steps, from before the training went back, are kept: torchtitan resumes from the highest step.
 
     Args:
         folder: The folder with the checkpoints.
@@ -95,7 +95,7 @@ def newest_held(folder: str, images: Sequence[Any]) -> Any:
             continue
         if storage_for(request.path).is_finalized(request.path, request.attempt):
             return each
-        if step > newest and not each.committed:  # else the checkpoint was removed or replaced
+        if step > newest and not each.committed:  # otherwise the checkpoint was removed or replaced
             return each
     return None
 
@@ -106,18 +106,18 @@ def _named_steps(folder: str) -> list[tuple[int, str]]:
 
 
 class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan has no types
-    """Saves as torchtitan's ``CheckpointManager`` does, through our engine, and loads checkpoints of either."""
+    """Saves as torchtitan's ``CheckpointManager`` does, but through our engine. Loads checkpoints of both managers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]  # likewise
-        """The fields of torchtitan's own configuration. The environment has all other options (``Config.from_env``)."""
+        """The fields of torchtitan's own configuration. The environment sets other options (``Config.from_env``)."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async_with_pinned_mem"
-        """When a save returns: when it is durable (``disabled``), when its tensors are copied (``async``), or at once
-        (``async_with_pinned_mem``). In the last case the next optimizer step waits for the copies."""
+        """When a save returns: when the checkpoint is durable (``disabled``), when the tensors are copied (``async``),
+        or at once (``async_with_pinned_mem``). In the last mode the next optimizer step waits for the copies."""
 
     def __init__(self, config: Config, *, base_folder: str = "", **parts: Any) -> None:
-        """Start nothing yet.
+        """Make the folder and the engine. The first save starts the worker.
 
         Args:
             config: The configuration.
@@ -126,9 +126,9 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
 
         Raises:
             StorageError: The folder is an address (``s3://``), or cannot be made.
-            ValueError: An environment variable is invalid; also as torchtitan's own manager raises.
+            ValueError: An environment variable is invalid, or as torchtitan's own manager raises.
         """
-        quiet = copy.copy(config)  # to start neither a purging thread nor another process group
+        quiet = copy.copy(config)  # so that torchtitan starts neither a purging thread nor another process group
         quiet.keep_latest_k, quiet.async_mode = 0, "disabled"
         super().__init__(quiet, base_folder=base_folder, **parts)
         if not self.enable:
@@ -146,7 +146,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         self._engine = Engine(own, job=job, claim=claim)
         self.save_future: futures.Future[Any] | None = None
         self._is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        self._is_model_alone = False  # of the current save
+        self._is_model_alone = False  # whether the current save has only the model
         self._saves: list[Save] = []  # the newest save, and older ones not ended when it began
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -154,11 +154,11 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             return False
         structured_logger.add_step_tag("checkpoint_save")
         with structured_logger.log_trace_span("checkpoint_save"), torch.no_grad():
-            self._maybe_wait_for_staging()  # asking a model for its state may change the state asked for before
-            # A model alone cannot resume training. The older checkpoints stay then, as with torchtitan.
+            self._maybe_wait_for_staging()  # getting a model's state may change the state that is being copied
+            # A checkpoint of the model alone cannot resume training, so it removes no older ones, as in torchtitan.
             self._is_model_alone = last_step and self.last_save_model_only
             if last_step:
-                for save in list(self._saves):  # else Config.when_busy may skip this save
+                for save in list(self._saves):  # otherwise Config.when_busy may skip this save
                     save.future.exception()
                 self._save_last_step(curr_step)  # calls dcp_save, too
                 return True
@@ -178,11 +178,11 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
 
         Args:
             state_dict: The state to save.
-            checkpoint_id: The folder. A checkpoint at that place is replaced in one step. Anything else there is
+            checkpoint_id: The folder. An existing checkpoint there is replaced in one step. Any other contents are
                 renamed.
             async_mode: Whether to wait until the checkpoint is durable; see ``Config.async_mode``.
             enable_garbage_collection: As for torchtitan's own method, with ``to_hf``.
-            to_hf: Save as safetensors for Hugging Face: torchtitan's own code writes them, and the training waits.
+            to_hf: Save as safetensors for Hugging Face. torchtitan's own code writes the files, and the training waits.
 
         Returns:
             The future of the save; None if the save has ended.
@@ -221,7 +221,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
     def _load(self, step: int = -1) -> bool:
         with torch.no_grad():
             from_first(partial(check_job, self.folder, self._config.job_id))
-            if not self.load_only:  # else the worker is another job's
+            if not self.load_only:  # otherwise the worker belongs to another job
                 if step == -1 and self._load_from_memory():
                     return True
                 from_first(partial(wait_for_attempts, self.folder, self._config.timeout))
@@ -229,7 +229,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
             return found
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Load one checkpoint, and check every byte if it is ours. torchtitan's own ``dcp_load`` loads others.
+        """Load one checkpoint, and check every byte if it is ours. torchtitan's own ``dcp_load`` loads all others.
 
         Args:
             state_dict, checkpoint_id, from_hf, from_quantized: As for torchtitan's own method.
@@ -243,7 +243,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         self._fill(state_dict, checkpoint_id)
 
     def _fill(self, states: dict[str, Any], path: str, source: Any = None) -> None:
-        # Each rank loads the state of its own data loader only, so other names stay unused.
+        # Each rank loads only its own data loader's state, so do not warn about unused names.
         load(states, path, source=source, progress=self._config.progress, warns=False)
         self.states[MODEL].load_state_dict(states)
 
@@ -252,7 +252,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         return complete[-1] if complete else -1
 
     def _load_from_memory(self) -> bool:
-        """Load the image held by the worker of a dead trainer, if it is the newest state. Return whether it was."""
+        """Load the image that a dead trainer's worker holds, if it is the newest state. Return whether it is."""
 
         def fill(path: str, source: Any) -> None:
             self._fill(self._states_to_load(model_only=source.request.step == 0), path, source)
@@ -267,9 +267,9 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         if engine is None:
             return
         try:
-            # A training that ends by an error is likely to be restarted, so its state stays in memory.
+            # Keep the state in memory after an error, because the training is likely to be restarted.
             engine.close(linger=isinstance(error, Exception))
         except CheckpointError as trouble:
             if error is None:
                 raise
-            logger.error("while the training ends by an error: %s", str(trouble))  # the first error matters more
+            logger.error("while the training ends by an error: %s", str(trouble))  # the training's error matters more

@@ -9,16 +9,16 @@ In verl's configuration, below ``actor_rollout_ref.rollout.checkpoint_engine``:
 Workers that can share memory (workers of one user on one machine) are on one *host*. In each sync verl's manager calls
 
 1. ``prepare`` on all workers, which report their hosts. The first actor also reports the address of its store;
-2. ``build_topology`` in the driver, which gives each worker a role. The actors on the first actor's host publish, each
-   a share of the weights, so that the weights are copied over all links of these actors. The other actors only iterate
-   over the weights, because making them is a collective. The rollouts map them;
+2. ``build_topology`` in the driver, which gives each worker a role. Each actor on the first actor's host publishes a
+   share of the weights, so that the copies use the links of all these actors. The other actors only iterate over the
+   weights, because gathering a weight is a collective. The rollouts map the weights;
 3. ``init_process_group`` on all;
 4. ``send_weights`` and ``receive_weights`` on all at once. The first actor chooses the version, and posts a notice when
    all actors have published. The rollouts map that version on their host. One of our workers fetches it to the host
    once, from the actors' host or from another host that has it (see ``asyncckpt/transfer/mirror.py``);
 5. ``finalize`` on all.
 
-Between syncs, ``get_weights`` maps the newest or a named version on its host. No other worker takes part.
+Between syncs, ``get_weights`` maps the newest or a given version on the caller's host. No other worker takes part.
 
 The messages of a sync are in ``notices.py``.
 """
@@ -50,7 +50,7 @@ _PAUSE_S = 0.01
 
 
 class LocalPublication:
-    """The publication under ``address``, as one worker has it. Call ``close`` at the end."""
+    """One worker's access to the publication at ``address``. Call ``close`` at the end."""
 
     def __init__(self, address: str, slots: int, timeout: float) -> None:
         """Publish nothing yet.
@@ -61,7 +61,7 @@ class LocalPublication:
         """
         self.address = address
         self.locator: str | None = None
-        """The locator of the publication; None: it is on this host. Set this before reading."""
+        """The locator of the publication; None if the publication is on this host. Set this before reading."""
         self._slots = slots
         self._config = Config(timeout=timeout)
         self._publisher: WeightPublisher | None = None
@@ -84,18 +84,18 @@ class LocalPublication:
 
         Args:
             weights, dtype: As for ``WeightPublisher.publish``, which raises the errors.
-            version: The version; the first actor's value counts, and the others have None. It may be lower than before.
+            version: The version, on the first actor; the other actors pass None. It may be lower than the last version.
             actors: The publishing actors.
             host: Name of this host for other hosts.
             key: Key of the readers.
         """
         publisher = self._publisher if actors is self._actors else None
         told = actors.all_gather((version, None if publisher is None else self._last))
-        # Begin anew if an actor is new, or missed the end of the last sync: all actors must agree on the state.
+        # Make a new publisher if any actor is new or missed the end of the last sync: all must agree on the state.
         if publisher is None or any(last is None or last != self._last for _, last in told):
             if self._actors is not None and self._actors.rank != actors.rank:
                 self.withdraw()
-            actors.all_gather(None)  # else an actor may begin as a rank that another actor has not left yet
+            actors.all_gather(None)  # wait until all have withdrawn, because no two actors may have one rank
             publisher = self._begin(actors, host, key)
         published = publisher.publish(weights, told[0][0], dtype=dtype, roll_back=True)
         self._last = published.version, published.epoch
@@ -112,7 +112,7 @@ class LocalPublication:
         return next(reversed(self.subscriber().versions()), None)
 
     def acquire(self, notice: Notice, pin: str | None) -> Weights:
-        """Return the weights of a sync, once they are on this host.
+        """Wait until the weights of a sync are on this host, and return them.
 
         ``pin`` is an argument of ``WeightSubscriber.acquire``, which raises the errors.
         """
@@ -122,7 +122,7 @@ class LocalPublication:
             weights = self.subscriber().acquire(version=notice.version, pin=pin, timeout=left)
             if weights.epoch == notice.epoch:
                 return weights
-            # In a repeated sync this host still has the weights of the first attempt at that version.
+            # In a repeated sync this host may still have the weights of the first attempt.
             weights.release()
             if not left:
                 raise RankFailedError(f"version {notice.version} has not come to this host again", step=notice.version)
@@ -156,7 +156,7 @@ class LocalPublication:
         self._subscriber = self._publisher = None
 
     def _begin(self, actors: PublishingActors, host: str, key: bytes) -> WeightPublisher:
-        """Begin to publish with these ``actors``, in place of earlier ones."""
+        """Make the publisher for these ``actors``. It replaces the publisher for earlier actors."""
         publisher = WeightPublisher(
             self.address, slots=self._slots, when_busy="wait", process_group=actors, config=self._config
         )
@@ -173,7 +173,7 @@ BACKEND = "asyncckpt"
 
 
 class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc]  # verl has no types
-    """verl's contract for an engine with a cache, ``CheckpointEngineWithCache``. The module lists the calls."""
+    """Implements verl's ``CheckpointEngineWithCache`` in shared memory. The module's docstring lists the calls."""
 
     wire_format = "named_tensors"
 
@@ -196,17 +196,17 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         Args:
             bucket_size: Ignored, because tensors are copied one by one.
             is_master: Whether this is the first actor.
-            address: Name of the publication on each host; None: a name of this Ray job. Set it if rollouts shall find
-                the publication across jobs, or a restarted job its memory.
+            address: Name of the publication on each host; None: a name from the Ray job's id. Set a name if rollouts
+                of other jobs read the publication, or if a restarted job shall find its old memory.
             slots: Number of versions kept: the version being written, the newest, and versions that are still being
                 read.
             rollout_dtype: dtype for floating-point weights; None: no conversion.
-            roll_back: Let ``global_steps`` go back in a running trainer; a restarted trainer always may.
-            timeout: Seconds that a worker may wait for another.
-            host: Name of this trainer's host for other hosts; None: Ray's name.
-            device: Device on which rollouts get the weights ("cuda"), copied from pinned memory, if the inference
-                engine wants that. None: the weights stay in shared memory.
-            bypass_cpu: Refused. Use verl's own backend ``nccl`` to send weights from device to device.
+            roll_back: Allow a running trainer to send lower ``global_steps``. A restarted trainer may always do so.
+            timeout: Seconds that a worker waits for another worker.
+            host: Name of this trainer's host for other hosts; None: Ray's name for the host.
+            device: Device to which rollouts copy the weights from pinned memory, such as "cuda". If None, the weights
+                stay in shared memory.
+            bypass_cpu: Not supported. Use verl's own backend ``nccl`` to send weights from device to device.
         """
         if bypass_cpu:
             raise ValueError("bypass_cpu is no option: for weights from device to device take verl's backend 'nccl'")
@@ -224,11 +224,11 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         self._actors: PublishingActors | None = None
         self._syncs = 0
         self._notices: NoticeBoard | None = None  # only during a sync
-        self._sent: int | None = None  # the version last sent from here
-        self.version: int | None = None  # of the weights last taken here
+        self._sent: int | None = None  # the version that this actor sent last
+        self.version: int | None = None  # the version that this rollout got last
 
     def prepare(self) -> Peer:
-        """Return this worker's identity. The first actor opens the store, the first time."""
+        """Return this worker's report. Before the first sync, the first actor opens the store."""
         if self._is_master:
             if self._notices is not None:
                 self._notices.post_failure(RankFailedError("the trainer has begun another sync"))
@@ -257,7 +257,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         """Take the role for this sync."""
         if self._notices is not None:
             self._notices.close()
-        # Each sync has a connection of its own: a wait over the old connection would never succeed.
+        # Open a connection for each sync, because a wait on the old connection would never succeed.
         self._notices = NoticeBoard(role, self._timeout)
         if self._actors is None or role.part != "publish" or self._actors.members != role.publishers:
             self._leave()
@@ -269,15 +269,15 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Send ``weights``, taken one after the other, as version ``global_steps`` (None: the next).
+        """Publish ``weights``, one tensor after the other, as version ``global_steps`` (None: the next).
 
-        Returns the first actor's metrics, in seconds. A version that is not above the newest is accepted in three
-        cases:
+        The first actor returns metrics: the version, and the seconds of the publication. A version that is not above
+        the newest is accepted in three cases:
 
-        - from a trainer that has just started, and so resumes from an older checkpoint: newer versions are withdrawn,
-          with a warning;
-        - for a repeated sync;
-        - with ``roll_back``.
+        - The trainer has just started, so it resumes from an older checkpoint. Newer versions are withdrawn, with a
+          warning.
+        - The sync is repeated.
+        - ``roll_back`` is set.
 
         Any other such version raises ``VersionError``.
         """
@@ -326,7 +326,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield the newest complete weights on this host, or the weights of ``version``; no other worker takes part.
 
-        The weights come as from ``receive_weights``. Once the first has come, ``self.version`` is their version.
+        The tensors are as from ``receive_weights``. ``self.version`` is set when the first tensor is yielded.
 
         Args:
             version, min_version, roll_back, timeout: As for ``WeightSubscriber.acquire``, which raises the errors.
@@ -341,7 +341,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     async def get_checkpoint_weights(self, folder: str, **which: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield the actor's weights from the image of a checkpoint that ``verl_fsdp`` publishes.
 
-        The weights come as from ``get_weights``. Their version is the checkpoint's step.
+        The tensors are as from ``get_weights``. The version is the checkpoint's step.
 
         Args:
             folder: The folder of the trainer's checkpoints, its ``default_local_dir``.
@@ -367,7 +367,8 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
     def close(self) -> None:
         """Release everything that this worker holds and has published.
 
-        verl does not call this. The end of the process has the same effect; the memory of a killed process lingers.
+        verl does not call this method. The end of the process has the same effect, but the memory of a killed process
+        lingers.
         """
         self.local.close()
         self._leave()
@@ -383,7 +384,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
         return self._notices
 
     def _leave(self) -> None:
-        """Leave the actors that publish together."""
+        """Leave the group of publishing actors, if this actor is in one."""
         if self._actors is not None:
             self._actors.close()
             self._actors = None
@@ -426,7 +427,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
 
 
 def _exhaust(weights: Iterable[Any]) -> None:
-    """Iterate over the remaining weights, because other actors make each weight together with this actor."""
+    """Iterate over the remaining weights, because gathering each weight is a collective of all actors."""
     for _ in weights:
         pass
 

@@ -1,8 +1,8 @@
-"""Provide the roles of the workers in a sync of weights, and their messages: the notice and the rounds of the actors.
+"""Provide the roles of the workers in a weight sync, and their messages: the notice and the rounds of the actors.
 
-The messages go over a store that the first actor hosts, in rounds (see ``asyncckpt/ranks/rounds.py``), sealed with a
-key that verl passes on with the topology. Notices are JSON. The publishing actors, all on one host, send each other
-pickles, as ranks do. The end of the store is noticed at once.
+The messages go through a store on the first actor, in rounds (see ``asyncckpt/ranks/rounds.py``). They are sealed with
+a key that verl distributes with the topology. Notices are JSON. The publishing actors, which are all on one host, send
+each other pickles, as ranks do. All workers notice at once if the store's process ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asyncckpt.extension import Rendezvous, Rounds
 logger = logging.getLogger(__name__)
 
 Part = Literal["publish", "iterate", "map"]
-"""The part of an actor that publishes, of an actor that only helps to make the weights, or of a rollout."""
+"""The part of an actor that publishes, of an actor that only iterates over the weights, or of a rollout."""
 
 
 class Member(NamedTuple):
-    """A worker: its ``name``, and its process, by the process id in the ``namespace``."""
+    """A worker: its ``name``, and its process id ``pid`` in the process id ``namespace``."""
 
     name: str
     namespace: str
@@ -38,8 +38,8 @@ class Member(NamedTuple):
 class Peer:
     """The report of a worker before a sync.
 
-    ``host`` is a text that workers share if they can share memory. The first actor adds ``rendezvous``, its store;
-    ``sync``, the number of syncs so far; and ``key``, the key of the readers.
+    ``host`` is equal for workers that can share memory. The first actor also reports its store (``rendezvous``), the
+    number of syncs so far (``sync``), and the readers' key (``key``).
     """
 
     member: Member
@@ -53,8 +53,8 @@ class Peer:
 class Role:
     """A worker's part in a sync.
 
-    ``is_here``: whether the weights are published on the worker's host. ``publishers``: the publishing actors, by their
-    ranks. Each publishing actor has its own rank in ``rendezvous``.
+    ``is_here``: whether the weights are published on the worker's host. ``publishers``: the publishing actors, in the
+    order of their ranks. The ``rendezvous`` of a publishing actor has the actor's rank.
     """
 
     part: Part
@@ -86,9 +86,9 @@ def roles(actors: Sequence[Peer], rollouts: Sequence[Peer]) -> tuple[list[Role],
 
 
 _KIND = "weights"
-# Seconds that a worker looks for the store, which exists before a sync begins.
+# Seconds to wait for a connection to the store. The store exists before a sync begins.
 _PATIENCE_S = 10.0
-# Seconds beyond the first actor's timeout, in which its conclusion gets to the others.
+# Seconds that the other actors wait beyond the first actor's timeout, to receive its conclusion.
 _GRACE_S = 5.0
 
 
@@ -119,7 +119,7 @@ class Notice:
 
 
 class NoticeBoard:
-    """A worker's connection to the store, for the sync in which it has ``role``.
+    """A worker's connection to the store for one sync, in which the worker has ``role``.
 
     A wait raises ``RankFailedError`` if the first actor is gone.
     """
@@ -136,16 +136,16 @@ class NoticeBoard:
         return self.role.part == "publish" and self.role.rendezvous.rank == 0
 
     def post(self, notice: Notice) -> None:
-        """Announce the publication; only the first actor calls. The first post of a sync stays."""
+        """Post the notice of a publication. Only the first actor calls this. A later failure does not replace it."""
         self._rounds.conclude(Rounds.name(_KIND, self.role.sync), json.dumps(asdict(notice)).encode())
 
     def post_failure(self, error: BaseException) -> None:
-        """Tell all waiting workers why nothing will be published in this sync; only the first actor calls."""
+        """Post the error that ends this sync to all waiting workers. Only the first actor calls this."""
         found = located(error, otherwise=RankFailedError)
         try:
             for name in (Rounds.name(_KIND, self.role.sync), Rounds.name(self._of_actors, self._gathered + 1)):
                 self._rounds.conclude_failed(name, found)
-        except CheckpointError as trouble:  # the others will notice by themselves
+        except CheckpointError as trouble:  # the other workers notice the failure by themselves
             logger.warning("the other workers could not be told of a failure: %s", trouble)
 
     def wait(self) -> Notice:
@@ -153,7 +153,7 @@ class NoticeBoard:
         return Notice(**json.loads(self._outcome(Rounds.name(_KIND, self.role.sync), self._timeout)))
 
     def gather(self, value: bytes, processes: Processes) -> list[bytes]:
-        """Return the values of all publishing actors, in their order. All of them make the same calls.
+        """Return the values of all publishing actors, in the order of ranks. All publishing actors make the same calls.
 
         Raises ``RankFailedError`` if one of the ``processes`` has died, or does not answer.
         """
@@ -177,12 +177,12 @@ class NoticeBoard:
             raise RankFailedError(message, rank=error.rank) from error
 
     def clear(self) -> None:
-        """End the sync; only the first actor calls. The remains in the store are removed, now or later."""
+        """Remove the sync's messages from the store, now or later. Only the first actor calls this."""
         self._rounds.clear(_KIND, self.role.sync)
         self._rounds.clear(self._of_actors, self._gathered + 1, keep=1)
 
     def close(self) -> None:
-        """Drop the connection. A wait over it ends."""
+        """Close the connection. Any wait on the connection ends."""
         self._rounds.close()
 
     @property
@@ -203,7 +203,7 @@ class Processes:
     """The watched processes of workers on this host. Call ``close`` at the end."""
 
     def __init__(self, members: tuple[Member, ...], own: Member) -> None:
-        """Watch the ``members``, by their ranks. Members of another process id namespace are not watched."""
+        """Watch the processes of ``members``, by rank. A process in another process id namespace is not watched."""
         self._fds: dict[int, int] = {}
         for rank, member in enumerate(members):
             if member != own and member.namespace == own.namespace:
@@ -225,7 +225,7 @@ class Processes:
 
 
 class PublishingActors:
-    """The actors that publish together, as the ranks of a ``WeightPublisher``, in one sync after the other."""
+    """The publishing actors, as the ranks of a ``WeightPublisher``. One object serves several syncs."""
 
     def __init__(self, notices: NoticeBoard, own: Member) -> None:
         self.members = notices.role.publishers

@@ -3,9 +3,9 @@
     VERL_USE_EXTERNAL_MODULES=asyncckpt.integrations.verl_fsdp python -m verl.trainer.main_ppo ...
 
 verl imports the modules in that variable in every process, before its own modules. Importing this package replaces the
-manager of the FSDP engine (``manager.py``). The trainers' driver then names a step as the latest only when the whole
-step is durable (``driver.py``). Each replacement happens when verl imports the module in question. Nothing of verl is
-imported here.
+manager of the FSDP engine (``manager.py``), and wraps the trainers, so that a step becomes the latest only when the
+whole step is durable (``driver.py``). Each replacement happens when verl imports the module in question. This package
+itself imports no module of verl.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Finder(MetaPathFinder):
             run(module)
             call(module)
 
-        spec.loader.exec_module = run_and_call  # type: ignore[method-assign]  # of this module's loader alone
+        spec.loader.exec_module = run_and_call  # type: ignore[method-assign]  # only for the loader of this module
         return spec
 
 
@@ -54,7 +54,7 @@ def on_import(name: str, call: Callable[[Any], None]) -> None:
         call: The function to call. The import raises its errors.
     """
     module = sys.modules.get(name)
-    # A module that is being imported lacks some names yet. Its import has led here.
+    # If the import of the module is still running, and has led here, the module lacks some names.
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         call(module)
         return

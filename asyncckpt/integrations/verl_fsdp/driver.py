@@ -1,13 +1,13 @@
-"""Drive a verl job: its trainers save in the background, and the tracker names a step when all parts are durable.
+"""Make verl's trainers save in the background, and advance the tracker to a step when all its parts are durable.
 
-A trainer has the workers save the actor and the critic, writes the state of its data loader, and then names the step in
-the tracker, unless ``async_save`` is set. So ``async_save`` is set during a save. The type ``DeferredStep`` tells the
-workers that they need not wait.
+A trainer tells the workers to save the actor and the critic, writes the state of its data loader, and then names the
+step in the tracker, unless ``async_save`` is set. So this module sets ``async_save`` during a save. The type
+``DeferredStep`` tells the workers that they need not wait until the step is durable.
 
 A step has several parts: the checkpoints of actor and critic, saved by different workers, and the driver's own files.
-The driver ends with a note in the folder of the step, which names the parts. Each worker tries to advance the tracker
-when its part is durable, and the driver when its note is. An attempt succeeds only if the note and all parts exist.
-The last of them therefore advances the tracker, even if the trainers are dead.
+At the end, the driver writes a note with the names of the parts to the folder of the step. Each worker tries to advance
+the tracker when its part is durable. The driver tries when its note is durable. An attempt succeeds only if the note
+and all parts exist. So the last attempt advances the tracker, even if the trainers are dead.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class DeferredStep(int):
-    """A step that its caller does not report as saved: the worker that completes the step names it as the latest.
+    """A step that the caller does not name as the latest: the worker that completes the step names it.
 
-    The driver of a job gives this step to the workers in place of verl's ``int``, so they need not wait until it is
-    durable. For any other step the workers have to wait, because the caller names it at once.
+    The driver of a job passes this type to the workers instead of ``int``, so they need not wait until the step is
+    durable. For a plain ``int`` the workers must wait, because the caller then names the step at once.
     """
 
     parts: tuple[str, ...]
@@ -56,7 +56,7 @@ _NOTE = "asyncckpt_parts.json"
 
 
 def folder_of_tracker(path: str) -> str | None:
-    """Return the folder with the tracker for a checkpoint of verl's; None: it has none.
+    """Return the folder with the tracker for a checkpoint; None if the checkpoint is in no folder of a step.
 
     Args:
         path: Path of the checkpoint: ``folder/global_step_10``, or ``folder/global_step_10/actor``.
@@ -84,10 +84,10 @@ def pointer_to(step_folder: str, parts: Sequence[str]) -> Pointer:
 
 
 class StepTracker:
-    """The tracker of one folder, as the driver of a job advances it."""
+    """Advances the tracker of one folder for the driver of a job."""
 
     def __init__(self, folder: str, timeout: float) -> None:
-        """Start nothing yet.
+        """Set the folder and the timeout.
 
         Args:
             folder: The folder of the tracker, and of the steps.
@@ -102,7 +102,7 @@ class StepTracker:
         return os.path.join(self._folder, f"global_step_{step}")
 
     def complete(self, step: int, parts: Sequence[str]) -> None:
-        """Advance to ``step``, now or as soon as its parts exist. The driver has written its own files already.
+        """Advance to ``step``, now or as soon as its parts exist. The driver must have written its own files before.
 
         Args:
             step: The step.
@@ -121,9 +121,9 @@ class StepTracker:
         self._clean_up()
 
     def catch_up(self) -> None:
-        """Advance to the step that became complete last, if the job before this one was killed just then.
+        """Advance to the step that became complete last, if the previous job was killed before it could advance.
 
-        Wait for its workers to finish writing. Raises ``StorageError`` on a timeout.
+        Wait until the workers of the previous job finish writing. Raises ``StorageError`` on a timeout.
         """
         noted: list[tuple[int, str]] = []
         for name in filter(_STEP.fullmatch, storage_for(self._folder).names_in(self._folder)):
@@ -142,15 +142,16 @@ class StepTracker:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """Remove the remains of killed workers, once they are too old to be still written.
+        """Remove the remains of killed workers, once the remains are too old to belong to a live save.
 
-        A save removes old remains in its own folder. The folder of a step is saved to again only if the step is.
+        A save removes old remains only in its own folder. Without this method the remains would stay until their step
+        is saved again.
         """
         storage, left = storage_for(self._folder), []
         for folder in self._littered:
             try:
                 if _is_littered(folder):  # the folder may be gone
-                    # A save attempt, soon discarded, makes the storage remove old remains beside it.
+                    # Begin and discard a save, because the storage then removes old remains beside it.
                     path, attempt = os.path.join(folder, "nothing"), f"{secrets.token_hex(6)}-0"
                     storage.begin_checkpoint(path, attempt, 0, self._timeout).discard()
                 if not _is_littered(folder):
@@ -166,7 +167,7 @@ def _is_littered(folder: str) -> bool:
 
 
 def _sync_files(folder: str, but: Sequence[str]) -> None:
-    """Make the files in ``folder`` durable, except the folders ``but`` in it, and except hidden ones."""
+    """Make the files in ``folder`` durable, except its folders named in ``but`` and its hidden folders."""
     for above, folders, names in os.walk(folder):
         if above == folder:
             folders[:] = [name for name in folders if name not in but and not name.startswith(".")]
@@ -193,7 +194,7 @@ _PARTS = ("actor", "critic")  # as verl's trainers call their folders
 
 
 def wrap(trainer_class: Any) -> None:
-    """Have the trainers of a class save in the background. Trainers with a save of their own keep it.
+    """Make the trainers of a class save in the background. A derived class with its own save method keeps it.
 
     Args:
         trainer_class: ``RayPPOTrainer``, or a class that saves in the same way.
@@ -217,7 +218,7 @@ def _save(trainer: Any, stock: Callable[[], None]) -> None:
     if groups is None:
         stock()
         return
-    # Saving a step again replaces it while the tracker may name it, so all wait for the save.
+    # If a saved step is saved again, the tracker may already name it, so all workers wait for the save.
     is_there = os.path.lexists(tracker.step_folder(step))
     parts = _PARTS[: len(groups)]
     with contextlib.ExitStack() as replacements:
@@ -249,7 +250,7 @@ def _save_deferred(
 
 @contextlib.contextmanager
 def _not_naming_it(actor: Any) -> Iterator[None]:
-    """Keep the trainer from writing the tracker. Its callbacks learn that the step may not be durable yet."""
+    """Keep the trainer from writing the tracker, and tell its callbacks that the step may not be durable yet."""
     from omegaconf import open_dict
 
     before = actor.checkpoint.get("async_save", False)
@@ -263,7 +264,7 @@ def _not_naming_it(actor: Any) -> Iterator[None]:
 
 
 def _fsdp_groups(trainer: Any) -> list[Any] | None:
-    """Return the worker groups that save. Return None if one is no FSDP engine, because it may name the step itself."""
+    """Return the worker groups that save; None if an engine is not FSDP, because it may name the step itself."""
     config, groups = trainer.config, [trainer.actor_rollout_wg]
     strategies = [config.actor_rollout_ref.actor.strategy]
     if trainer.use_critic:

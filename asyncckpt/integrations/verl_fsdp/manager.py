@@ -1,8 +1,8 @@
 """Provide the checkpoint manager that verl's FSDP engine makes on each rank.
 
-``model`` and ``optimizer`` are in one checkpoint of DCP, each parameter by its full name, so that another number of
-ranks can load them. The schedule and the states of the random number generators are files of each rank, with verl's
-file names.
+``model`` and ``optimizer`` are in one checkpoint of DCP with full parameter names, so that another number of ranks can
+load them. Each rank saves its learning rate schedule and the states of its random number generators in its own file,
+with verl's file name.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _STATE = "optimizer.state."
 
 
 def stored_names(path: str) -> list[str] | None:
-    """Return the names of the values in the checkpoint ``path``; None: asyncckpt has not saved it.
+    """Return the names of the values in the checkpoint ``path``; None if asyncckpt has not saved the checkpoint.
 
     Raises ``DamagedCheckpointError``, ``StorageError``.
     """
@@ -72,11 +72,11 @@ def model_state(model: Any, *, lora_only: bool = False) -> dict[str, Any]:
     """Return this rank's shards of the parameters and buffers, by their full names, without copies.
 
     Args:
-        model: The model as verl has wrapped it. With FSDP1 all ranks have to call.
+        model: The model as verl has wrapped it. With FSDP1 all ranks must call this function.
         lora_only: Return only the adapters' parameters, if the model has adapters.
 
     Raises:
-        ValueError: As verl raises, for a model with adapters that has no parameters of adapters.
+        ValueError: With ``lora_only``, the model has adapters but no parameters of adapters. verl raises this, too.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as verl does: FSDP1 warns of itself
@@ -94,7 +94,7 @@ def optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, A
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    if is_fresh and optimizer.state:  # torch makes a state by a step, which would count
+    if is_fresh and optimizer.state:  # torch has made a state by an extra step, which must not count
         optimizer.state.clear()
         state["state"] = {}
     return state
@@ -109,7 +109,7 @@ def extra_file(lr_scheduler: Any, rng: Mapping[str, Any]) -> bytes:
     """Return a file with the schedule and the state of the generators. Reading it runs no code.
 
     Args:
-        lr_scheduler: torch's, or None.
+        lr_scheduler: A scheduler of torch, or None.
         rng: The result of verl's ``get_rng_state``.
     """
     kind, keys, *rest = rng["numpy"]
@@ -122,13 +122,13 @@ def extra_file(lr_scheduler: Any, rng: Mapping[str, Any]) -> bytes:
 def read_extra(path: str, rank: int, ranks: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Return the state of the schedule, and the state of this rank's generators; None for a missing state.
 
-    If another number of ranks has saved, the schedule is the first rank's, because all ranks have the same. Each rank
-    takes the generators of the rank with its number, if there was such a rank.
+    If another number of ranks has saved, each rank takes the states of the rank with its number. If there was no such
+    rank, it takes the first rank's schedule, because all ranks have the same schedule, and no state of generators.
 
     Raises:
         DamagedCheckpointError, StorageError: A file cannot be read, or has other bytes than were written.
         UntrustedValueError: The schedule has objects that could run code.
-        MismatchError: No rank has saved any.
+        MismatchError: No rank has saved such states.
     """
     source = StorageSource(path)
     worlds = {name.split("_")[4] for name in source.manifest.files if name.startswith("extra_state_world_size_")}
@@ -199,12 +199,12 @@ def load_state(
 def _stored_of_optimizer(model: Any, optimizer: torch.optim.Optimizer, stored: set[str]) -> dict[str, Any]:
     """Return the optimizer's state, reduced to the values that the checkpoint has.
 
-    A parameter that has never had a gradient has no stored state. Options of param groups come and go with releases of
-    torch. Both stay unchanged. A parameter with only a part of its state in the checkpoint keeps all its names here, so
-    that the load refuses.
+    The checkpoint has no state for a parameter that has never had a gradient, and it may lack options of param groups
+    that other releases of torch have. The optimizer keeps its own values for these. If only a part of a parameter's
+    state is in the checkpoint, the result has all names of that state, so that the load raises.
     """
     if not optimizer.state:
-        optimizer.zero_grad(set_to_none=True)  # else torch makes no state to load into
+        optimizer.zero_grad(set_to_none=True)  # otherwise torch makes no state to load into
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
@@ -238,7 +238,7 @@ _made = itertools.count()
 
 @dataclass(frozen=True)
 class _Begun:
-    """A checkpoint of this job. Older checkpoints have not been removed for it yet."""
+    """A checkpoint of this job, for which older checkpoints are not removed yet."""
 
     save: Save
     max_ckpt_to_keep: int | None
@@ -252,10 +252,10 @@ class _Begun:
 
 
 class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl has no types
-    """Saves as verl's ``FSDPCheckpointManager``, through our engine, and loads checkpoints of either."""
+    """Saves as verl's ``FSDPCheckpointManager`` does, but through our engine. Loads checkpoints of both managers."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Start nothing yet. The arguments are the same as for verl's own manager."""
+        """Start no worker yet. The arguments are the same as for verl's own manager."""
         super().__init__(*args, **options)
         self._kind = f"verl's manager {next(_made)}"  # the managers of actor and critic may be in one process
         self._begun: list[_Begun] = []
@@ -270,14 +270,15 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
     ) -> None:
         """Save one checkpoint, with all ranks.
 
-        The checkpoint gets its name when it is complete and durable. This returns then, or, for a ``DeferredStep``, as
-        soon as the tensors are copied. Older checkpoints are removed later, when verl's tracker has passed them.
+        The checkpoint gets its name when it is complete and durable. This method returns at that time, or, for a
+        ``DeferredStep``, as soon as the tensors are copied. Older checkpoints are removed later, when verl's tracker
+        has passed them.
 
         Args:
             local_path: The checkpoint's folder. If None, only wait for the saves under way.
             hdfs_path: Unused by verl.
             global_step: The training step.
-            max_ckpt_to_keep: As for verl: the number of this job's checkpoints that stay.
+            max_ckpt_to_keep: As for verl: the number of this job's checkpoints to keep.
 
         Raises:
             AssertionError: The model or the optimizer to save is missing.
@@ -348,7 +349,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         torch.distributed.barrier()
 
     def remove_previous_save_local_path(self, path: str | Sequence[str]) -> None:
-        """Remove checkpoints. Ours lose their names first, and stay while they are being read."""
+        """Remove checkpoints. A checkpoint of ours is renamed first, and stays while readers read it."""
         for each in [path] if isinstance(path, str) else path:
             if os.path.lexists(os.path.join(each, MANIFEST_NAME)):
                 try:
@@ -364,7 +365,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
                 raise AssertionError(f"{name} must be provided when checkpoint_contents.{what} includes ['{name}']")
 
     def _begin_publishing(self, place: str) -> bool:
-        """Return whether to publish the weights of this save. If so, make the job's engine one that rollouts find."""
+        """Return whether to publish the weights of this save. If so, make sure that rollouts find the job's engine."""
         root = folder_of_tracker(place)
         if root is None or os.path.basename(place) != _ACTOR or not self.should_save_model:
             return False
@@ -374,7 +375,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         return True
 
     def _why_stock(self, local_path: str) -> str | None:
-        """Return why verl has to save itself; None: asyncckpt can."""
+        """Return the reason why verl has to save by itself; None if asyncckpt can save."""
         if is_non_local(local_path):
             return f"{local_path} is remote"
         if self.should_save_optimizer and not isinstance(self.optimizer, torch.optim.Optimizer | None):
@@ -384,7 +385,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
     def _state(self) -> dict[str, Any]:
         state = {}
         if self.should_save_model:
-            # verl 0.8 knows no checkpoints of adapters alone.
+            # verl 0.8 has no such attribute, because it cannot save adapters alone.
             lora_only = getattr(self, "should_save_lora_only", False)
             state["model"] = model_state(self.model, lora_only=lora_only)
         if self.should_save_optimizer:
@@ -392,9 +393,9 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         return state
 
     def _capture_small_files(self, folder: str, step: int) -> None:
-        """Have verl write its other files: configuration, tokenizer, weights for Hugging Face."""
+        """Make verl write its other files: configuration, tokenizer, weights for Hugging Face."""
         if self.should_save_hf_model:
-            # Before all ranks gather the weights, because a failed rank would not take part.
+            # Write these before all ranks gather the weights, because a failed rank would not take part in that.
             on_all(partial(self._have_verl_write, folder, step, []))
             self._have_verl_write(folder, step, ["hf_model"])
         else:
@@ -404,21 +405,21 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         with (
             replaced(self, "checkpoint_save_contents", contents),
             replaced(self, "register_checkpoint", lambda *_: None),
-            # Each rank writes to its own folder, and a failure reaches the others in another way.
+            # No barrier is needed: each rank writes to its own folder, and told_to_all reports a failure to all ranks.
             replaced(torch.distributed, "barrier", lambda *_, **__: None),
         ):
             super().save_checkpoint(folder, global_step=step)
 
     def _remove_older(self) -> None:
-        """Have verl remove the checkpoints older than the newest durable one that a resumed job would load."""
+        """Make verl remove the checkpoints older than the newest durable one that a resumed job would load."""
         passed = 0
-        with contextlib.suppress(OSError):  # from the tracker: nothing is removed then
+        with contextlib.suppress(OSError):  # if the tracker cannot be read, nothing is removed
             for number, each in enumerate(self._begun, 1):
                 passed = number if each.is_latest() else passed
         for each in self._begun[:passed]:
             if self.rank == 0 and each.save.failure is None:
                 path = str(each.save.path)
-                # verl would count a step that is saved again twice, and remove it as older than itself.
+                # Otherwise verl would count a step that is saved again twice, and remove the new checkpoint as old.
                 if path in self.previous_saved_paths:
                     self.previous_saved_paths.remove(path)
                 self.register_checkpoint(path, each.max_ckpt_to_keep)
@@ -428,7 +429,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
 def _publish(save: Save, step: int) -> None:
     """Publish the staged weights to readers. An error in publishing does not fail the checkpoint."""
     try:
-        # A resumed training goes back, and so do its readers.
+        # A resumed training goes back to older versions, so its readers must go back, too.
         engines.get().publish(save, step, roll_back=True)
     except CheckpointError as error:
         logger.warning("the weights of step %d are not published: %s", step, error)

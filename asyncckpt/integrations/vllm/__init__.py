@@ -1,10 +1,10 @@
 """Load each version of a trainer's weights into vLLM engines from shared memory, by the weight transfer "asyncckpt".
 
 vLLM finds ``register`` by itself, as a plugin of the group "vllm.general_plugins". ``worker.py`` runs in the engine's
-workers. With a ``WeightPublisher`` in any trainer, a rollout process calls ``updater.py``. A trainer that drives its
+workers. With a ``WeightPublisher`` in any trainer, a rollout process uses ``updater.py``. A trainer that drives its
 engines through vLLM's own interface uses ``trainer.py``.
 
-Nothing of vLLM is imported before it is used.
+This package imports vLLM only when vLLM is needed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def register() -> bool:
 
 
 def _lack() -> str | None:
-    """Return the name that this vLLM lacks, in words, or None."""
+    """Return a text that says which name or argument this vLLM lacks; None if the interface is complete."""
     for module, names in _NEEDED.items():
         try:
             found = importlib.import_module(module)

@@ -1,7 +1,8 @@
 """Make all workers of an engine load the same version: the first worker picks it, and the others take exactly that.
 
-The workers form a grid. An engine is split in several ways. For each way a worker is in one group, which is a line of
-the grid. All ``groups`` here are the groups of one worker, innermost first; empty for a single worker.
+The workers form a grid with one dimension for each kind of parallelism. In each dimension a worker is in one process
+group, which is a line of the grid. All ``groups`` here are the groups of one worker, innermost first. ``groups`` is
+empty for a single worker.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def acquire_together(subscriber: WeightSubscriber, groups: Sequence[ProcessGroup], **wanted: Any) -> Weights:
     """Lease the same version on all workers of an engine, or raise on all of them.
 
-    The first worker's lease keeps its version alive until the others have their leases, so none can be too late.
+    The first worker's lease keeps the version alive until the others have their leases, so no worker can be too late.
 
     Args:
         subscriber: This worker's subscriber.
@@ -58,7 +59,7 @@ def raise_together(failure: CheckpointError | None, groups: Sequence[ProcessGrou
     """Raise the failure of the first failed worker, with its rank, on all workers.
 
     Args:
-        failure: This worker's failure; None: it has not failed.
+        failure: This worker's failure; None if the worker has not failed.
         groups: The worker's groups, see the module.
     """
     failures = _of_all(failure, groups)

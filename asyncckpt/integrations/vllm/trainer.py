@@ -1,11 +1,11 @@
-"""Drive vLLM's weight transfer from the trainer: each ``send_weights`` publishes once, and has the engine load it.
+"""Drive vLLM's weight transfer from the trainer: each ``send_weights`` publishes once, and makes the engine load it.
 
     info = SharedMemoryTrainerInfo("policy", rank=0)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
     engine.send_weights()
 
-``client`` is one of vLLM's, or any object with the same four methods. Importing this module registers the backend with
-vLLM, because vLLM loads its plugins in engines only.
+``client`` is a client of vLLM, or any object with the same four methods. Importing this module registers the backend
+with vLLM, because vLLM loads its plugins in engines only.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SharedMemoryTrainerInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM has no types here
-    """The argument of ``trainer_init``, on each rank with its ``rank``.
+    """The argument of ``trainer_init``. Each rank passes its own ``rank``.
 
-    ``address``: any text; the engine finds the weights by it. ``dtype``, of ``WeightPublisher.publish``, and ``slots``,
-    of ``WeightPublisher``. ``timeout``: seconds that an engine waits for weights. ``background``: ``send_weights``
-    returns when the weights are published, and a thread calls the engine. The next call raises the thread's error.
-    ``host``: name or address of this host, for engines on other hosts; None: all engines are on this host.
+    ``address``: any text; the engine finds the weights by this text. ``dtype``: as for ``WeightPublisher.publish``.
+    ``slots``: as for ``WeightPublisher``. ``timeout``: seconds that an engine waits for weights. ``background``:
+    ``send_weights`` returns when the weights are published, and a thread calls the engine. The next call raises the
+    thread's error. ``host``: name or address of this host, for engines on other hosts; None if all engines are on this
+    host.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -52,9 +53,9 @@ class SharedMemoryTrainerInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM ha
 
 
 class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's contract for a trainer, ``TrainerWeightTransferEngine``. All ranks make the same calls.
+    """Implements vLLM's ``TrainerWeightTransferEngine``. All ranks make the same calls.
 
-    The first rank publishes the weights of its source, and talks to the engine. The others only iterate over their
+    The first rank publishes the weights of its source, and calls the engine. The other ranks only iterate over their
     source, because gathering a parameter is a collective. The trainer may change its weights when ``send_weights``
     returns.
     """
@@ -84,7 +85,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         Raises:
             ValueError: There is no source.
             UnsavableStateError: The source holds only a part of the model.
-            CheckpointError: As ``WeightPublisher.prepare`` raises; or the engine could not be told.
+            CheckpointError: As ``WeightPublisher.prepare`` raises; or the call to the engine failed.
         """
         if source is None:
             raise ValueError("what shall be sent? give a WeightSource, or a state dict")
@@ -107,7 +108,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         return engine
 
     def send_weights(self, version: int | None = None, *, roll_back: bool = False) -> Publication | None:
-        """Publish the present weights, by one copy, and have the engine load them.
+        """Publish the present weights, by one copy, and make the engine load them.
 
         Args:
             version: As for ``WeightPublisher.publish``; None: the next version.
@@ -118,7 +119,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
 
         Raises:
             CheckpointError: As ``WeightPublisher.publish`` raises, and the engine keeps its weights; or the engine has
-                not loaded the published version, and the text says whether it may serve.
+                not loaded the published version, and the text says whether the engine may serve.
         """
         publisher = self._publisher
         if publisher is None:
@@ -176,7 +177,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
             version = self._next() if version is None else version
             publication = publisher.publish(weights, version, dtype=self._info.dtype, roll_back=roll_back)
         except Exception:
-            for _ in pairs:  # because the other ranks gather the rest
+            for _ in pairs:  # the other ranks gather the remaining weights, too
                 pass
             raise
         if publication.skipped:
@@ -184,7 +185,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         return publication
 
     def _next(self) -> int:
-        """Return the version after the last, which an earlier trainer may have published if its worker still has it."""
+        """Return the version after the last one. An earlier trainer may have published the last version."""
         if self.version is None:
             with WeightSubscriber(self._info.address) as subscriber:
                 return max(subscriber.versions(), default=0) + 1
@@ -194,7 +195,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         try:
             self.client.start_weight_update()
         except Exception:
-            self._end_update()  # a dead trainer had begun this update
+            self._end_update()  # a dead trainer may have begun an update
             self._told("start_weight_update")
         try:
             self._told("update_weights", {"version": version, "timeout": self._info.timeout})
@@ -204,7 +205,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
         self._told("finish_weight_update", str(version))
 
     def _end_update(self) -> None:
-        """Have the engine begin anew. Its weights stay unchanged. The engine refuses if no update has begun."""
+        """End an unfinished update. The engine's weights stay unchanged. The engine raises if no update has begun."""
         with contextlib.suppress(Exception):
             self.client.finish_weight_update()
 

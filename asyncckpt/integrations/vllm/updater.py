@@ -14,12 +14,12 @@ class _Updater:
     """The common part of both updaters."""
 
     def __init__(self, engine: Any, address: str, *, prefix: str = "", locator: str | None = None) -> None:
-        """Load nothing, and wait for nothing, before ``update``.
+        """Keep the arguments. ``update`` loads the first version.
 
         Args:
             engine: vLLM's engine, made with ``weight_transfer_config={"backend": "asyncckpt"}``.
             address: Address of the ``WeightPublisher``.
-            prefix: Load only tensors with this prefix of their names, and without the prefix.
+            prefix: Load only tensors with this prefix in their names, and remove the prefix.
             locator: Locator of a publisher on another host, as for ``WeightSubscriber``.
         """
         self._engine = engine
@@ -30,11 +30,11 @@ class _Updater:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine has; None: it has none of the publisher's versions."""
+        """The version that the engine has; None if the engine has no version of the publisher."""
         return None if self._loaded is None else self._loaded[0]
 
     def close(self) -> None:
-        """Ask for no more versions. The engine keeps what it has. Safe to call twice."""
+        """Stop reading versions. The engine keeps its weights. Safe to call twice."""
         self._subscriber.close()
 
     def _is_new(self, weights: Weights) -> bool:
@@ -52,10 +52,10 @@ class EngineUpdater(_Updater):
         roll_back: bool = False,
         timeout: float = 60.0,
     ) -> int:
-        """Load the newest version, unless the engine has it already, and forget prefixes cached with older versions.
+        """Load the newest version, unless the engine has it already, and reset the prefix cache.
 
-        The version is leased until the engine has it, so it cannot disappear before a worker loads it. vLLM is told the
-        version as the engine's ``get_weight_version``, and each output has it, too.
+        The version is leased until the engine has it, so it cannot disappear before a worker loads it. vLLM returns the
+        version from the engine's ``get_weight_version``, and with each output.
 
         Args:
             min_version, version, roll_back, timeout: As for ``WeightSubscriber.acquire``.
@@ -65,7 +65,7 @@ class EngineUpdater(_Updater):
 
         Raises:
             CheckpointError: As ``WeightSubscriber.acquire`` raises; the engine is unchanged.
-            Exception: vLLM's form of an error in a worker, with its text, which says whether the engine may serve.
+            Exception: An error in a worker, in vLLM's form. The text says whether the engine may serve.
         """
         wanted: dict[str, Any] = {"version": version, "roll_back": roll_back, "timeout": timeout, "readonly": True}
         with self._subscriber.acquire(min_version, **wanted) as weights:
@@ -82,7 +82,7 @@ class EngineUpdater(_Updater):
         self._engine.start_weight_update()
         try:
             self._engine.update_weights({"update_info": {"version": version, "timeout": timeout}})
-        except BaseException:  # a task that is cancelled, too: else vLLM begins no other update
+        except BaseException:  # also for an interrupt, because otherwise vLLM begins no other update
             with contextlib.suppress(Exception):  # see ``SharedMemoryWeightTransferEngine.update_weights``
                 self._engine.finish_weight_update()
             raise
@@ -112,12 +112,12 @@ class AsyncEngineUpdater(_Updater):
     ) -> int:
         """Load the newest version as ``EngineUpdater.update`` does, with the engine paused meanwhile.
 
-        After an error of the engine it stays paused: ``await engine.resume_generation()`` once it may serve.
+        After an error the engine stays paused. Call ``await engine.resume_generation()`` once the engine may serve.
 
         Args:
             min_version, version, roll_back, timeout: As for ``WeightSubscriber.acquire``.
-            requests: The handling of requests under way. "wait": they finish first, with the old weights. "abort": they
-                are given up. "keep": they go on with the new weights from the next token on.
+            requests: The handling of requests under way. "wait": first finish them with the old weights. "abort": abort
+                them. "keep": continue them with the new weights from the next token on.
 
         Returns:
             The version that the engine has now.
@@ -142,7 +142,7 @@ class AsyncEngineUpdater(_Updater):
         update = WeightTransferUpdateRequest(update_info={"version": version, "timeout": timeout})
         try:
             await self._engine.update_weights(update)
-        except BaseException:  # a task that is cancelled, too: else vLLM begins no other update
+        except BaseException:  # also if the task is cancelled, because otherwise vLLM begins no other update
             with contextlib.suppress(Exception):  # see ``SharedMemoryWeightTransferEngine.update_weights``
                 await self._engine.finish_weight_update()
             raise

@@ -1,12 +1,12 @@
 """Map the requested version in each worker of a vLLM engine, and load it into the worker's model.
 
-vLLM calls this by RPCs to all workers of an engine:
+vLLM makes these calls by RPC on all workers of an engine:
 
 1. ``init_transfer_engine``, once, with the address of the weights.
-2. For each update ``start_weight_update``, ``update_weights`` and ``finish_weight_update``. The second does all of the
-   work: all workers or none lease the version, and only then the model is changed. So an update without weights leaves
-   the engine unchanged. So does a trainer that dies between two calls. vLLM answers an RPC between two steps of the
-   model, so no step sees a part of an update.
+2. For each update ``start_weight_update``, ``update_weights`` and ``finish_weight_update``. ``update_weights`` does all
+   of the work: all workers or none lease the version, and only then the model is changed. So the engine stays unchanged
+   if there are no weights, or if the trainer dies between two calls. vLLM runs an RPC between two steps of the model,
+   so no step sees a part of an update.
 3. ``shutdown``.
 """
 
@@ -76,7 +76,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """vLLM's contract for a worker, ``WeightTransferEngine``. The module lists the calls."""
+    """Implements vLLM's ``WeightTransferEngine`` on a worker. The module's docstring lists the calls."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -84,7 +84,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self.version: int | None = None
-        """The model's version; None: no published version."""
+        """The model's version; None if the model has no published version."""
         self.draft_version: int | None = None
         """The draft model's version."""
         self._main_model = model  # ``model`` may be the draft model at times
@@ -92,7 +92,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
         self._subscribers: dict[tuple[str, str, str | None], WeightSubscriber] = {}
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Keep the address of the weights. Nothing waits, because the trainer may come later."""
+        """Keep the address of the weights. This does not wait for the trainer, which may start later."""
         self._info = init_info
 
     def start_weight_update(self) -> None:
@@ -104,14 +104,14 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the version of a ``SharedMemoryUpdateInfo``, the same version on all workers of this engine.
 
-        An error on any worker is raised by the last worker alone. vLLM reads the answers of the workers in turn, and
-        leaves the answers after an error unread. It would take these for answers to its next call. After an error vLLM
-        also requires ``finish_weight_update``, which the last worker then refuses.
+        Only the last worker raises an error of any worker. vLLM reads the workers' answers in turn, and leaves the
+        answers after an error unread. vLLM would take the unread answers for answers to its next call. After an error
+        vLLM also requires a call of ``finish_weight_update``, which the last worker then refuses.
 
         Raises:
             CheckpointError: As ``WeightSubscriber.acquire`` raises; the model is unchanged.
-            MismatchError: The model cannot load these weights. It has some of its layers from them, and must not
-                serve before an update has worked.
+            MismatchError: The model cannot load these weights. Some layers have the new weights, so the model must not
+                serve before another update succeeds.
         """
         groups = _groups()
         try:
@@ -164,13 +164,13 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
             self.draft_version = version
 
     def _load(self, weights: Weights, address: str) -> MismatchError | None:
-        """Have the model load ``weights``, or return why it cannot."""
+        """Load ``weights`` into the model. Return an error if the model cannot load them."""
         try:
             initialize_layerwise_reload(self.model)
             with disable_mtp_completeness_check():
                 self.model.load_weights(weights.items())
             finalize_layerwise_reload(self.model, self.model_config)
-            wait_for_device(self.device)  # the queued copies read from the lease
+            wait_for_device(self.device)  # queued copies read the leased memory
         except Exception as error:
             logger.exception("version %d of the weights at %r is not loaded", weights.version, address)
             _leave_half_loaded(self.model, self.model_config)
@@ -191,7 +191,7 @@ def _groups() -> list[ProcessGroup]:
 def _leave_half_loaded(model: torch.nn.Module, model_config: Any) -> None:
     """Restore the old weights of each unloaded layer, and release the new weights, so that another update can begin.
 
-    vLLM keeps the weights that have arrived for a layer with the layer, and would count them for the next update.
+    vLLM stores the weights that have arrived for a layer in that layer, and would count them for the next update.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -218,5 +218,5 @@ class LoadedVersion:
     weight_transfer_engine: SharedMemoryWeightTransferEngine
 
     def loaded_version(self) -> int | None:
-        """Return the version of this worker's model: ``llm.collective_rpc("loaded_version")`` asks all workers."""
+        """Return the version of this worker's model. ``llm.collective_rpc("loaded_version")`` asks all workers."""
         return self.weight_transfer_engine.version
