@@ -27,8 +27,8 @@ def compiled(beside: str, name: str, kind: type[ctypes.CDLL] = ctypes.CDLL) -> A
     return None if path is None else kind(path)
 
 
-# Arguments: target, source, number of bytes. Other threads run during the copy. ctypes.memmove is slower, because it
-# makes an int of the returned pointer.
+# Arguments: target, source, number of bytes. Other threads run during the copy. ctypes.memmove would also make an int
+# of the returned pointer.
 memcpy = ctypes.CDLL(None).memcpy
 # This variant keeps Python's lock, for small copies. Otherwise each copy would wait to get the lock back.
 memcpy_holding = ctypes.PyDLL(None).memcpy

@@ -135,7 +135,7 @@ _END_S = 5.0  # maximum time for a killed worker to end
 _LISTEN_S = 1.0  # interval at which the listener looks for overdue saves
 _SEND_S = 300  # maximum time for a worker to receive a message, because it may be busy taking memory
 _TELL_S = 1.0  # maximum time to tell the other ranks of a failure
-_SLOT_S = 0.25  # the same interval while a save waits for a slot, because a reader may end its lease at any time
+_SLOT_S = 0.25  # ``_LISTEN_S`` while a save waits for a slot, because a reader may end its lease at any time
 Answer = TypeVar("Answer")
 _Told: TypeAlias = Callable[[Any], object]
 

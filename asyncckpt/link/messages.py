@@ -209,7 +209,7 @@ class Staged:
     Args:
         save_id: The number of the save.
         timings: The timings of the trainer, see ``manifest.py``.
-        replicas: The digests of values that are equal on all ranks, see ``replica_check.py``.
+        replicas: The digests of values that should be equal on all ranks, see ``replica_check.py``.
     """
 
     save_id: int

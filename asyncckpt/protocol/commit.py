@@ -243,7 +243,7 @@ class Finalize:
 
 @dataclass(frozen=True)
 class FollowUp:
-    """Advance the pointer, and remove old checkpoints."""
+    """Advance the pointer, and take the names of old checkpoints, which are removed later."""
 
     save: int
 

@@ -24,10 +24,11 @@ LINGERING.
 
 ``AttachAsked`` with the number of an older session results in ``LookAgain`` in every state. Otherwise a peer that does
 not fit gets ``Refuse`` in LINGERING, and in FINISHING if there is no next peer. A worker must leave if its trainer has
-closed, or if a process asked it to retire. Without a next peer, a worker also leaves if its linger time is 0.
+closed, or if a process or a signal asked it to retire. Without a next peer, a worker also leaves if its linger time
+is 0.
 
-Rules: a worker has at most one session. A refused process has no session. A worker that leaves begins no session. No
-process can make a worker leave while it has a trainer.
+Rules: a worker has at most one session. A refused process has no session. A worker that leaves begins no session.
+Neither a process nor a signal can ask a worker to leave while it has a trainer.
 """
 
 from __future__ import annotations

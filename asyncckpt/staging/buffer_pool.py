@@ -21,7 +21,7 @@ from asyncckpt.staging.buffer import InheritedMemory, Plan, StagingBuffer
 
 logger = logging.getLogger(__name__)
 
-# Slots of a buffer, unless ``Config.slots`` is set. The second slot has memory only while saves overlap.
+# Slots of a buffer, unless ``Config.slots`` is set. The second slot gets memory when saves overlap.
 _MOST_SLOTS = 2
 # Maximum number of structures with memory. A model, an optimizer and an average can be saved in turns.
 _MAX_PLANS = 4

@@ -569,8 +569,8 @@ class NewFile(PartialFile):
 def undo_join(leftover: str, final: str) -> None:
     """Remove ``.metadata`` from ``final`` if the attempt in ``leftover`` was revoked during its join to ``final``.
 
-    A join moves ``.metadata`` just before the manifest. Otherwise DCP would find a checkpoint in ``final``. Raises
-    ``OSError``.
+    A join moves ``.metadata`` just before the manifest. Without its removal, DCP would find a checkpoint in ``final``.
+    Raises ``OSError``.
     """
     if METADATA_NAME not in (names := os.listdir(leftover)) and MANIFEST_NAME in names:
         os.unlink(os.path.join(final, METADATA_NAME))

@@ -2,8 +2,8 @@
 
 The files of an attempt stay in the folder of the attempt, for asyncckpt's own readers. When the attempt is finalized,
 DCP's ``.metadata`` is written to its own name, and points to the data files in the attempt's folder. The other files of
-a set are copied to their own names. A sweep makes these objects again if a worker died meanwhile, or if another
-checkpoint has taken the place. Readers of asyncckpt do not need these objects.
+a set are copied to their own names. All these objects can be made again. They are made again if a worker died
+meanwhile, or if another checkpoint has taken the place. Readers of asyncckpt do not need these objects.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ class OpenAttempt(ABC):
 
         The first rank calls this once, when all files are durable. ``existing`` says what to do with a checkpoint that
         already has the name. A single file is always replaced. Raises ``CheckpointExistsError`` if ``existing`` does
-        not allow a replacement. Raises ``StorageError`` if storage refuses, or if the attempt was revoked. After an
-        error, the final place is unchanged.
+        not allow to replace or join what is at the final place. Raises ``StorageError`` if storage refuses, or if the
+        attempt was revoked. After an error, the final place is unchanged.
         """
 
     def is_revoked(self) -> bool:
@@ -294,7 +294,7 @@ class Storage(ABC):
         """Return whether ``existing`` allows a checkpoint to be put at ``path``."""
 
     def check_writable(self, path: str) -> None:
-        """Raise ``StorageError`` if this process cannot create ``path``. This check writes nothing."""
+        """Raise ``StorageError`` if it is known without a write that this process cannot create ``path``."""
         return
 
     @abstractmethod

@@ -73,7 +73,7 @@ class StreamedCopies:
             return None
 
     def _wait(self, nbytes: int) -> None:
-        """Wait until at most ``nbytes`` bytes are under way."""
+        """Wait until at most ``nbytes`` bytes are under way; if ``nbytes`` is negative, until nothing is."""
         left = sum(staged.nbytes for *_, staged in self._under_way)
         while self._under_way and left > nbytes:
             kind, event, staged = self._under_way[0]

@@ -184,7 +184,7 @@ class WeightSubscriber:
             roll_back: Also take a version older than this reader's last version, even if the trainer did not publish it
                 with ``roll_back``.
             readonly: Map the weights read-only: writing to a tensor is a segmentation fault. By default the reader may
-                change tensors in place. Other readers do not see the changes. Each changed page takes extra memory.
+                change tensors in place. No other process sees the changes. Each changed page takes extra memory.
             pin: A device to copy to. The memory is pinned for the device's driver, once for each slot, so that
                 ``tensor.to(device, non_blocking=True)`` runs at the speed of the link. Implies ``readonly``.
             timeout: Timeout in seconds.

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 class Weights(Mapping[str, torch.Tensor]):
     """The tensors of one version by name, in the trainer's shared memory. Nothing is copied.
 
-    The reader may change the tensors in place, as loaders of some models do. Other readers do not see the changes. Only
-    a tensor with parts on several ranks is copied: each access assembles the tensor in new memory.
+    The reader may change the tensors in place, as loaders of some models do. No other process sees the changes. Only a
+    tensor with parts on several ranks is copied: each access assembles the tensor in new memory.
 
-    The trainer does not write to the memory during the lease. The lease ends with ``release``, at the end of a ``with``
+    No other process writes to the memory during the lease. The lease ends with ``release``, at the end of a ``with``
     block, or with this process. If tensors are still in use, the lease ends when the last tensor is gone.
     """
 
