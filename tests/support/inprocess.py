@@ -182,7 +182,8 @@ class Training:
             "gloo", init_method=f"file://{plan.folder}/meeting-{iteration}", rank=rank, world_size=world
         )
         dist.barrier()
-        config = Config(overlap=iteration % 2 == 1, timeout=30, commit_timeout=30)
+        # With one slot, a save that fails on one rank has overwritten the images of the step before.
+        config = Config(slots=2, overlap=iteration % 2 == 1, timeout=30, commit_timeout=30)
         turn = random.Random(plan.seed * 1000 + iteration)
         fault, on = FAULTS[iteration % len(FAULTS)], turn.randrange(world)
         if iteration == plan.iterations:
