@@ -241,7 +241,7 @@ class Rounds:
         self._call(send)
 
     def conclude_soon(self, name: str, outcome: bytes, timeout: float) -> Future[None]:
-        """Conclude as ``conclude`` does, in the background, unless the round is concluded already.
+        """Conclude the round ``name`` by ``outcome`` in the background, unless it is concluded already.
 
         ``timeout``: see ``report_soon``.
         """

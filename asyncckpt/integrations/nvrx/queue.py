@@ -354,7 +354,7 @@ class TorchAsyncCheckpoint:
             self.close()
 
     def close(self, abort: bool = False) -> None:
-        """Close as ``AsyncCallsQueue.close`` does, but without asking other ranks."""
+        """Close as ``AsyncCallsQueue.close`` does, but without asking other ranks. ``abort``: see there."""
         if not abort:
             self._queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
         self._queue.close(abort=abort)
