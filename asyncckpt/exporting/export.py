@@ -48,7 +48,7 @@ Target = Literal["hf", "torch", "dcp"]
 class Exported:
     """Result of an export: ``nbytes`` in ``files`` at ``path``, from the checkpoint ``source``.
 
-    Safetensors leave out tied tensors and objects. ``tied`` has the names of these tensors, each with the stored name
+    Safetensors leave out tied tensors and objects. ``tied`` has the names of these tensors, each with the exported name
     that has the same bytes. ``objects`` has the names of the objects. ``tops`` are the top-level keys that begin the
     names in safetensors.
     """
@@ -211,5 +211,5 @@ def _checkpoint_at(path: str) -> str:
         return path
     if (step := newest_step(path)) is None:
         raise CheckpointNotFoundError("there is no checkpoint here yet", path=path)
-    find_step(step, 0.0, path)  # if the step has been removed, raise an error that names the existing steps
+    find_step(step, 0.0, path)  # if the newest step lacks its manifest, raise an error that names the complete steps
     return step_folder(path, step)

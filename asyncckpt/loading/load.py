@@ -230,7 +230,7 @@ def read_plan(source: Source | None, rank: int) -> StoredPlan | None:
     """Return the part of the stored plan that ``rank`` needs.
 
     Return None if the plan is not stored, as in a checkpoint of stock DCP (``source`` is None then), or is unreadable.
-    A load does not fail because of a missing plan.
+    A load fails in neither case.
     """
     if source is None:
         return None

@@ -161,7 +161,7 @@ def load_object(file: io.BytesIO, name: str, path: str, *, weights_only: bool, d
         file.seek(begin)
         try:
             return _without_names(file)
-        except unless_interrupt(Exception):  # the value names something, and torch's error says what
+        except unless_interrupt(Exception):  # no value without names; torch's error says what it is
             raise untrusted(repr(name), error, path) from error
     except unless_interrupt(Exception) as error:  # the value's own code runs
         raise CheckpointError(f"{name!r} fails to unpickle: {type(error).__name__}: {error}", path=path) from error

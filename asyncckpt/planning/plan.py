@@ -183,7 +183,7 @@ class FlatCapture:
         return tensors, self._pick_objects(leaves)
 
     def _check_types(self, types: Sequence[type]) -> None:
-        """Raise ``StructureChanged`` if the type of a tensor changed. Objects may change their type."""
+        """Raise ``StructureChanged`` if a tensor changed its type, or an object became a tensor."""
         for old, new in zip(self._types, types, strict=True):
             if old is not new and (issubclass(old, torch.Tensor) or issubclass(new, torch.Tensor)):
                 raise StructureChanged(f"a {old.__name__} is now a {new.__name__}")

@@ -297,8 +297,8 @@ def _values(container: Mapping[Any, Any] | list[Any]) -> Iterable[Any]:
 class Fingerprint:
     """The properties of a list of strided tensors that have to stay as planned.
 
-    The properties are the dtypes, shapes and layouts, the tensors that are parts of larger tensors, and the tensors
-    with shared bytes.
+    The properties are the dtypes, shapes and layouts, the tensors that declare themselves parts of larger tensors, and
+    the tensors with shared bytes.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], aliases: Sequence[tuple[int, int]]) -> None:

@@ -5,9 +5,9 @@ as one folder, which gets the name ``checkpoint-N`` when all files are durable. 
 
     captured, staged (``_save_checkpoint`` returns) -> ended, on any thread -> settled, on the thread that trains
 
-The worker removes older checkpoints as soon as a save is durable. Settling a save calls its callbacks and pushes to the
-Hub. Saves are settled at the end of a step, before the next save, and in ``_finalize_training``, which waits for all
-saves.
+The worker removes older checkpoints beyond ``save_total_limit`` as soon as a save is durable. Settling a save calls its
+callbacks and pushes to the Hub. Saves are settled at the end of a step, before the next save, and in
+``_finalize_training``, which waits for all saves.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class _TrainerSaves:
         return control
 
     def _settle(self, *, wait: bool) -> None:
-        """Settle the saves that have ended, or, with ``wait``, all saves. The engine later raises any failure."""
+        """Settle the saves that have ended; with ``wait``, all. The engine later raises any failure, on all ranks."""
         while self._unsettled and (wait or self._unsettled[0].save.done()):
             ended = self._unsettled.pop(0)
             if (failure := ended.save.future.exception()) is None:

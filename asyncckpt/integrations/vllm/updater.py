@@ -112,7 +112,8 @@ class AsyncEngineUpdater(_Updater):
     ) -> int:
         """Load the newest version as ``EngineUpdater.update`` does, with the engine paused meanwhile.
 
-        After an error the engine stays paused. Call ``await engine.resume_generation()`` once the engine may serve.
+        After an error while the engine is paused, the engine stays paused. Call ``await engine.resume_generation()``
+        once the engine may serve. An error of ``WeightSubscriber.acquire`` comes before the pause.
 
         Args:
             min_version, version, roll_back, timeout: As for ``WeightSubscriber.acquire``.
