@@ -10,11 +10,12 @@ import os
 import resource
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotDoneError  # Python 3.10 has its own
-from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from asyncckpt.errors import CheckpointError
 
@@ -177,6 +178,34 @@ class Flag:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """A queue for one reader, which may be the main thread.
+
+    ``SimpleQueue.get`` with a timeout waits for ever in the main thread if a signal handler runs past the timeout: it
+    computes a negative rest, which means no limit (CPython 3.11; see ``simplequeue_get`` in ``_queuemodule.c``).
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._gate = threading.Lock()  # open if there may be items
+        self._gate.acquire()
+
+    def put(self, item: T) -> None:
+        """Add an item. Any thread may call."""
+        self._items.append(item)
+        with contextlib.suppress(RuntimeError):  # the gate is open already
+            self._gate.release()
+
+    def get(self, timeout: float) -> T:
+        """Wait at most ``timeout`` seconds for an item, and remove it. Raises ``queue.Empty`` after the timeout."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with contextlib.suppress(IndexError):
+                return self._items.popleft()
+            if not self._gate.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise Empty
 
 
 def without_gc(function: Callable[P, T]) -> Callable[P, T]:

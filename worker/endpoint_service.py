@@ -42,7 +42,7 @@ from asyncckpt.protocol.worker_life import (
     WorkerLife,
 )
 from asyncckpt.shm.segment import Descriptor
-from asyncckpt.threads import Flag
+from asyncckpt.threads import Flag, Mailbox
 from asyncckpt.transfer.serving import Serving, listens_at
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class EndpointService:
         self._numbers = itertools.count(1)
         self._peers: dict[int, SocketConnection] = {}
         self._asking: dict[int, tuple[Trainer, SimpleQueue[LifeAction]]] = {}
-        self._decided: SimpleQueue[Trainer | None] = SimpleQueue()
+        self._decided: Mailbox[Trainer | None] = Mailbox()
         self._is_terminated = False  # a plain flag, because a signal handler sets it
         self._unended_saves: Callable[[], tuple[WriteRequest, ...]] = tuple
         self._on_restart: Callable[[], object] = lambda: None
@@ -148,7 +148,7 @@ class EndpointService:
         self._handle(SessionEnded())
         while True:
             try:
-                return self._decided.get(timeout=_POLL_S)
+                return self._decided.get(_POLL_S)
             except Empty:
                 if self._is_terminated:
                     self._handle(RetireAsked(None))

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from asyncckpt.errors import (
@@ -53,7 +52,7 @@ class _Open:
     """A question without an answer yet."""
 
     def __init__(self) -> None:
-        self.answered: SimpleQueue[None] = SimpleQueue()
+        self.answered = Flag()
         self.answer: Any = None
         self.segment: Segment | None = None
 
@@ -99,17 +98,16 @@ class Questions:
         mine = self._open[number] = _Open()
         try:
             self._send(messages.Question(number, question), fd)
-            mine.answered.get(timeout=timeout)
+            if not mine.answered.wait(timeout):
+                raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s")
             answer = mine.answer
             if isinstance(answer, messages.Refused):
                 raise answer.error
             if not isinstance(answer, expect):
                 raise CheckpointError(f"the worker answered {answer!r} to {question!r}: please report this")
-        except BaseException as error:
+        except BaseException:
             if self._open.pop(number, None) is None:  # the answer has come meanwhile
                 self._give_back(mine.answer, mine.segment)
-            if isinstance(error, Empty):
-                raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s") from None
             raise
         return answer, mine.segment
 
@@ -121,7 +119,7 @@ class Questions:
         # fails later, the question is gone, and the asker releases the answer.
         if self._open.pop(message.number, None) is None:
             self._give_back(message.answer, segment)
-        waiting.answered.put(None)
+        waiting.answered.set()
 
     def close(self, error: CheckpointError) -> None:
         """Fail all open questions, because no answer comes any more."""

@@ -28,7 +28,7 @@ from asyncckpt.planning.layout import Place, TensorSpec
 from asyncckpt.planning.structure import picker
 from asyncckpt.shm.memcpy import copy_many
 from asyncckpt.shm.segment import Segment
-from asyncckpt.threads import Flag, make, make_all, start
+from asyncckpt.threads import Flag, Mailbox, make, make_all, start
 
 logger = logging.getLogger(__name__)
 
@@ -326,7 +326,7 @@ class _SharedUnits:
         self._left = deque(units)
         self._tensors, self._done = tensors, done
         self._helping: set[int] = set()
-        self._one_has_ended: SimpleQueue[None] = SimpleQueue()
+        self._one_has_ended: Mailbox[None] = Mailbox()
         self.errors: list[BaseException] = []
 
     def copy(self) -> None:
@@ -357,7 +357,7 @@ class _SharedUnits:
         self._left.clear()
         while self._helping:
             with contextlib.suppress(Empty):
-                self._one_has_ended.get(timeout=_LOOK_AGAIN_S)
+                self._one_has_ended.get(_LOOK_AGAIN_S)
 
 
 def copy_units(
