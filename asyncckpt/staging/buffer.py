@@ -275,26 +275,29 @@ class StagingBuffer:
         self._blank.discard(slot)
 
     def fit_memory(self) -> int | None:
-        """Give back the memory of a slot that was not needed for long, or have memory taken if no slot is free.
+        """Have memory taken if no slot is free, and return the free slot otherwise.
 
-        Return a free slot, as ``claim_slot`` does.
+        If a slot was not needed for long, give back its memory instead, and return None.
         """
-        last, is_too_much = self._memory.taken - 1, self._memory.is_too_much
-        if is_too_much and last != self._by_age[-1] and self._is_free(last) and self._owned.claim(last):
+        last, slot = self._memory.taken - 1, None
+        if not self._memory.is_too_much:
+            slot = self.claim_slot()
+            if slot is None:
+                self._memory.take_another()
+        elif last != self._by_age[-1] and self._is_free(last) and self._owned.claim(last):
             self.saves[last] = None
             self.plan.objects.forget_slots()
             self._blank.add(last)
             if self._pinned is not None:
                 self._pinned.cut_back(self._offsets[last])
             self._memory.give_back_last()
-        slot = self.claim_slot()
-        if slot is None and not is_too_much:
-            self._memory.take_another()
         return slot
 
     def claim_slot_for(self, save: SlotUser) -> int | None:
         """Take a free slot for ``save``, and return it; None if there is none. The thread of the saves calls this."""
         slot = self.fit_memory()
+        if slot is None:
+            slot = self.claim_slot()
         if slot is not None:
             self._begin(slot, save)
         return slot

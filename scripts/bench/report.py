@@ -63,14 +63,14 @@ EXPLANATIONS = {
     ),
     "store": (
         "S3 as moto serves it, in a process of its own on this machine, over loopback without TLS. moto is written in "
-        "Python, is slow, reads all of an object to hand out a range of it, and shares the cores with all that is "
-        "measured: so the figures show how the ways compare, and what they have beside the store, not what a store "
-        "does. *Blocked* and *durable* are as above. *Upload* is the faster of two ways to send the same bytes from "
-        "memory by obstore in the same turns: one PUT, and parts of 16 MiB, eight at a time. The peers are DCP "
-        "through fsspec and s3fs, and through the S3StorageWriter of s3torchconnector, at their defaults; their "
-        "`async_save` keeps its stager and caches its plans. Older steps are removed between the turns. The ranged "
-        "read is of 8 MiB at a time, by four threads, into memory of its own; asyncckpt checks every byte that it "
-        "loads. The suite compares all loaded tensors."
+        "Python, is slow, reads a whole object to hand out a range, and shares the cores with the contestants: so the "
+        "figures show how the ways compare, and what they have beside the store, not what a store does. *Blocked* and "
+        "*durable* are as above. *Upload* is the faster of two ways to send the same bytes from memory by obstore in "
+        "the same turns: one PUT, and parts of 16 MiB, eight at a time. The peers are DCP through fsspec and s3fs, "
+        "and through the S3StorageWriter of s3torchconnector, at their defaults; their `async_save` keeps its stager "
+        "and caches its plans. Older steps are removed between the turns. The ranged read is of 8 MiB at a time, by "
+        "four threads, into memory of its own; asyncckpt checks every byte that it loads. The suite compares all "
+        "loaded tensors."
     ),
     "export": (
         "The time to write a checkpoint in another form, until it is on storage; nothing is in the page cache before. "
