@@ -23,7 +23,7 @@ from asyncckpt.engine.saves import RecentSaves, synchronize_staging
 from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
 from asyncckpt.interval import Advice, parse_duration
-from asyncckpt.link.messages import Claim
+from asyncckpt.link.api import Claim, SessionApi
 from asyncckpt.loading.load import load
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet
@@ -33,7 +33,7 @@ from asyncckpt.ranks.collectives import from_first, is_first, on_all
 from asyncckpt.save_handle import Save
 from asyncckpt.storage import absolute, is_address, step_folder, whole_number
 from asyncckpt.storage.history import StoredStep, history
-from asyncckpt.storage.uploads import AskUploads, UploadsUnderWay, wait_for_uploads
+from asyncckpt.storage.uploads import wait_for_uploads
 
 if TYPE_CHECKING:
     import torch
@@ -252,7 +252,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if self._engine.worker is None:
             self._engine.start(alone=True)
         if (worker := self._engine.worker) is not None:
-            ask = partial(worker.ask, AskUploads(), UploadsUnderWay, timeout, "asking for uploads")
+            ask = partial(worker.call, timeout, SessionApi.uploads)
             wait_for_uploads(ask, timeout)
 
     @property

@@ -20,8 +20,8 @@ from asyncckpt.engine.shared import shared as engines
 from asyncckpt.errors import CheckpointError
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.format.write_request import Pointer, Rotation
+from asyncckpt.link.api import Claim, Rendezvous
 from asyncckpt.link.endpoint import endpoint_scope
-from asyncckpt.link.messages import Claim, Rendezvous
 from asyncckpt.link.process import start_module, watched
 from asyncckpt.link.root_lock import check_job
 from asyncckpt.link.socket_connection import SocketConnection

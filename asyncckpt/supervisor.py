@@ -35,9 +35,9 @@ from asyncckpt.errors import (
     located,
 )
 from asyncckpt.events import Event, EventPhase, Listeners
+from asyncckpt.link.api import Claim, SessionApi
 from asyncckpt.link.client import WorkerClient, longest
 from asyncckpt.link.endpoint import endpoint_name, take_log
-from asyncckpt.link.messages import Claim
 from asyncckpt.link.process import WorkerOptions, detached_workers
 from asyncckpt.link.root_lock import take_root
 from asyncckpt.link.takeover import Takeover
@@ -389,7 +389,7 @@ class Supervisor:
 
     def _take_root(self, client: WorkerClient, claim: Claim) -> None:
         timeout = self._config.timeout
-        trouble = take_root(claim, partial(client.claim, claim, timeout), timeout)
+        trouble = take_root(claim, partial(client.call, timeout, SessionApi.claim, claim), timeout)
         if trouble is not None and not self._is_warned:
             self._is_warned = True
             logger.warning("%s is not locked, and another job can save there: %s", claim.root, trouble)

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, NoReturn
 import psutil
 
 from asyncckpt.errors import JobTakenError
+from asyncckpt.link.calls import Answer
 from asyncckpt.link.endpoint import runtime_folder
-from asyncckpt.link.endpoint_messages import Attached
-from asyncckpt.link.messages import Refused, send
 from asyncckpt.link.process import WorkerOptions, parse, watched
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.link.socket_connection import SocketConnection
@@ -89,7 +88,7 @@ def main(argv: list[str]) -> int:
     except JobTakenError as error:
         if first is None:
             return _useless(str(error))
-        send(first.connection, Refused(error))
+        first.connection.send(Answer.refused(0, error))
     except Exception as error:
         _end(error)
     finally:
@@ -127,8 +126,6 @@ def _begin(trainer: Trainer) -> WorkerOptions:
         trainer.stderr.close()
         trainer.surroundings.take_over()
         forget_clients()
-        with contextlib.suppress(OSError):  # the trainer is gone, and the session notices that
-            send(trainer.connection, Attached(None))
         _lower_priority(trainer.options)
     return trainer.options
 

@@ -12,14 +12,25 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
-from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.link import endpoint_messages
+from asyncckpt.errors import CheckpointError
+from asyncckpt.format.write_request import HeldImage, ImageKey, WriteRequest
+from asyncckpt.link.api import (
+    Images,
+    Inventory,
+    PublishedSegments,
+    Served,
+    TrainerAlive,
+    WorkerApi,
+    WorkerStatus,
+)
+from asyncckpt.link.calls import carry_out, send_answer, with_files
 from asyncckpt.link.endpoint import Endpoint, peer_pid, redirect_log
-from asyncckpt.link.messages import receive, send
 from asyncckpt.link.process import Surroundings, WorkerOptions
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.link.socket_connection import SocketConnection
@@ -194,84 +205,102 @@ class EndpointService:
                         else:
                             self._peers[who].hang_up()
 
-    def _answer(self, peer: SocketConnection) -> None:
+    def _answer(self, connection: SocketConnection) -> None:
         """Answer a process until it leaves. Raises ``EOFError`` or ``OSError`` when it leaves."""
-        while isinstance(message := receive(peer), endpoint_messages.AskStatus):  # does not keep the worker
-            send(peer, self._status())
         who = next(self._numbers)
-        self._peers[who] = peer
+        peer = _Peer(self, self._segment_store, self._serving, who, connection)
+        request = connection.receive()
+        while getattr(request, "method", "") == WorkerApi.status.__name__:  # does not keep the worker
+            carry_out(request, WorkerApi, peer, partial(send_answer, connection))
+            request = connection.receive()
+        self._peers[who] = connection
         self._handle(PeerCame(who))
-        numbers: tuple[int, ...] = ()
         try:
             while True:
-                match message:
-                    case endpoint_messages.Inspect():
-                        numbers = self._show(peer)
-                    case endpoint_messages.TakeSegments():
-                        for number in numbers:
-                            self._send_descriptor(peer, self._segment_store.open(number))
-                    case endpoint_messages.Attach():
-                        if (why_not := self._attach(who, message, peer.receive_descriptor())) is None:
-                            return
-                        send(peer, endpoint_messages.Attached(why_not))
-                    case endpoint_messages.Retire():
-                        self._forget_dead_next()
-                        self._handle(RetireAsked(who))
-                    case endpoint_messages.ListPublished():
-                        published, trouble = self._segment_store.published(), self._serving.trouble
-                        send(peer, endpoint_messages.PublishedSegments(published, trouble))
-                    case endpoint_messages.OpenSegment(number):
-                        self._send_descriptor(peer, self._segment_store.open(number, os.O_RDONLY))
-                    case endpoint_messages.AskImages():
-                        on_restart = self._on_restart  # read first, because the next session may begin just now
-                        if not (has_trainer := self._has_trainer):  # the peer belongs to the restarted job
-                            on_restart()
-                        images = self._segment_store.summaries(with_own=not has_trainer)
-                        send(peer, endpoint_messages.Images(images, self._trainer if has_trainer else None))
-                    case endpoint_messages.AskImage(key):
-                        send(peer, endpoint_messages.FoundImage(self._segment_store.held(key)))
-                    case endpoint_messages.Follow(locator):
-                        send(peer, self._follow(locator))
-                    case endpoint_messages.Serve(secret, address):
-                        send(peer, self._serving.serve(secret, listens_at(address), to_own_job=False))
-                message = receive(peer)
+                carry_out(request, WorkerApi, peer, partial(send_answer, connection))
+                request = connection.receive()
         finally:
             self._handle(PeerLeft(who))
             self._asking.pop(who, None)
             del self._peers[who]
 
-    @property
-    def _has_trainer(self) -> bool:
-        return self._life.state is LifeState.SERVING
+    # What a peer calls.
 
-    def _attach(self, who: int, asked: endpoint_messages.Attach, stderr: Descriptor) -> str | None:
-        """Wait for the begin and the end of a trainer's session. Return the reason if the trainer gets no session.
+    def attach(self, who: int, fingerprint: str, session: int, trainer: Trainer) -> None:
+        """Wait for the begin and the end of a trainer's session.
 
-        Raises ``EOFError`` if the trainer has to look again.
+        Args:
+            who: The number of the peer.
+            fingerprint: The fingerprint of the worker that the trainer would start.
+            session: The number of the last session that the trainer has seen.
+            trainer: The trainer.
+
+        Raises:
+            CheckpointError: The trainer gets no session.
+            EOFError: The session is over, or the trainer has to look again.
         """
-        self._forget_dead_next()
-        peer, trouble, options, surroundings = self._peers[who], None, WorkerOptions(), None
-        if asked.fingerprint == self._fingerprint:
-            options, surroundings = WorkerOptions(**asked.options), Surroundings(**asked.surroundings)
-        else:
+        trouble = None
+        if fingerprint != self._fingerprint:
             trouble = "it was started by another version, or with other transports"
-        trainer = Trainer(peer, peer_pid(peer), options, surroundings, stderr)
+        self._forget_dead_next()
         answers: SimpleQueue[LifeAction] = SimpleQueue()
         self._asking[who] = trainer, answers
         with self._following:
             if self._serving.follows:
                 trouble = trouble or "it has weights of another host"
-            self._handle(AttachAsked(who, asked.session, trouble, options.linger))
+            self._handle(AttachAsked(who, session, trouble, trainer.options.linger))
         match answers.get():
             case Refuse(_, why):
                 del self._asking[who]
                 if self._life.session == 0:  # this worker was started in advance for that trainer
                     logger.warning("the trainer %d gets no session, and starts another worker: %s", trainer.pid, why)
-                return why
-            case LookAgain():
-                raise EOFError
-        trainer.is_over.wait()
-        return None
+                raise CheckpointError(why)
+            case BeginSession():
+                trainer.is_over.wait()
+        raise EOFError
+
+    def retire(self, who: int) -> None:
+        """End the worker after everything staged is written. ``who``: the number of the peer that asks."""
+        self._forget_dead_next()
+        self._handle(RetireAsked(who))
+
+    def follow(self, locator: str) -> str | None:
+        """Mirror a publication, unless this worker has a trainer, or a trainer waits for the next session."""
+        with self._following:
+            if (self._has_trainer or self._life.next_peer is not None) and not self._serving.follows:
+                return "a trainer publishes here"
+            return self._serving.follow(locator)
+
+    def status(self) -> WorkerStatus:
+        """Return the status of the worker."""
+        life = self._life
+        lingers = None if life.is_to_leave else life.lingers_s(time.monotonic())
+        paths = tuple(each.path for each in self._unended_saves())
+        return WorkerStatus(os.getpid(), self._has_trainer, paths, lingers, life.is_to_leave)
+
+    def inventory(self) -> TrainerAlive | Inventory:
+        """Return the memory of the worker, unless it has a trainer."""
+        session = self._life.session  # read first, because another session may begin meanwhile
+        if self._has_trainer:
+            return TrainerAlive(os.getpid(), self._trainer)
+        images = self._segment_store.held_images()
+        published, held = self._segment_store.published_alone(), self._segment_store.held_segments()
+        # If one of several trainers has died, its host may be lost. So the next trainer must not wait for their saves.
+        waited_for = [each for each in self._unended_saves() if each.world_size == 1 or self._life.is_closed]
+        saves = tuple(each.path for each in waited_for)
+        return Inventory(os.getpid(), session, held, images, published, saves, self._serving.follows)
+
+    def images(self) -> Images:
+        """Return the images that a restarted job can load."""
+        on_restart = self._on_restart  # read first, because the next session may begin just now
+        if not (has_trainer := self._has_trainer):  # the peer belongs to the restarted job
+            on_restart()
+        images = self._segment_store.summaries(with_own=not has_trainer)
+        return Images(images, self._trainer if has_trainer else None)
+
+    @property
+    def _has_trainer(self) -> bool:
+        return self._life.state is LifeState.SERVING
 
     def _forget_dead_next(self) -> None:
         """Forget the next trainer if it is gone. Its thread waits for the session to begin, and cannot notice that."""
@@ -280,38 +309,62 @@ class EndpointService:
             if peer is None or not peer.has_other_end():
                 self._handle(PeerLeft(who))
 
-    def _follow(self, locator: str) -> endpoint_messages.Followed:
-        """Mirror a publication, unless this worker has a trainer, or a trainer waits for the next session."""
-        with self._following:
-            if (self._has_trainer or self._life.next_peer is not None) and not self._serving.follows:
-                return endpoint_messages.Followed("a trainer publishes here")
-            return self._serving.follow(locator)
 
-    def _status(self) -> endpoint_messages.WorkerStatus:
-        life = self._life
-        lingers = None if life.is_to_leave else life.lingers_s(time.monotonic())
-        paths = tuple(each.path for each in self._unended_saves())
-        return endpoint_messages.WorkerStatus(os.getpid(), self._has_trainer, paths, lingers, life.is_to_leave)
+class _Peer(WorkerApi):
+    """Carries out the calls of one process."""
 
-    def _show(self, peer: SocketConnection) -> tuple[int, ...]:
-        """Send the inventory. Return the numbers of the segments in it."""
-        session = self._life.session  # read first, because another session may begin meanwhile
-        if self._has_trainer:
-            send(peer, endpoint_messages.TrainerAlive(os.getpid(), self._trainer))
-            return ()
-        images = self._segment_store.held_images()
-        published, held = self._segment_store.published_alone(), self._segment_store.held_segments()
-        # If one of several trainers has died, its host may be lost. So the next trainer must not wait for their saves.
-        waited_for = [each for each in self._unended_saves() if each.world_size == 1 or self._life.is_closed]
-        saves = tuple(each.path for each in waited_for)
-        facts = os.getpid(), session, held, images, published, saves, self._serving.follows
-        send(peer, endpoint_messages.Inventory(*facts))
-        return held
+    def __init__(
+        self,
+        service: EndpointService,
+        segment_store: SegmentStore,
+        serving: Serving,
+        who: int,
+        connection: SocketConnection,
+    ) -> None:
+        self._service, self._segment_store, self._serving = service, segment_store, serving
+        self._who, self._connection = who, connection
+        self._shown: tuple[int, ...] = ()
 
-    def _send_descriptor(self, peer: SocketConnection, fd: int | None) -> None:
-        if fd is None:
-            raise EOFError  # the segment was released meanwhile, so the reader has to start over
+    def status(self) -> WorkerStatus:
+        return self._service.status()
+
+    def inspect(self) -> TrainerAlive | Inventory:
+        found = self._service.inventory()
+        self._shown = () if isinstance(found, TrainerAlive) else found.segments
+        return found
+
+    def segments(self) -> None:
+        return with_files(None, (self._segment_store.open(number) for number in self._shown))
+
+    def attach(
+        self, fingerprint: str, session: int, options: Mapping[str, Any], surroundings: Mapping[str, Any]
+    ) -> str | None:
+        stderr = self._connection.receive_descriptor()
         try:
-            peer.send_descriptor(fd)
-        finally:
-            os.close(fd)
+            its = WorkerOptions(**options), Surroundings(**surroundings)
+        except TypeError:  # of another version, which its fingerprint says
+            its = WorkerOptions(), Surroundings({}, [])
+        trainer = Trainer(self._connection, peer_pid(self._connection), *its, stderr)
+        self._service.attach(self._who, fingerprint, session, trainer)
+        return None
+
+    def retire(self) -> None:
+        self._service.retire(self._who)
+
+    def published(self) -> PublishedSegments:
+        return PublishedSegments(self._segment_store.published(), self._serving.trouble)
+
+    def segment(self, number: int) -> None:
+        return with_files(None, [self._segment_store.open(number, os.O_RDONLY)])
+
+    def images(self) -> Images:
+        return self._service.images()
+
+    def image(self, key: ImageKey) -> HeldImage | None:
+        return self._segment_store.held(key)
+
+    def follow(self, locator: str) -> str | None:
+        return self._service.follow(locator)
+
+    def serve(self, key: bytes, address: str) -> Served:
+        return self._serving.serve(key, listens_at(address), to_own_job=False)

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_hexdigest
 
 from asyncckpt.events import Event, Listener, end_of_save
 from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.link.messages import Committed, Failed
+from asyncckpt.link.api import Committed, Failed
 from asyncckpt.storage.uploads import Uploaded
 from asyncckpt.telemetry.prometheus import PrometheusMetrics
 

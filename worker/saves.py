@@ -33,7 +33,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.manifest import note
 from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.link import messages
+from asyncckpt.link.api import Committed, Failed, Hosting, Rendezvous, Staged, TrainerApi
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.protocol import commit, replication
 from asyncckpt.protocol import saves as machines
@@ -104,8 +104,8 @@ class SavesOfTrainer:
         self,
         storage_for: Callable[[str], Storage],
         segment_store: SegmentStore,
-        send: Callable[[messages.FromWorker], None],
-        on_end: Callable[[WriteRequest, messages.Committed | messages.Failed], None],
+        tell: Callable[..., None],
+        on_end: Callable[[WriteRequest, Committed | Failed], None],
         io_threads: int,
     ) -> None:
         """Start the threads.
@@ -113,18 +113,18 @@ class SavesOfTrainer:
         Args:
             storage_for: Returns the storage of a path.
             segment_store: The memory. The saves note complete images and their checksums there.
-            send: Sends a message to the trainer.
+            tell: Calls a method of ``TrainerApi`` in the trainer.
             on_end: Called when a save has ended. The function tells the trainer.
             io_threads: Number of threads that write in parallel.
         """
         self._storage_for, self._segment_store = storage_for, segment_store
-        self._send, self._on_end = send, on_end
+        self._tell_trainer, self._on_end = tell, on_end
         self._pool = Pool(io_threads, thread_name_prefix="asyncckpt-io")
         self.uploader: Uploader | None = None
         """First rank: copies committed checkpoints to another root, if there is one."""
         self.replicator: Replicator | None = None
         """Copies the images of other hosts, if the ranks have copies on other hosts."""
-        self._rendezvous: messages.Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._rounds: Rounds | None = None  # on all ranks but the first
         self._store: Store | None = None  # first rank
         self._secret = b""
@@ -161,18 +161,18 @@ class SavesOfTrainer:
         start(thread)
         return thread
 
-    def host(self, request: messages.Host) -> messages.Hosting:
-        """First rank: host the store that joins the ranks. Raises ``WorkerDiedError``."""
+    def host(self, port: int, address: str, secret: bytes) -> Hosting:
+        """First rank: host the store that joins the ranks, see ``SessionApi.host``. Raises ``WorkerDiedError``."""
         if self._store is not None:
             self._store.close()
-        self._secret = request.secret
+        self._secret = secret
         try:
-            self._store = Store(request.secret, request.port, request.address, self._on_stored)
+            self._store = Store(secret, port, address, self._on_stored)
         except OSError as error:
             raise WorkerDiedError(f"the worker cannot host the store that joins the ranks: {error}") from error
-        return messages.Hosting(self._store.port, self._store.address)
+        return Hosting(self._store.port, self._store.address)
 
-    def join(self, rendezvous: messages.Rendezvous, timeout: float) -> None:
+    def join(self, rendezvous: Rendezvous, timeout: float) -> None:
         """Commit with the other ranks, from the next save on. ``timeout``: timeout in seconds of calls to the store."""
         self._rendezvous = rendezvous
         if rendezvous.rank > 0 and self._rounds is None:
@@ -200,19 +200,19 @@ class SavesOfTrainer:
             self._patience.renew()
             self._to_hear.put(request)
 
-    def staged(self, message: messages.Staged) -> None:
+    def staged(self, staged: Staged) -> None:
         """Note that an image is staged."""
-        if (staged := self._images.get(message.save_id)) is not None:
-            staged.replicas = message.replicas
-            staged.timings.update(message.timings)
-        self._events.put(machines.ImageStaged(message.save_id))
+        if (image := self._images.get(staged.save_id)) is not None:
+            image.replicas = staged.replicas
+            image.timings.update(staged.timings)
+        self._events.put(machines.ImageStaged(staged.save_id))
 
     def post(self, event: machines.SaveEvent) -> None:
         """Post an event for the machines. Does not wait."""
         self._events.put(event)
 
     def cancel(self, save_id: int, reason: CheckpointError) -> None:
-        """Cancel a save for the trainer, for ``reason``. ``Cancelled`` tells the trainer whether this was in time."""
+        """Cancel a save for the trainer, for ``reason``. See ``SessionApi.cancel``."""
         self._events.put(machines.ImageCancelled(save_id, reason))
 
     def forget(self, segment: int) -> None:
@@ -347,7 +347,7 @@ class SavesOfTrainer:
             case machines.FreeSlot(save, tell):
                 self._free(self._images.pop(save), tell=tell)
             case machines.AnswerCancel(save, in_time, slot_free):
-                self._send(messages.Cancelled(save, in_time, slot_free))
+                self._tell_trainer(TrainerApi.cancelled, save, in_time, slot_free)
             case commit.SendReport(save, report) if self._rounds is not None:
                 # In the background: a slow worker of the first rank must not delay the next write.
                 self._rounds.report_soon(round_name(SAVE, save), report, self._untold[save].timeout)
@@ -389,7 +389,7 @@ class SavesOfTrainer:
     def _free(self, freed: StagedImage, *, tell: bool) -> None:
         freed.set_slot_state(State.FREE)
         if tell:
-            self._send(messages.Written(freed.request.save_id, freed.inode, dict(freed.timings)))
+            self._tell_trainer(TrainerApi.written, freed.request.save_id, freed.inode, dict(freed.timings))
 
     def _conclude(self, kind: str, save: int, outcome: bytes | CheckpointError) -> None:
         """Tell the other ranks the outcome, through the store in this process."""
@@ -488,10 +488,10 @@ class SavesOfTrainer:
         if error is not None:
             failure = located_in(request, error)
             logger.error("saving failed: %s", failure, extra={"is_told": True})
-            self._on_end(request, messages.Failed(save, failure))
+            self._on_end(request, Failed(save, failure))
         elif attempt is not None:
             note(attempt.timings, "commit", attempt.written_at, request.called_at)
-            self._on_end(request, messages.Committed(save, attempt.timings, attempt.layout.data_bytes, trouble))
+            self._on_end(request, Committed(save, attempt.timings, attempt.layout.data_bytes, trouble))
             if request.rank == 0 and request.keep_last is not None and request.step is not None:
                 self._prunable.put(partial(prune, os.path.dirname(request.path), request.keep_last, self._is_recent))
 

@@ -8,26 +8,36 @@ the worker lingers with the images that it holds. A restarted trainer opens the 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from asyncckpt.errors import CheckpointError, WorkerDiedError
-from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.link import messages
-from asyncckpt.link.endpoint_messages import Follow, Serve
-from asyncckpt.link.messages import Claim, Claimed, receive, send
+from asyncckpt.format.segment_layout import SegmentLayout
+from asyncckpt.format.write_request import CopiedRank, WriteRequest
+from asyncckpt.link.api import (
+    Claim,
+    Claimed,
+    Committed,
+    Failed,
+    Hosting,
+    Rendezvous,
+    Served,
+    SessionApi,
+    Staged,
+    TrainerApi,
+)
+from asyncckpt.link.calls import Answer, Files, carry_out, send_answer, tell, with_files
 from asyncckpt.link.root_lock import RootLock
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.storage.storage import Storage
 from asyncckpt.storage.uploader import Uploader
-from asyncckpt.storage.uploads import AskUploads, Uploaded, UploadsUnderWay
+from asyncckpt.storage.uploads import Uploaded, UploadsUnderWay
 from asyncckpt.threads import start
-from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.serving import Serving, listens_at
 from asyncckpt.worker.endpoint_service import EndpointService, Trainer
 from asyncckpt.worker.saves import SavesOfTrainer
@@ -35,10 +45,12 @@ from asyncckpt.worker.saves import SavesOfTrainer
 if TYPE_CHECKING:
     from asyncckpt.worker.metrics_file import MetricsFile
 
+P = ParamSpec("P")
+
 _CLOSED = "it has closed its checkpointer"
 
 
-class Session:
+class Session(SessionApi):
     """One trainer's session."""
 
     def __init__(
@@ -73,10 +85,10 @@ class Session:
         self._endpoint_service = endpoint_service
         self._sending = threading.Lock()
         self._storage_for = storage_for
-        self._saves = SavesOfTrainer(storage_for, segment_store, self._send, self._end, io_threads)
+        self._saves = SavesOfTrainer(storage_for, segment_store, self._tell, self._end, io_threads)
         endpoint_service.begin_session(trainer, self._saves.unended, self._saves.restarted)
         self._serving = serving
-        self._rendezvous: messages.Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._timeout = 0.0
         self._address: TransferAddress | None = None
         self._taking: list[threading.Thread] = []
@@ -93,13 +105,12 @@ class Session:
         Returns:
             Whether all threads have ended. If not, storage does not answer, and the process should end itself.
         """
-        self._send(messages.Ready(os.getpid(), trouble))
-        to_trainer = _LogHandler(self._send)
+        self._answer(Answer(0, trouble))  # to ``attach``, or to the start of this worker
+        to_trainer = _LogHandler(self._tell)
         logging.getLogger().addHandler(to_trainer)
         if self._metrics is not None:
             self._metrics.begin()
         why = self._serve(trainer)
-        self._is_closed = why == _CLOSED
         if why != _CLOSED:  # the trainer does not receive the log any more
             logging.getLogger().removeHandler(to_trainer)
             self._endpoint_service.redirect_log()
@@ -133,15 +144,14 @@ class Session:
             self._metrics.close(in_order=self._is_closed)
 
     def _serve(self, trainer: Collection[int]) -> str:
-        """Serve the trainer. Return the reason why serving ended."""
+        """Carry out the calls of the trainer. Return the reason why serving ended."""
         while True:
             ready = wait([self._connection, *trainer])
             try:
                 while self._connection.poll():
-                    message: messages.FromTrainer = receive(self._connection)
-                    if isinstance(message, messages.Close):
+                    carry_out(self._connection.receive(), SessionApi, self, self._answer)
+                    if self._is_closed:
                         return _CLOSED
-                    self._handle(message)
             except (EOFError, OSError) as error:
                 if isinstance(error, ConnectionError) or not self._connection.has_other_end():
                     return "its trainer is gone"
@@ -149,66 +159,68 @@ class Session:
             if any(each in ready for each in trainer):
                 return "its trainer has died"
 
-    def _handle(self, message: messages.FromTrainer) -> None:
-        match message:
-            case messages.Question(number):
-                try:
-                    self._answer(message)
-                except CheckpointError as error:
-                    self._send(messages.Answer(number, messages.Refused(error)))
-            case messages.Join(rendezvous, timeout):
-                self._saves.join(rendezvous, timeout)
-                self._rendezvous, self._timeout = rendezvous, timeout
-            case messages.Begin(request):
-                self._segment_store.slot_taken(request)
-                self._saves.begin(request)
-            case messages.Staged():
-                self._saves.staged(message)
-            case messages.Cancel(save_id, reason):
-                self._saves.cancel(save_id, reason)
-            case messages.Take():
-                # On another thread, because taking memory takes a second for each two GiB or so.
-                thread = threading.Thread(target=self._take, args=[message], name="asyncckpt-memory", daemon=True)
-                try:
-                    start(thread)
-                except CheckpointError:
-                    self._take(message)
-                else:
-                    self._taking = [each for each in self._taking if each.is_alive()] + [thread]
-            case messages.GiveBack(number, begin, slots):
-                self._segment_store.give_back(number, begin, slots)
-            case messages.Release(number):
-                self._segment_store.release(number)
-                self._saves.forget(number)
+    # The calls of the trainer, see ``SessionApi``.
 
-    def _answer(self, asked: messages.Question) -> None:
-        answer: Any
-        match asked.question:
-            case messages.Allocate():
-                self._allocate(asked.number, asked.question)
-                return
-            case Claim():
-                answer = self._claim(asked.question)
-            case messages.Host():
-                answer = self._saves.host(asked.question)
-            case AskUploads():
-                uploader = self._saves.uploader
-                answer = UploadsUnderWay((), None) if uploader is None else uploader.under_way()
-            case messages.Adopt():
-                answer = messages.Adopted(self._segment_store.adopt(self._connection.receive_segment()))
-            case Serve(key, address):
-                answer = self._serving.serve(key, listens_at(address), to_own_job=True)
-                self._address = TransferAddress(address, answer.port)
-            case Follow(locator):
-                answer = self._serving.follow(locator)
-            case messages.KeepCopies():
-                answer = self._keep_copies(asked.question)
-            case messages.Describe(number, layout):
-                self._segment_store.hosted(number).describe(layout)
-                answer = messages.Described()
-        self._send(messages.Answer(asked.number, answer))
+    def close(self) -> None:
+        self._is_closed = True
 
-    def _claim(self, claim: Claim) -> Claimed:
+    def join(self, rendezvous: Rendezvous, timeout: float) -> None:
+        self._saves.join(rendezvous, timeout)
+        self._rendezvous, self._timeout = rendezvous, timeout
+
+    def host(self, port: int, address: str, secret: bytes) -> Hosting:
+        return self._saves.host(port, address, secret)
+
+    def begin(self, request: WriteRequest) -> None:
+        self._segment_store.slot_taken(request)
+        self._saves.begin(request)
+
+    def staged(self, staged: Staged) -> None:
+        self._saves.staged(staged)
+
+    def cancel(self, save_id: int, reason: CheckpointError) -> None:
+        self._saves.cancel(save_id, reason)
+
+    def allocate(self, nbytes: int, end: int) -> int:
+        number, segment = self._segment_store.allocate(nbytes, end)
+        return with_files(number, [segment])
+
+    def adopt(self) -> int:
+        return self._segment_store.adopt(self._connection.receive_segment())
+
+    def describe(self, segment: int, layout: SegmentLayout) -> None:
+        self._segment_store.hosted(segment).describe(layout)
+
+    def take(self, segment: int, begin: int, end: int) -> None:
+        # On another thread, because taking memory takes a second for each two GiB or so.
+        thread = threading.Thread(target=self._take, args=[segment, begin, end], name="asyncckpt-memory", daemon=True)
+        try:
+            start(thread)
+        except CheckpointError:
+            self._take(segment, begin, end)
+        else:
+            self._taking = [each for each in self._taking if each.is_alive()] + [thread]
+
+    def give_back(self, segment: int, begin: int, slots: tuple[int, ...]) -> None:
+        self._segment_store.give_back(segment, begin, slots)
+
+    def release(self, segment: int) -> None:
+        self._segment_store.release(segment)
+        self._saves.forget(segment)
+
+    def uploads(self) -> UploadsUnderWay:
+        uploader = self._saves.uploader
+        return UploadsUnderWay((), None) if uploader is None else uploader.under_way()
+
+    def serve(self, key: bytes, address: str) -> Served:
+        served = self._serving.serve(key, listens_at(address), to_own_job=True)
+        self._address = TransferAddress(address, served.port)
+        return served
+
+    def follow(self, locator: str) -> str | None:
+        return self._serving.follow(locator)
+
+    def claim(self, claim: Claim) -> Claimed:
         answer = Claimed()
         if self._root_lock is None:
             try:
@@ -227,52 +239,56 @@ class Session:
             self._saves.uploader = uploader
         return answer
 
-    def _keep_copies(self, request: messages.KeepCopies) -> messages.CopiesKept:
+    def keep_copies(
+        self, plan: int, ranks: tuple[CopiedRank, ...], plans: tuple[int, ...], transport: str, rate: float | None
+    ) -> None:
         if (replicator := self._saves.replicator) is None:
             if self._rendezvous is None or self._address is None:
                 raise WorkerDiedError("the worker has not met those of the other ranks: please report this")
             from asyncckpt.transfer.replicator import Replicator  # imported only if needed
 
-            where, how = (self._rendezvous, self._timeout), (request.transport, request.rate)
-            replicator = Replicator(self._segment_store, *where, *how, self._send, self._saves.post)
+            where, how = (self._rendezvous, self._timeout), (transport, rate)
+            replicator = Replicator(self._segment_store, *where, *how, self._tell, self._saves.post)
             self._saves.replicator = replicator
             replicator.announce(self._address)
             for number, held in self._segment_store.copies_before().items():
                 replicator.copies.inherit(number, held)
-        replicator.keep(request.plan, request.ranks, request.plans)
-        return messages.CopiesKept()
+        replicator.keep(plan, ranks, plans)
 
-    def _allocate(self, asked: int, request: messages.Allocate) -> None:
-        number, segment = self._segment_store.allocate(request.nbytes, request.end)
-        with self._sending:
-            send(self._connection, messages.Answer(asked, messages.Allocated(number)))
-            self._connection.send_descriptor(segment.fileno())
+    # Calls of the trainer, and their reasons
 
-    def _take(self, request: messages.Take) -> None:
+    def _take(self, segment: int, begin: int, end: int) -> None:
         error: CheckpointError | None = None
         try:
-            self._segment_store.take(request.segment, request.begin, request.end)
+            self._segment_store.take(segment, begin, end)
         except CheckpointError as failure:
             error = failure
         except (KeyError, OSError) as failure:  # the segment was released meanwhile
             error = CheckpointError(f"the memory is not there any more: {failure}")
-        self._send(messages.Taken(request.segment, error))
+        self._tell(TrainerApi.taken, segment, error)
 
-    def _end(self, request: WriteRequest, outcome: messages.Committed | messages.Failed) -> None:
-        self._segment_store.save_ended(outcome.save_id, committed=isinstance(outcome, messages.Committed))
-        self._send(outcome)
+    def _end(self, request: WriteRequest, outcome: Committed | Failed) -> None:
+        self._segment_store.save_ended(outcome.save_id, committed=isinstance(outcome, Committed))
+        self._tell(TrainerApi.ended, outcome)
         if self._metrics is not None:
             self._metrics.on_end(request, outcome, time.time() - request.called_at)
 
     def _on_uploaded(self, uploaded: Uploaded) -> None:
-        self._send(uploaded)
+        self._tell(TrainerApi.uploaded, uploaded)
         if self._metrics is not None:
             self._metrics.on_uploaded(uploaded)
 
-    def _send(self, message: messages.FromWorker) -> None:
+    def _tell(self, method: Callable[Concatenate[Any, P], None], *given: P.args, **named: P.kwargs) -> None:
+        """Call a method of the trainer."""
+        self._send(tell, method, *given, **named)
+
+    def _answer(self, answer: Answer, files: Files = ()) -> None:
+        self._send(send_answer, answer, files)
+
+    def _send(self, send: Callable[..., None], *given: Any, **named: Any) -> None:
         try:
             with self._sending:
-                send(self._connection, message)
+                send(self._connection, *given, **named)
         except ConnectionError:
             pass  # the trainer is gone, which the loop in ``_serve`` notices
         except OSError:
@@ -282,14 +298,14 @@ class Session:
 class _LogHandler(logging.Handler):
     """Send log records to the trainer. Skip records with ``is_told``, because another message reports their content."""
 
-    def __init__(self, send: Callable[[messages.FromWorker], object]) -> None:
+    def __init__(self, tell: Callable[..., object]) -> None:
         super().__init__()
-        self._send = send
+        self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "is_told", False):
             return
         try:
-            self._send(messages.Logged(record.levelno, record.getMessage()))
+            self._tell(TrainerApi.logged, record.levelno, record.getMessage())
         except Exception:
             self.handleError(record)

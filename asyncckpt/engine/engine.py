@@ -24,8 +24,8 @@ from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.saves import Copier, SaveOperation, Saves, check_writable
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, interrupts_as_they_are, is_interrupt
 from asyncckpt.format.write_request import Existing, Pointer, Rotation
+from asyncckpt.link.api import Claim
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.messages import Claim
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.planning.file_set import FileSet

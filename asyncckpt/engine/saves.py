@@ -44,7 +44,7 @@ from asyncckpt.format.manifest import note, own_version
 from asyncckpt.format.segment_layout import CheckpointLayout
 from asyncckpt.format.write_request import Existing, WriteRequest
 from asyncckpt.interval import Advice
-from asyncckpt.link import messages
+from asyncckpt.link.api import Committed, SessionApi, Staged
 from asyncckpt.link.client import WorkerClient, longest
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.torch_file_plan import TorchFilePlan
@@ -289,14 +289,14 @@ class SaveOperation(SaveState):
     def stop_copy(self) -> None:
         self._is_stopped = True
 
-    def hand_over(self) -> messages.Staged:
+    def hand_over(self) -> Staged:
         self.buffer.slots.set(self.request.slot, State.STAGED)
         self.buffer.offer(self.request.slot)
         self.is_whole = True
         stall_s = self.timings.get("stall_s", time.perf_counter() - self.begun)  # with overlap the call may be over
         self._events.tell("staged", self.timings, self.timings["copy_s"])  # before the worker can report more
         digests, self._digests = self._digests, {}
-        return messages.Staged(self.number, {**self.timings, "stall_s": stall_s}, digests)
+        return Staged(self.number, {**self.timings, "stall_s": stall_s}, digests)
 
     def release(self) -> None:
         self._to_copy = None
@@ -323,7 +323,7 @@ class SaveOperation(SaveState):
             self._events.tell("replicated", self.timings, self.timings["replicated_s"])
         self.replicated.set()
 
-    def on_end(self, failure: CheckpointError | None, committed: messages.Committed | None) -> None:
+    def on_end(self, failure: CheckpointError | None, committed: Committed | None) -> None:
         self.is_durable = committed is not None or failure is None
         if self.is_begun and not isinstance(self.buffer.plan, TorchFilePlan):
             self.buffer.plan.note_end(is_committed=self.is_durable)
@@ -398,7 +398,7 @@ class SaveOperation(SaveState):
         buffer.slots.take(slot, self.number)
         buffer.write_objects(slot)
         # Tell the worker that owns this memory. If it has died, this raises, and the save is not begun.
-        buffer.client.tell(messages.Begin(self.request))
+        buffer.client.tell(SessionApi.begin, self.request)
         self.is_begun = True
         self.is_copied = self.request.is_copied
         if what.copier.overlaps:

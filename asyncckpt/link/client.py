@@ -13,8 +13,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from asyncckpt.errors import (
     CheckpointError,
@@ -22,14 +23,16 @@ from asyncckpt.errors import (
     OutOfMemoryError,
     SaveTimeoutError,
     WorkerDiedError,
+    decode,
     is_interrupt,
 )
-from asyncckpt.link import messages
-from asyncckpt.link.messages import Claim, Claimed
+from asyncckpt.link.api import Committed, Failed, SessionApi, TrainerApi
+from asyncckpt.link.calls import Answer, MethodCall, call_of, carry_out
 from asyncckpt.link.process import WorkerOptions, WorkerProcess, how_it_ended
+from asyncckpt.link.socket_connection import OtherVersionError
 from asyncckpt.link.trainer_saves import RunningSaves
 from asyncckpt.protocol.commit import grace
-from asyncckpt.protocol.trainer import TimePassed, WorkerGone
+from asyncckpt.protocol.trainer import CancelAnswered, CopiesMade, TimePassed, WorkerGone
 from asyncckpt.shm.segment import Segment
 from asyncckpt.storage.uploads import Uploaded
 from asyncckpt.threads import Flag, make, no_thread
@@ -45,86 +48,111 @@ def longest(timeout: float) -> float:
     return timeout + 2 * grace(timeout) + _LAST_LOOK_S
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Open:
-    """A question without an answer yet."""
+_ALLOCATE, _ADOPT = SessionApi.allocate.__name__, SessionApi.adopt.__name__
 
-    def __init__(self) -> None:
+
+class _OpenCall:
+    """A call without an answer yet."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
         self.answered = Flag()
-        self.answer: Any = None
+        self.value: Any = None
+        self.error: CheckpointError | None = None
         self.segment: Segment | None = None
+        # One item for two threads: for the caller when it gives up, and for the listener when the answer comes. The
+        # thread that finds no item is the second, and releases the memory of the answer.
+        self.waits = [True]
 
 
-class Questions:
-    """The questions to one worker. Any thread may ask. One thread receives the answers."""
+class OpenCalls:
+    """The calls to one worker that are not answered yet. Any thread may call. One thread receives the answers."""
 
-    def __init__(
-        self,
-        send: Callable[[messages.FromTrainer, int | None], None],
-        give_back: Callable[[Any, Segment | None], None],
-    ) -> None:
-        """Ask nothing yet.
+    def __init__(self, send: Callable[[MethodCall, int | None], None], release: Callable[[int], None]) -> None:
+        """Call nothing yet.
 
         Args:
-            send: Sends a message, and then a descriptor.
-            give_back: Releases the memory of an answer that no thread waits for.
+            send: Sends a call, and then a descriptor.
+            release: Tells the worker to release a segment that no thread waits for any more.
         """
-        self._send, self._give_back = send, give_back
+        self._send, self._release = send, release
         self._numbers = itertools.count(1)
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenCall] = {}
 
-    def ask(
-        self, question: Any, expect: type[T], timeout: float, doing: str, fd: int | None = None
-    ) -> tuple[T, Segment | None]:
-        """Ask, and wait for the answer.
+    def call(self, timeout: float, call: MethodCall, fd: int | None = None) -> tuple[Any, Segment | None]:
+        """Send a call, and wait for the answer.
 
         Args:
-            question: The content of a ``Question``.
-            expect: The class of the answer.
             timeout: Seconds to wait.
-            doing: The action in words, for the text of a timeout error.
-            fd: A descriptor that follows the question.
+            call: The call. It gets another number.
+            fd: A descriptor that follows the call.
 
         Returns:
-            The answer, and the memory that came with it.
+            The result, and the memory that came with it.
 
         Raises:
             SaveTimeoutError: The answer has not come in time.
-            CheckpointError: The worker has refused, or has ended.
+            CheckpointError: The error of the method, or the worker has ended.
         """
         number = next(self._numbers)
-        mine = self._open[number] = _Open()
+        mine = self._open[number] = _OpenCall(call.method)
         try:
-            self._send(messages.Question(number, question), fd)
+            self._send(replace(call, number=number), fd)
             if not mine.answered.wait(timeout):
-                raise SaveTimeoutError(f"{doing} took longer than {timeout:g} s")
-            answer = mine.answer
-            if isinstance(answer, messages.Refused):
-                raise answer.error
-            if not isinstance(answer, expect):
-                raise CheckpointError(f"the worker answered {answer!r} to {question!r}: please report this")
+                raise SaveTimeoutError(f"the worker did not answer the call {call.method} within {timeout:g} s")
+            if mine.error is not None:
+                raise mine.error
         except BaseException:
-            if self._open.pop(number, None) is None:  # the answer has come meanwhile
-                self._give_back(mine.answer, mine.segment)
+            if not _taken(mine.waits):  # the answer has come meanwhile
+                self._give_back(mine)
             raise
-        return answer, mine.segment
+        return mine.value, mine.segment
 
-    def on_answer(self, message: messages.Answer, segment: Segment | None) -> None:
-        """Take note of an answer, and of the memory that came with it."""
-        waiting = self._open.get(message.number) or _Open()
-        waiting.answer, waiting.segment = message.answer, segment
-        # If the asker has given up, it has removed the question, and this thread releases the answer. If the asker
-        # fails later, the question is gone, and the asker releases the answer.
-        if self._open.pop(message.number, None) is None:
-            self._give_back(message.answer, segment)
-        waiting.answered.set()
+    def on_answer(self, answer: Answer, receive_segment: Callable[[], Segment]) -> None:
+        """Take note of an answer, and receive the memory that comes with it.
+
+        If this process has no room for the memory, the worker releases it, and the call fails.
+        """
+        call = self._open[answer.number]
+        call.value, call.error = answer.value, None if answer.error is None else decode(answer.error)
+        if call.method == _ALLOCATE and call.error is None:
+            try:
+                call.segment = receive_segment()
+            except OutOfMemoryError as error:
+                self._release(answer.value)
+                call.error = error
+        self._end(answer.number, call)
 
     def close(self, error: CheckpointError) -> None:
-        """Fail all open questions, because no answer comes any more."""
-        for number in list(self._open):
-            self.on_answer(messages.Answer(number, messages.Refused(error)), None)
+        """Fail all open calls, because no answer comes any more. After an exception, call this again."""
+        for number, call in list(self._open.items()):
+            call.error = error
+            self._end(number, call)
+
+    def _end(self, number: int, call: _OpenCall) -> None:
+        if not _taken(call.waits):  # the caller has given up
+            self._give_back(call)
+        call.answered.set()
+        self._open.pop(number, None)
+
+    def _give_back(self, call: _OpenCall) -> None:
+        """Release the memory of an answer that no thread waits for."""
+        if call.segment is not None:
+            call.segment.close()
+        if call.method in (_ALLOCATE, _ADOPT) and call.error is None:
+            self._release(call.value)
+
+
+def _taken(items: list[bool]) -> bool:
+    """Take the item of a list. Return False if another thread has taken it."""
+    try:
+        return items.pop()
+    except IndexError:
+        return False
 
 
 _CHECK_S = 0.5  # interval at which a wait checks that the worker lives
@@ -134,8 +162,6 @@ _LISTEN_S = 1.0  # interval at which the listener looks for overdue saves
 _SEND_S = 300  # maximum time for a worker to receive a message, because it may be busy taking memory
 _TELL_S = 1.0  # maximum time to tell the other ranks of a failure
 _SLOT_S = 0.25  # ``_LISTEN_S`` while a save waits for a slot, because a reader may end its lease at any time
-Answer = TypeVar("Answer")
-_Told: TypeAlias = Callable[[Any], object]
 
 
 def _ignore(_: object) -> None:
@@ -156,8 +182,8 @@ class WorkerClient:
     def __init__(
         self,
         options: WorkerOptions,
-        on_uploaded: _Told = _ignore,
-        begun: _Told = _ignore,
+        on_uploaded: Callable[[Uploaded], object] = _ignore,
+        begun: Callable[[WorkerClient], object] = _ignore,
         on_death: Callable[[], object] = _nothing,
         attached: WorkerProcess | None = None,
     ) -> None:
@@ -175,7 +201,7 @@ class WorkerClient:
             WorkerDiedError: The worker is not ready in ``options.start_timeout`` seconds.
             JobTakenError: Another worker has its endpoint.
         """
-        self._owner, self._on_uploaded, self._on_death = os.getpid(), on_uploaded, on_death
+        self._owner, self._on_death = os.getpid(), on_death
         self._process = WorkerProcess(options) if attached is None else attached
         self._connection = self._process.connection
         self.pid = self._process.pid
@@ -183,14 +209,14 @@ class WorkerClient:
         self.saves = RunningSaves(self.tell, self._kill_stopped)
         """The saves that the worker writes, or will write."""
         self._sending = threading.Lock()
-        self._questions = Questions(self.tell, self._give_back)
-        self._taken: dict[int, Callable[[CheckpointError | None], object]] = {}
+        self._calls = OpenCalls(self._send, self._release)
+        self._from_worker = _FromWorker(self, on_uploaded)
         self._death: WorkerDiedError | None = None
         self._closing = self._detaching = self._is_told = self._is_killed = False
         self._why_killed = ""
         self._ended = Flag()  # set when the worker has ended, and all its saves have failed
         # Created in advance, because there may be no memory for this when the worker dies.
-        ends = self._note_death, self._end_saves, self.saves.take_posted, self._end_questions, self._ended.set
+        ends = self._note_death, self._end_saves, self.saves.take_posted, self._end_calls, self._ended.set
         self._ends: tuple[Callable[[], object], ...] = (*ends, self._tell_death)
         self.has_endpoint = False
         """Whether others can find the worker."""
@@ -198,7 +224,7 @@ class WorkerClient:
         try:
             # The listener also sends. Without a timeout it could not detect a worker that has stopped.
             self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
-            trouble = self._process.wait_ready(options.start_timeout)
+            trouble = None if self._process.is_attached else self._process.wait_ready(options.start_timeout)
             self.has_endpoint = trouble is None and options.endpoint is not None
             begun(self)
             self._listener.start()
@@ -216,48 +242,58 @@ class WorkerClient:
         """Whether the worker still takes requests."""
         return self._death is None and not self._closing
 
-    # Questions. Each raises ``WorkerDiedError``, ``SaveTimeoutError`` after ``timeout`` seconds, and the errors in its
-    # docstring.
+    def call(self, timeout: float, method: Callable[Concatenate[Any, P], T], *given: P.args, **named: P.kwargs) -> T:
+        """Call a method of ``SessionApi`` in the worker, and return its result.
 
-    def ask(self, question: object, expect: type[Answer], timeout: float, doing: str, fd: int | None = None) -> Answer:
-        """Ask the worker a question of ``messages.py``. Return its answer, an object of the class ``expect``.
+        Args:
+            timeout: Timeout in seconds.
+            method: The method.
+            given: Its arguments.
+            named: Its named arguments.
 
-        ``doing``: the action in words, for the text of an error. ``fd``: a descriptor to send with the question.
+        Raises:
+            SaveTimeoutError: The worker does not answer in time.
+            WorkerDiedError: The worker is dead.
+            CheckpointError: The error of the method.
         """
-        return self._questions.ask(question, expect, timeout, doing, fd)[0]
+        result: T = self._calls.call(timeout, call_of(0, method, *given, **named))[0]
+        return result
+
+    def tell(self, method: Callable[Concatenate[Any, P], object], *given: P.args, **named: P.kwargs) -> None:
+        """Call a method of ``SessionApi`` in the worker, and do not wait for it. Raises as ``check_usable``."""
+        self._send(MethodCall(0, method.__name__, given, named))
 
     def allocate(self, nbytes: int, timeout: float, end: int | None = None) -> tuple[int, Segment]:
         """Make a segment, and take its memory up to byte ``end`` (default: all). Return its number and memory.
 
-        Raises ``OutOfMemoryError``.
+        Raises as ``call``, and ``OutOfMemoryError``.
         """
-        doing = f"allocating {nbytes:,} bytes of shared memory"
-        allocate = messages.Allocate(nbytes, nbytes if end is None else end)
-        answer, segment = self._questions.ask(allocate, messages.Allocated, timeout, doing)
+        allocate = call_of(0, SessionApi.allocate, nbytes, nbytes if end is None else end)
+        number, segment = self._calls.call(timeout, allocate)
         if segment is None:
             raise CheckpointError("the worker sent no memory: please report this")
-        return answer.segment, segment
-
-    def claim(self, claim: Claim, timeout: float) -> Claimed:
-        """Have the worker take the lock of a root, if it is free.
-
-        Raises ``JobTakenError`` if the root belongs to another job.
-        """
-        return self.ask(claim, Claimed, timeout, "taking the lock of the folder")
+        return number, segment
 
     def adopt(self, segment: Segment, timeout: float) -> int:
-        """Have the worker take over a segment of weights of a dead worker. Return its number in this worker."""
-        fd = segment.fileno()
-        return self.ask(messages.Adopt(), messages.Adopted, timeout, "handing over shared memory", fd).segment
+        """Have the worker take over a segment of weights of a dead worker. Return its number in this worker.
 
-    def take(self, request: messages.Take, taken: Callable[[CheckpointError | None], object]) -> None:
+        Raises as ``call``.
+        """
+        number: int = self._calls.call(timeout, call_of(0, SessionApi.adopt), segment.fileno())[0]
+        return number
+
+    def take(self, segment: int, begin: int, end: int, taken: Callable[[CheckpointError | None], object]) -> None:
         """Have the worker take more memory of a segment.
 
-        A thread calls ``taken`` with None when the memory is taken, or else with the reason why not. After that,
-        waiting saves look for a slot.
+        Args:
+            segment: The number of the segment.
+            begin: The first byte of the memory.
+            end: The end of the memory.
+            taken: A thread calls this with None when the memory is taken, or else with the reason why not. After that,
+                waiting saves look for a slot.
         """
-        self._taken[request.segment] = taken
-        self.tell(request)
+        self._from_worker.on_taken[segment] = taken
+        self.tell(SessionApi.take, segment, begin, end)
 
     def wait_while_it_lives(self, flag: Flag, timeout: float) -> bool:
         """Wait until a save has set ``flag``. Return whether it is set after ``timeout`` seconds.
@@ -318,7 +354,7 @@ class WorkerClient:
             self._process.detach()  # a later checkpointer of this process may have to wait for the worker's end
             try:
                 with contextlib.suppress(ImportError):  # pickle cannot import while the interpreter shuts down
-                    messages.send(self._connection, messages.Close())
+                    self._connection.send(call_of(0, SessionApi.close))
             except OSError:
                 self._connection.hang_up()  # so that the worker does not wait for more messages
             self._is_told = True  # set last: if an exception comes before, the next call sends the message again
@@ -352,12 +388,12 @@ class WorkerClient:
     def _may_end(self) -> bool:
         return self._owner == os.getpid() and not self._connection.closed
 
-    def tell(self, message: messages.FromTrainer, fd: int | None = None) -> None:
-        """Send a message of ``messages.py``, and then the descriptor ``fd``. Raises as ``check_usable``."""
+    def _send(self, call: MethodCall, fd: int | None = None) -> None:
+        """Send a call, and then the descriptor ``fd``. Raises as ``check_usable``."""
         self.check_usable()
         try:
             with self._sending:
-                messages.send(self._connection, message)
+                self._connection.send(call)
                 if fd is not None:
                     self._connection.send_descriptor(fd)
         except BaseException as error:
@@ -375,13 +411,10 @@ class WorkerClient:
             self._ended.wait(_NOTICE_S)
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
 
-    def _give_back(self, answer: object, segment: Segment | None) -> None:
-        """Release the memory of an ``answer`` that no thread waits for."""
-        if segment is not None:
-            segment.close()
-        if isinstance(answer, messages.Allocated | messages.Adopted):
-            with contextlib.suppress(OSError), self._sending:
-                messages.send(self._connection, messages.Release(answer.segment))
+    def _release(self, segment: int) -> None:
+        """Tell the worker to release a segment. The worker may be dead."""
+        with contextlib.suppress(OSError), self._sending:
+            self._connection.send(call_of(0, SessionApi.release, segment))
 
     def _listen(self) -> None:
         try:
@@ -412,49 +445,26 @@ class WorkerClient:
                     self.saves.handle(TimePassed())
                 continue
             try:
-                message: messages.FromWorker = messages.receive(self._connection)
-            except messages.OtherVersionError:
+                message = self._connection.receive()
+            except OtherVersionError:
                 raise
             except (EOFError, ConnectionError):  # any other error is on this end, and the worker lives
                 break
-            self._on_message(message)
+            if isinstance(message, Answer):
+                self._calls.on_answer(message, self._connection.receive_segment)
+            else:
+                carry_out(message, TrainerApi, self._from_worker)
 
     def _kill_stopped(self) -> None:
         self._process.kill()
         self._is_killed = True
-
-    def _on_message(self, message: messages.FromWorker) -> None:
-        segment = None
-        if isinstance(message, messages.Answer) and isinstance(message.answer, messages.Allocated):
-            message, segment = self._allocated(message.number, message.answer)
-        match message:
-            case messages.Taken(number, failure):
-                if (taken := self._taken.pop(number, None)) is not None:
-                    self.saves.run(partial(taken, failure), then=TimePassed())
-            case Uploaded():
-                self._on_uploaded(message)
-            case messages.Logged(level, text):
-                with contextlib.suppress(Exception):  # errors of the user's log handlers
-                    logger.log(level, "the worker %d: %s", self.pid, text)
-            case messages.Answer():
-                self._questions.on_answer(message, segment)
-            case _:
-                self.saves.on_message(message)
-
-    def _allocated(self, number: int, answer: messages.Allocated) -> tuple[messages.Answer, Segment | None]:
-        """Map a new segment. If this process has no room for it, the worker releases it, and the question fails."""
-        try:
-            return messages.Answer(number, answer), self._connection.receive_segment()
-        except OutOfMemoryError as error:
-            self._give_back(answer, None)
-            return messages.Answer(number, messages.Refused(error)), None
 
     def _how_it_died(self, code: int | None) -> WorkerDiedError:
         words = "" if self._closing else f"; {self._process.last_words()}; another is started"
         return WorkerDiedError(f"the worker {self.pid} {self._why_killed or how_it_ended(code)}{words}")
 
     def _on_exit(self) -> None:
-        """Fail all open saves and questions, because the worker is gone."""
+        """Fail all open saves and calls, because the worker is gone."""
         for end in self._ends:
             make(end)
         while not self.saves.is_idle():  # a thread still copies, or finds out how a save has ended
@@ -480,10 +490,41 @@ class WorkerClient:
         self._death = self._death or WorkerDiedError(f"the worker {self.pid} is gone")
         self.saves.post(WorkerGone(self._death, self._detaching, self.pid))
 
-    def _end_questions(self) -> None:
+    def _end_calls(self) -> None:
         if self._death is not None:
-            self._questions.close(self._death)
+            self._calls.close(self._death)
         self._process.close()
+
+
+class _FromWorker(TrainerApi):
+    """Carries out the calls of the worker. Only the listener calls these methods."""
+
+    def __init__(self, client: WorkerClient, on_uploaded: Callable[[Uploaded], object]) -> None:
+        self.on_taken: dict[int, Callable[[CheckpointError | None], object]] = {}
+        self._pid, self._saves, self._on_uploaded = client.pid, client.saves, on_uploaded
+
+    def taken(self, segment: int, error: CheckpointError | None) -> None:
+        if (taken := self.on_taken.pop(segment, None)) is not None:
+            self._saves.run(partial(taken, error), then=TimePassed())
+
+    def cancelled(self, save_id: int, in_time: bool, slot_free: bool) -> None:
+        self._saves.handle(CancelAnswered(save_id, in_time, slot_free))
+
+    def written(self, save_id: int, inode: int | None, timings: dict[str, float]) -> None:
+        self._saves.on_written(save_id, inode, timings)
+
+    def replicated(self, save_id: int, failure: CheckpointError | None) -> None:
+        self._saves.handle(CopiesMade(save_id, failure))
+
+    def ended(self, outcome: Committed | Failed) -> None:
+        self._saves.on_ended(outcome)
+
+    def uploaded(self, uploaded: Uploaded) -> None:
+        self._on_uploaded(uploaded)
+
+    def logged(self, level: int, text: str) -> None:
+        with contextlib.suppress(Exception):  # errors of the user's log handlers
+            logger.log(level, "the worker %d: %s", self._pid, text)
 
 
 _clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()

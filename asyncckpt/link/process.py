@@ -22,8 +22,8 @@ import psutil
 import xxhash
 
 from asyncckpt.errors import WorkerDiedError
+from asyncckpt.link.calls import receive_answer
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, runtime_folder
-from asyncckpt.link.messages import Ready, Refused, receive
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.shm.segment import Descriptor, close
 from asyncckpt.threads import process_limit
@@ -172,7 +172,7 @@ class WorkerProcess:
             self.connection.send_descriptor(self._stderr.fileno())
 
     def wait_ready(self, timeout: float) -> str | None:
-        """Wait until the worker is up, at most ``timeout`` seconds.
+        """Wait until a worker that this process has started is up, at most ``timeout`` seconds.
 
         Returns the reason why others cannot find it; None: they can, if it has an endpoint. Raises ``WorkerDiedError``
         if the worker does not get ready, and ``JobTakenError`` if another worker has its endpoint.
@@ -182,15 +182,12 @@ class WorkerProcess:
             # Watch the process too, because a fork of the worker may hold the socket open.
             ready = wait([self.connection, *sentinel], timeout)
             if self.connection in ready:
-                said: Ready | Refused = receive(self.connection)
-                if isinstance(said, Refused):
-                    raise said.error
-                return said.trouble
+                trouble: str | None = receive_answer(self.connection).result()
+                return trouble
         # An end of file may come a little before the end of the process.
         code = self.wait(_END_S) if ready else None
-        if not self.is_attached:
-            self.kill()
-            self.wait()
+        self.kill()
+        self.wait()
         how = f"did not get ready within {timeout:g} s" if code is None else f"{how_it_ended(code)} while it started"
         raise WorkerDiedError(f"the worker process {how}; {self.last_words()}")
 

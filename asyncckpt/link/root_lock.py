@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from asyncckpt.errors import JobTakenError, unless_interrupt
+from asyncckpt.link.api import Claim, Claimed, RootHolder
 from asyncckpt.link.endpoint import ROOT_LOCK, endpoint_name, endpoint_scope, runtime_folder
-from asyncckpt.link.messages import Claim, Claimed, RootHolder
 from asyncckpt.link.takeover import is_running
 from asyncckpt.storage import is_address
 from asyncckpt.storage.file_system import is_at, lock_alone, opened

@@ -16,11 +16,12 @@ from typing import Literal, TypeAlias
 import psutil
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
+from asyncckpt.link.api import WorkerApi, WorkerStatus
+from asyncckpt.link.calls import call, tell
 from asyncckpt.link.endpoint import connect, peer_pid, trainer_of
-from asyncckpt.link.endpoint_messages import AskStatus, Retire, WorkerStatus
-from asyncckpt.link.messages import OtherVersionError, send
 from asyncckpt.link.process import CommandLine, parse
-from asyncckpt.link.takeover import ask, is_running
+from asyncckpt.link.socket_connection import OtherVersionError
+from asyncckpt.link.takeover import is_running
 
 # Timeouts in seconds for a worker to tell its status, and to end after it is killed.
 _ANSWER_S, _END_S = 2.0, 5.0
@@ -160,7 +161,7 @@ def _ask(pid: int, said: CommandLine) -> tuple[WorkerStatus | None, str | None]:
         if peer_pid(connection) != pid:
             return None, "another worker has its endpoint"
         try:
-            status: WorkerStatus = ask(connection, AskStatus(), _ANSWER_S, WorkerStatus)
+            status = call(connection, _ANSWER_S, WorkerApi.status)
         except CheckpointError as error:
             return None, error.message
         except OtherVersionError as error:
@@ -216,7 +217,7 @@ def _ask_to_retire(worker: RunningWorker) -> bool:
         return False
     with connection, contextlib.suppress(OSError):
         if peer_pid(connection) == worker.pid:
-            send(connection, Retire())
+            tell(connection, WorkerApi.retire)
             return True
     return False
 

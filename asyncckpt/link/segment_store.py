@@ -21,13 +21,13 @@ from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.format.manifest import checksum, digest_of
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, WeightsLayout
 from asyncckpt.format.write_request import HeldImage, ImageKey, ImageSummary, WriteRequest
-from asyncckpt.link import endpoint_messages
+from asyncckpt.link.api import PublishedSegment
 from asyncckpt.link.endpoint import announce_memory, announced_bytes, host_lock
 from asyncckpt.link.takeover import retire_idle_workers
 from asyncckpt.shm import budget
 from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.huge import take_huge
-from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.segment import Descriptor, Segment
 from asyncckpt.shm.slots import Readers, State, lease, reopen
 
 logger = logging.getLogger(__name__)
@@ -370,7 +370,7 @@ class SegmentStore:
                 kept.pop_all(),
             )
 
-    def published(self) -> tuple[endpoint_messages.PublishedSegment, ...]:
+    def published(self) -> tuple[PublishedSegment, ...]:
         """Return the segments that have publications.
 
         Raises ``OSError`` when the store is closed. After an empty answer, a reader would unmap its segments.
@@ -379,21 +379,22 @@ class SegmentStore:
             if self._is_closed:
                 raise ConnectionAbortedError("the worker is leaving")
             return tuple(
-                endpoint_messages.PublishedSegment(number, hosted.layout)
+                PublishedSegment(number, hosted.layout)
                 for number, hosted in self._hosted.items()
                 if isinstance(hosted.layout, CheckpointLayout | FileSetLayout | WeightsLayout)
                 and hosted.slots.publications(len(hosted.layout.slots))
             )
 
-    def published_alone(self) -> tuple[endpoint_messages.PublishedSegment, ...]:
+    def published_alone(self) -> tuple[PublishedSegment, ...]:
         """Return the segments with publications of weights or of sets of files. No images are held in them."""
         return tuple(each for each in self.published() if isinstance(each.layout, WeightsLayout | FileSetLayout))
 
-    def open(self, number: int, flags: int = os.O_RDWR) -> int | None:
-        """Return a new descriptor of a segment; None if it was released. ``flags``: for ``os.open``."""
+    def open(self, number: int, flags: int = os.O_RDWR) -> Descriptor:
+        """Return a new descriptor of a segment. ``flags``: for ``os.open``. Raises ``EOFError`` if it was released."""
         with self._lock:
-            hosted = self._hosted.get(number)
-            return None if hosted is None else reopen(hosted.segment.fileno(), flags)
+            if (hosted := self._hosted.get(number)) is None:
+                raise EOFError(f"the segment {number} was released")
+            return Descriptor(reopen(hosted.segment.fileno(), flags))
 
     def close(self) -> None:
         """Release all memory."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pickle
 import select
 import socket
 import struct
@@ -31,6 +32,10 @@ _LONG_BYTES = 1 << 31
 _STEPS = itemgetter(1), itemgetter(0), itemgetter(2), _NUMBER.unpack, itemgetter(0), Descriptor
 
 
+class OtherVersionError(EOFError):
+    """What arrives is of another version of asyncckpt."""
+
+
 class _Message:
     """A message that is being sent, and the number of bytes sent by each call."""
 
@@ -52,6 +57,22 @@ class SocketConnection(Connection):
         self.socket = connected
         self._unsent: list[_Message] = []  # more than one if an exception interrupted the sending of a message
         super().__init__(connected.fileno())
+
+    def send(self, obj: Any) -> None:
+        """Send the message ``obj``. Raises ``OSError`` when the other end is gone."""
+        # Use the plain pickler. Connection.send makes a pickler for closures, which takes 0.3 ms a message.
+        self.send_bytes(pickle.dumps(obj))
+
+    def receive(self) -> Any:
+        """Wait for the next message.
+
+        Raises ``OtherVersionError``; ``EOFError`` or ``OSError`` when the other end is gone.
+        """
+        received = self.recv_bytes()
+        try:
+            return pickle.loads(received)
+        except (AttributeError, ImportError, TypeError, pickle.UnpicklingError) as error:
+            raise OtherVersionError("a message of another version") from error
 
     def _send_bytes(self, buf: memoryview) -> None:
         """Send a message, and before it the rest of an earlier message that an asynchronous exception interrupted.

@@ -10,37 +10,15 @@ import time
 import weakref
 from collections.abc import Collection
 from dataclasses import asdict
-from typing import Any
 
 import psutil
 
-from asyncckpt.errors import CheckpointError, SaveTimeoutError, is_interrupt
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, decode, is_interrupt
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout
 from asyncckpt.format.write_request import HeldImage, ImageKey
+from asyncckpt.link.api import Images, Inventory, PublishedSegments, Served, TrainerAlive, WorkerApi
+from asyncckpt.link.calls import await_answer, call, call_of, receive_answer, tell
 from asyncckpt.link.endpoint import connect, endpoint_names, job_taken_error, peer_pid
-from asyncckpt.link.endpoint_messages import (
-    AskImage,
-    AskImages,
-    AskStatus,
-    Attach,
-    Attached,
-    Follow,
-    Followed,
-    FoundImage,
-    Images,
-    Inspect,
-    Inventory,
-    ListPublished,
-    OpenSegment,
-    PublishedSegments,
-    Retire,
-    Serve,
-    Served,
-    TakeSegments,
-    TrainerAlive,
-    WorkerStatus,
-)
-from asyncckpt.link.messages import receive, send
 from asyncckpt.link.process import (
     Surroundings,
     WorkerOptions,
@@ -84,7 +62,7 @@ class Takeover:
 
         Args:
             connection: The connection.
-            inventory: The answer of the worker to ``Inspect``.
+            inventory: The answer of the worker to ``WorkerApi.inspect``.
             segments: The segments of the inventory, by their numbers.
         """
         self._connection = connection
@@ -116,7 +94,7 @@ class Takeover:
         noticed, left_by = time.monotonic() + _NOTICE_S, time.monotonic() + timeout
         while (connection := connect(endpoint, strict=True)) is not None:
             try:
-                reply = _inspect(connection, timeout)
+                reply = call(connection, timeout, WorkerApi.inspect)
                 if isinstance(reply, Inventory):
                     return cls(connection, reply, _take_segments(connection, reply, timeout))
                 is_left = reply.worker in left and reply.trainer == os.getpid()
@@ -178,20 +156,21 @@ class Takeover:
         except OSError as error:
             raise not_started("the worker of the trainer before this one cannot be used:", error) from error
         try:
-            send(self._connection, Attach(fingerprint(), self._session, asdict(options), asdict(Surroundings.here())))
+            own = asdict(options), asdict(Surroundings.here())
+            self._connection.send(call_of(1, WorkerApi.attach, fingerprint(), self._session, *own))
             process.send_stderr()
-            is_there = self._wait(timeout, longest)
-            answer: Attached | None = _receive(self._connection, Attach, Attached) if is_there else None
+            answer = receive_answer(self._connection) if self._wait(timeout, longest) else None
         except BaseException as error:
             process.end()  # the session may have begun
             if isinstance(error, CheckpointError) or not isinstance(error, EOFError | OSError) or is_interrupt(error):
                 raise
             return None  # the worker has left
-        if answer is not None and answer.trouble is None:
-            return process
         if answer is not None:
+            if answer.error is None:
+                return process
             level = logging.INFO if self._session > 0 else logging.WARNING  # 0: started in advance for this trainer
-            logger.log(level, "the worker %d, which was there before, is not used: %s", self.worker, answer.trouble)
+            why = decode(answer.error).message
+            logger.log(level, "the worker %d, which was there before, is not used: %s", self.worker, why)
             self.retire(timeout, longest)
         process.end()
         return None
@@ -208,7 +187,7 @@ class Takeover:
             SaveTimeoutError: The worker cannot be killed.
         """
         try:
-            send(self._connection, Retire())
+            tell(self._connection, WorkerApi.retire)
             self._wait(timeout, longest)  # until the end of file
         except CheckpointError:
             raise
@@ -262,7 +241,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class ReaderClient:
     """A connection of a process that only reads to the worker at one endpoint. For one thread at a time.
 
-    All questions raise ``EOFError`` or ``OSError`` if the worker has left, and ``SaveTimeoutError`` if it does not
+    All calls raise ``EOFError`` or ``OSError`` if the worker has left, and ``SaveTimeoutError`` if it does not
     answer.
     """
 
@@ -279,50 +258,47 @@ class ReaderClient:
 
     def published(self) -> PublishedSegments:
         """Return the segments in which something is published now."""
-        answer: PublishedSegments = ask(self._connection, ListPublished(), self.timeout, PublishedSegments)
-        return answer
+        return call(self._connection, self.timeout, WorkerApi.published)
 
-    def follow(self, locator: str) -> Followed:
-        """Let the worker mirror the publication at ``locator``, on another host."""
-        answer: Followed = ask(self._connection, Follow(locator), self.timeout, Followed)
-        return answer
+    def follow(self, locator: str) -> str | None:
+        """Let the worker mirror the publication at ``locator``, on another host. See ``WorkerApi.follow``."""
+        return call(self._connection, self.timeout, WorkerApi.follow, locator)
 
     def images(self) -> Images:
         """Return the images that the worker holds, the oldest first."""
-        answer: Images = ask(self._connection, AskImages(), self.timeout, Images)
-        return answer
+        return call(self._connection, self.timeout, WorkerApi.images)
 
     def image(self, key: ImageKey) -> HeldImage | None:
         """Return one image with its layout and checksums; None if the worker does not hold it any more."""
-        send(self._connection, AskImage(key))
+        self._connection.send(call_of(1, WorkerApi.image, key))
         until = time.monotonic() + max(self.timeout, _CHECKSUMS_S)
         while not self._connection.poll(self.timeout / 2):
             self._check_answers()  # a stopped worker computes no checksums
             if time.monotonic() > until:
-                _await_answer(self._connection, 0)
-        found: FoundImage = _receive(self._connection, AskImage(key), FoundImage)
-        return found.held
+                await_answer(self._connection, 0)
+        held: HeldImage | None = receive_answer(self._connection).result()
+        return held
 
     def _check_answers(self) -> None:
         """Raise an error if the worker is stopped. A running worker always answers on a second connection."""
         if (connection := connect(self._endpoint)) is None:
             raise EOFError("the worker has left")
         with connection:
-            ask(connection, AskStatus(), self.timeout / 2, WorkerStatus)
+            call(connection, self.timeout / 2, WorkerApi.status)
 
     def serve(self, key: bytes, address: str) -> int:
         """Let the worker serve its images to processes of other hosts that know ``key``. Return the port.
 
         Raises ``OSError`` also if the worker cannot serve.
         """
-        served: Served = ask(self._connection, Serve(key, address), self.timeout, Served)
+        served: Served = call(self._connection, self.timeout, WorkerApi.serve, key, address)
         if served.trouble is not None:
             raise OSError(served.trouble)
         return served.port
 
     def open_segment(self, number: int) -> Segment:
         """Map the segment with that number for reading. The caller has to close it."""
-        send(self._connection, OpenSegment(number))
+        call(self._connection, self.timeout, WorkerApi.segment, number)
         return _receive_segment(self._connection, self.timeout, writable=False)
 
     def close(self) -> None:
@@ -342,7 +318,7 @@ def retire_idle_workers(timeout: float) -> bool:
         with connection, contextlib.suppress(CheckpointError, EOFError, OSError):
             noticed = time.monotonic() + _NOTICE_S
             # A worker may notice the death of its trainer late, see ``Takeover.find``.
-            while isinstance(reply := _inspect(connection, timeout), TrainerAlive):
+            while isinstance(reply := call(connection, timeout, WorkerApi.inspect), TrainerAlive):
                 is_near = reply.trainer > 0 and peer_pid(connection) == reply.worker
                 if not is_near or is_running(reply.trainer) or time.monotonic() > noticed:
                     break
@@ -351,19 +327,14 @@ def retire_idle_workers(timeout: float) -> bool:
             if not isinstance(reply, Inventory) or reply.session == 0 or reply.follows:
                 continue
             if all(each.committed for each in reply.images):
-                send(connection, Retire())
+                tell(connection, WorkerApi.retire)
                 found |= connection.poll(timeout)
     return found
 
 
-def _inspect(connection: SocketConnection, timeout: float) -> TrainerAlive | Inventory:
-    answer: TrainerAlive | Inventory = ask(connection, Inspect(), timeout, TrainerAlive, Inventory)
-    return answer
-
-
 def _take_segments(connection: SocketConnection, inventory: Inventory, timeout: float) -> dict[int, Segment]:
     segments: dict[int, Segment] = {}
-    send(connection, TakeSegments())
+    call(connection, timeout, WorkerApi.segments)
     with contextlib.ExitStack() as undo:
         for number in inventory.segments:
             segments[number] = undo.enter_context(_receive_segment(connection, timeout))
@@ -371,39 +342,9 @@ def _take_segments(connection: SocketConnection, inventory: Inventory, timeout: 
     return segments
 
 
-def ask(connection: SocketConnection, question: object, timeout: float, *expected: type) -> Any:
-    """Ask a worker, and return its answer.
-
-    Args:
-        connection: The connection to its endpoint.
-        question: A question of ``endpoint_messages.py``.
-        timeout: Timeout in seconds.
-        expected: The possible classes of the answer.
-
-    Raises:
-        SaveTimeoutError: The worker does not answer.
-        EOFError, OSError: The worker has left.
-    """
-    send(connection, question)
-    _await_answer(connection, timeout)
-    return _receive(connection, question, *expected)
-
-
-def _receive(connection: SocketConnection, question: object, *expected: type) -> Any:
-    answer = receive(connection)
-    if not isinstance(answer, expected):
-        raise CheckpointError(f"a worker answered {answer!r} to {question!r}: please report this")
-    return answer
-
-
 def _receive_segment(connection: SocketConnection, timeout: float, *, writable: bool = True) -> Segment:
-    _await_answer(connection, timeout)
+    await_answer(connection, timeout)
     return connection.receive_segment(writable=writable)
-
-
-def _await_answer(connection: SocketConnection, timeout: float) -> None:
-    if not connection.poll(timeout):
-        raise SaveTimeoutError(f"a worker did not answer at its endpoint within {timeout:g} s; it may be stopped")
 
 
 def is_running(pid: int) -> bool:

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
 from asyncckpt.errors import CheckpointError, ClosedError, WorkerDiedError, located
-from asyncckpt.link import messages
+from asyncckpt.link.api import Committed, Failed, SessionApi, Staged
 from asyncckpt.protocol import trainer as machines
 from asyncckpt.protocol.trainer import TrainerAction, TrainerEvent, TrainerSaves, Wanted
 from asyncckpt.threads import Flag, make_all
@@ -46,8 +46,8 @@ class SaveWork(Protocol):
     def stop_copy(self) -> None:
         """Have the copy fail soon."""
 
-    def hand_over(self) -> messages.Staged:
-        """Mark the slot as staged. Return the message for the worker."""
+    def hand_over(self) -> Staged:
+        """Mark the slot as staged. Return what the worker has to know."""
 
     def release(self) -> None:
         """Note that the tensors are not read any more."""
@@ -69,8 +69,8 @@ class SaveWork(Protocol):
     def on_replicated(self, failure: CheckpointError | None) -> None:
         """Note whether other hosts have copies of the image. ``failure``: the reason why they never will, or None."""
 
-    def on_end(self, failure: CheckpointError | None, committed: messages.Committed | None) -> None:
-        """Note the end of the save. ``committed``: the message of the worker; None: there was none."""
+    def on_end(self, failure: CheckpointError | None, committed: Committed | None) -> None:
+        """Note the end of the save. ``committed``: the worker's report of it; None: there was none."""
 
     def find_out(self, failure: CheckpointError) -> CheckpointError | None:
         """Find out the end of the save after its worker's death. Return the failure. A thread of its own calls this."""
@@ -88,18 +88,18 @@ _Posted: TypeAlias = "TrainerEvent | tuple[Wanted | machines.Interrupted, SaveWo
 class RunningSaves:
     """The saves for one worker."""
 
-    def __init__(self, tell: Callable[[messages.FromTrainer], None], kill: Callable[[], object]) -> None:
+    def __init__(self, tell: Callable[..., None], kill: Callable[[], object]) -> None:
         """Run nothing yet.
 
         Args:
-            tell: Sends a message to the worker.
+            tell: Calls a method of ``SessionApi`` in the worker.
             kill: Kills a worker that has stopped.
         """
         self._tell = tell
         self._kill = kill
         self._machine = TrainerSaves()
         self._work: dict[int, SaveWork] = {}
-        self._committed: dict[int, messages.Committed] = {}
+        self._committed: dict[int, Committed] = {}
         self.is_waiting = False
         """Whether a save waits for a slot. Only the listener reads this."""
         self._posted: SimpleQueue[_Posted] = SimpleQueue()
@@ -208,23 +208,21 @@ class RunningSaves:
                 self._taken = posted
                 raise
 
-    def on_message(self, message: object) -> None:
-        """Handle a message of the worker about a save."""
-        match message:
-            case messages.Written(save, inode, timings):
-                if (work := self._work.get(save)) is not None:
-                    work.on_written(inode, timings)
-                self.handle(machines.SlotWritten(save))
-            case messages.Cancelled(save, in_time, slot_free):
-                self.handle(machines.CancelAnswered(save, in_time, slot_free))
-            case messages.Replicated(save, failure):
-                self.handle(machines.CopiesMade(save, failure))
-            case messages.Committed(save):
-                self._committed[save] = message
-                self.handle(machines.Ended(save, message.trouble))
-                self._committed.pop(save, None)
-            case messages.Failed(save, error):
-                self.handle(machines.Ended(save, error))
+    def on_written(self, save: int, inode: int | None, timings: Mapping[str, float]) -> None:
+        """Note that the worker does not use the slot of a save any more. See ``SaveWork.on_written``."""
+        if (work := self._work.get(save)) is not None:
+            work.on_written(inode, timings)
+        self.handle(machines.SlotWritten(save))
+
+    def on_ended(self, outcome: Committed | Failed) -> None:
+        """Note the end of a save that the worker has reported."""
+        save = outcome.save_id
+        if isinstance(outcome, Failed):
+            self.handle(machines.Ended(save, outcome.error))
+        else:
+            self._committed[save] = outcome
+            self.handle(machines.Ended(save, outcome.trouble))
+            self._committed.pop(save, None)
 
     def handle(self, event: TrainerEvent) -> None:
         """Give an event to the machine, and carry out its actions."""
@@ -279,13 +277,13 @@ class RunningSaves:
                 work.stop_copy()
             case machines.HandOver():
                 try:
-                    self._tell(work.hand_over())
+                    self._tell(SessionApi.staged, work.hand_over())
                 finally:  # release last: after ``save`` returns, the save must not need the trainer any more
                     work.release()
             case machines.ReleaseTensors():
                 work.release()
             case machines.AskCancel(_, reason):
-                self._tell(messages.Cancel(save, reason))
+                self._tell(SessionApi.cancel, save, reason)
             case machines.NoteFreeSlot():
                 work.on_slot_free()
             case machines.End(_, failure):

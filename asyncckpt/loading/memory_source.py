@@ -25,8 +25,8 @@ from asyncckpt.errors import (
 from asyncckpt.format.manifest import place_of_data
 from asyncckpt.format.storage_meta import data_names_in
 from asyncckpt.format.write_request import ImageKey, ImageSummary, WriteRequest
+from asyncckpt.link.api import Images
 from asyncckpt.link.endpoint import endpoint_names, endpoint_scope
-from asyncckpt.link.endpoint_messages import Images
 from asyncckpt.link.takeover import ReaderClient, is_running
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.image_files import FetchedImage, HeldImages, ImageFiles, MappedImage
@@ -37,7 +37,7 @@ from asyncckpt.shm.slots import Readers, lease
 from asyncckpt.storage import step_folder, storage_for
 from asyncckpt.storage.history import StoredStep, history
 from asyncckpt.threads import Pool
-from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.api import TransferAddress
 
 logger = logging.getLogger(__name__)
 

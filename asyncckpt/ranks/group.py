@@ -33,9 +33,8 @@ from asyncckpt.errors import (
     located,
 )
 from asyncckpt.format.write_request import CopiedRank, WriteRequest
+from asyncckpt.link.api import Hosting, Rendezvous, SessionApi
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.endpoint_messages import Serve, Served
-from asyncckpt.link.messages import Host, Hosting, Join, Rendezvous
 from asyncckpt.protocol.commit import grace
 from asyncckpt.ranks.collectives import from_first
 from asyncckpt.ranks.rounds import COMMITTED, UNKNOWN, Rounds, pack, round_name, unpack
@@ -214,8 +213,8 @@ class Group:
         if self._rendezvous is None:
             self._rendezvous = self._connect(self._exchange(client))
         elif self.rank == 0:
-            _host(client, Host(self._rendezvous.port, self._listens_at, self._secret), self._config)
-        client.tell(Join(self._rendezvous, self._config.start_timeout))
+            self._host(client, self._rendezvous.port, self._listens_at)
+        client.tell(SessionApi.join, self._rendezvous, self._config.start_timeout)
         if self._config.replicas:
             _serve(client, self._rendezvous.secret, self._config, self.rank)
         self._client = client
@@ -424,7 +423,7 @@ class Group:
                 raise client
             name = self._address()
             listens_at = address_to_listen_at(name, dist.get_world_size())
-            hosting = _host(client, Host(0, listens_at, self._secret), self._config)
+            hosting = self._host(client, 0, listens_at)
             self._listens_at = hosting.address
             address = hosting.address or name
             rendezvous = Rendezvous(address, hosting.port, self.token, self._secret, 0, self.world_size)
@@ -457,19 +456,18 @@ class Group:
             return self._client is None or not self._client.alive
         return isinstance(error, (WorkerDiedError, SaveTimeoutError)) and error.rank == 0
 
+    def _host(self, client: WorkerClient, port: int, address: str) -> Hosting:
+        """Have the first rank's worker host the store that joins the ranks."""
+        return client.call(self._config.start_timeout, SessionApi.host, port, address, self._secret)
+
     def _located(self, error: BaseException) -> CheckpointError:
         return located(error, rank=self.rank, otherwise=RankFailedError)
 
 
-def _host(client: WorkerClient, request: Host, config: Config) -> Hosting:
-    """Have the first rank's worker host the store that joins the ranks."""
-    return client.ask(request, Hosting, config.start_timeout, "hosting the store that joins the ranks")
-
-
 def _serve(client: WorkerClient, key: bytes, config: Config, rank: int) -> None:
     """Have the worker serve its images to workers of other hosts."""
-    address, doing = own_address(config.address), "serving images to other hosts"
-    trouble = client.ask(Serve(key, address), Served, config.start_timeout, doing).trouble
+    address = own_address(config.address)
+    trouble = client.call(config.start_timeout, SessionApi.serve, key, address).trouble
     if trouble is not None:
         raise RankFailedError(
             f"the worker cannot serve its images at {address}: {trouble} (see Config.address)", rank=rank

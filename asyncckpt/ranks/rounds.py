@@ -31,7 +31,7 @@ from asyncckpt.errors import (
     decode,
     encode,
 )
-from asyncckpt.link.messages import Rendezvous
+from asyncckpt.link.api import Rendezvous
 from asyncckpt.protocol.commit import KEPT_SAVES, grace, in_words
 from asyncckpt.ranks.store import ENDS
 from asyncckpt.ranks.store_connection import Patience, StoreClient, StoreConnection

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from asyncckpt.errors import SaveTimeoutError, WorkerDiedError
-from asyncckpt.link.messages import Rendezvous
+from asyncckpt.link.api import Rendezvous
 from asyncckpt.ranks.store import ANSWER, FIELD, ID_BYTES, NONCE_BYTES, RANK, REQUEST, Operation, keep_alive, proof
 from asyncckpt.threads import no_thread
 

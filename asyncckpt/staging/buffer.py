@@ -22,8 +22,8 @@ from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import CheckpointError, OutOfMemoryError, SaveTimeoutError
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
 from asyncckpt.format.write_request import COPY_SLOTS, HeldImage
+from asyncckpt.link.api import SessionApi
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.messages import Describe, Described, GiveBack, Release, Take
 from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.plan import CheckpointPlan
@@ -67,7 +67,7 @@ def give_back(inherited: list[InheritedMemory], client: WorkerClient) -> None:
         unfit = inherited[-1]  # removed from the list only after its release, because an exception may come in between
         unfit.segment.close()
         if unfit.number:
-            client.tell(Release(unfit.number))
+            client.tell(SessionApi.release, unfit.number)
         inherited.pop()
 
 
@@ -123,11 +123,11 @@ class SlotMemory:
         if self.is_coming or self._refused is not None or self.taken == len(self._begins) - 1:
             return
         slot = self.taken
-        request = Take(self._number, self._begins[slot], self._begins[slot + 1])
         self._apart = 0
         try:
             self.is_coming = True
-            self._client.take(request, partial(self._on_taken, slot))
+            begin, end = self._begins[slot], self._begins[slot + 1]
+            self._client.take(self._number, begin, end, partial(self._on_taken, slot))
         except BaseException:  # an interrupt; the worker may have got the request nevertheless
             self.is_coming = False
             raise
@@ -141,7 +141,7 @@ class SlotMemory:
     def give_back_last(self) -> None:
         """Have the worker give back the memory of the last slot. Nothing may be under way there."""
         self.taken -= 1
-        self._client.tell(GiveBack(self._number, self.end, (self.taken,)))
+        self._client.tell(SessionApi.give_back, self._number, self.end, (self.taken,))
 
     def _on_taken(self, slot: int, refused: CheckpointError | None) -> None:
         """Note the answer of the worker. Called on a separate thread, because mapping the memory takes a while."""
@@ -220,7 +220,7 @@ class StagingBuffer:
                 give_back(inherited, client)
             self._take_memory(adopted, nbytes, taken, timeout)
             self._set_up(adopted.held if adopted is not None else (), fixed)
-            client.ask(Describe(self.number, self.layout), Described, timeout, "describing shared memory")
+            client.call(timeout, SessionApi.describe, self.number, self.layout)
             inherited[:] = [each for each in inherited if each is not adopted]
         except BaseException:
             if hasattr(self, "_owned"):
@@ -404,7 +404,7 @@ class StagingBuffer:
         if self._pinned is not None:
             self._pinned.close()
         if self.client.alive:
-            self.client.tell(Release(self.number))
+            self.client.tell(SessionApi.release, self.number)
         self.segment.close()
 
     def _is_free(self, slot: int) -> bool:

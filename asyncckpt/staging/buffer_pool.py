@@ -11,8 +11,8 @@ import torch
 
 from asyncckpt.config import Config
 from asyncckpt.errors import OutOfMemoryError
+from asyncckpt.link.api import SessionApi
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.messages import CopiesKept, KeepCopies
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.planning.structure import StructureChanged
@@ -170,8 +170,7 @@ class BufferPool:
             return
         plans = (plan.number, *(known.plan.number for known in self.known))
         how = self._config.transport, self._config.replica_rate
-        wanted = KeepCopies(plan.number, plan.copied_ranks, plans, *how)
-        client.ask(wanted, CopiesKept, self._config.timeout, "taking memory for copies of other hosts' images")
+        client.call(self._config.timeout, SessionApi.keep_copies, plan.number, plan.copied_ranks, plans, *how)
 
     def _give_back(self, known: CachedPlan, client: WorkerClient, doing: str) -> None:
         """Give back the memory of a plan, after all saves in it have ended."""

@@ -1,4 +1,4 @@
-"""Messages about uploads between a trainer and its worker. ``uploader.py`` carries out the uploads."""
+"""What a worker tells its trainer about uploads. ``uploader.py`` carries out the uploads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.events import Event
 
 _POLL_S = 0.05
-
-
-class AskUploads:
-    """Ask which uploads are under way."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from asyncckpt.shm.slots import VersionKey
-from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.api import TransferAddress
 
 # Number of versions to remember, with the hosts that have each version.
 _VERSIONS = 4

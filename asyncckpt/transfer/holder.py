@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Generic, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from asyncckpt.format.write_request import HeldImage, ImageKey
+from asyncckpt.link.calls import call_of, receive_answer, tell
 from asyncckpt.link.segment_store import ImageKind
 from asyncckpt.shm.slots import PublishedVersion, VersionKey
 from asyncckpt.threads import start
-from asyncckpt.transfer import requests
+from asyncckpt.transfer.api import ImageApi, NewestVersion, NotHeld, Opened, TransferAddress
 from asyncckpt.transfer.kinds import transport_named
-from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.server import SILENCE_S
 from asyncckpt.transfer.sockets import connect
 from asyncckpt.transfer.transport import Reading
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Interval between pings of the other end, and the timeout for an answer.
 _PING_S = SILENCE_S / 3
@@ -55,35 +59,25 @@ class Holder:
         start(self._pinger)
 
     def next_image(self, after: int, seconds: float) -> tuple[int, ImageKey] | None:
-        """Wait for the holder's trainer to stage another image.
+        """Wait for the holder's trainer to stage another image. See ``ImageApi.next_image``.
 
-        Args:
-            after: The count that the previous call returned; 0: return the newest image, if there is one.
-            seconds: Maximum time to wait, less than the timeout for an answer.
-
-        Returns:
-            The number of images that the trainer has staged, and the key of the newest image; None if there is no other
-            image.
+        ``seconds``: maximum time to wait, less than the timeout for an answer.
         """
-        answer = self._ask(requests.NextImage(after, seconds))
-        if not isinstance(answer, requests.NewestStaged) or answer.key is None:
-            return None
-        return answer.count, answer.key
+        return self._call(0.0, ImageApi.next_image, after, seconds)
 
     def next_version(
         self,
         after: PublishedVersion | None,
         seconds: float,
-        own: requests.TransferAddress,
-        refused: tuple[requests.TransferAddress, ...] = (),
-    ) -> requests.NewestVersion:
-        """Wait at most ``seconds`` for a version other than ``after``. See ``requests.NextVersion``."""
-        answer = self._ask(requests.NextVersion(after, seconds, own, refused))
-        return answer if isinstance(answer, requests.NewestVersion) else requests.NewestVersion(None, None)
+        own: TransferAddress,
+        refused: tuple[TransferAddress, ...] = (),
+    ) -> NewestVersion:
+        """Wait at most ``seconds`` for a version other than ``after``. See ``ImageApi.next_version``."""
+        return self._call(0.0, ImageApi.next_version, after, seconds, own, refused)
 
     def ping(self) -> None:
         """Check that the worker answers."""
-        self._ask(requests.Ping())
+        self._call(0.0, ImageApi.ping)
 
     @overload
     def open(self, key: ImageKey, *, with_checksums: bool = False) -> RemoteImage[HeldImage]: ...
@@ -102,12 +96,10 @@ class Holder:
         Raises:
             FileNotFoundError: The worker does not hold the image.
         """
-        question = requests.Open(key, self._transport, with_checksums)
-        within = _CHECKSUMS_S if with_checksums else self._answer_s
-        answer = self._ask(question, within + self._kind.offer_s)
-        if not isinstance(answer, requests.Opened):
-            why = answer.why if isinstance(answer, requests.NotHeld) else "it gave no answer to that"
-            raise FileNotFoundError(f"{_name_of(key)} cannot be read at {self._connection.peer}: {why}")
+        within = (_CHECKSUMS_S if with_checksums else self._answer_s) + self._kind.offer_s
+        answer = self._call(within, ImageApi.open, key, self._transport, with_checksums)
+        if isinstance(answer, NotHeld):
+            raise FileNotFoundError(f"{_name_of(key)} cannot be read at {self._connection.peer}: {answer.why}")
         image: RemoteImage[Any] = RemoteImage(self, answer, self._read(answer))
         self._open.append(image)
         if self._ended.is_set():
@@ -126,41 +118,39 @@ class Holder:
 
     def digests(self, lease: str, first: int, seconds: float) -> bytes | None:
         """Ask for digests of an image under a lease. See ``RemoteImage.digests``."""
-        answer = self._ask(requests.AskDigests(lease, first, seconds))
-        return answer.digests if isinstance(answer, requests.Digests) else None
+        return self._call(0.0, ImageApi.digests, lease, first, seconds)
 
     def release(self, image: RemoteImage[Any], lease: str) -> None:
         """End the lease of an image that is closed on this side."""
         with contextlib.suppress(ValueError):
             self._open.remove(image)
         with contextlib.suppress(OSError), self._asking:
-            self._connection.send(requests.EndLease(lease))
+            tell(self._connection, ImageApi.end_lease, lease)
 
-    def _read(self, opened: requests.Opened) -> Reading:
+    def _read(self, opened: Opened) -> Reading:
         try:
             return self._kind.read_from(self.address, self._key, opened)
         except OSError:
             with self._asking:
-                self._connection.send(requests.EndLease(opened.lease))
+                tell(self._connection, ImageApi.end_lease, opened.lease)
             raise
 
-    def _ask(self, question: object, within: float = 0.0) -> object:
-        """Send ``question`` and return the answer.
+    def _call(self, within: float, method: Callable[Concatenate[Any, P], T], *given: P.args, **named: P.kwargs) -> T:
+        """Call a method of ``ImageApi``, and return its result.
 
-        ``within``: timeout in seconds for the answer while the other end keeps sending ``Pong``. The connection has its
+        ``within``: timeout in seconds for the answer while the other end gives signs of life. The connection has its
         own timeout for silence.
         """
         with self._asking:
             try:
                 self._connection.limit(self._answer_s)
-                self._connection.send(question)
+                self._connection.send(call_of(1, method, *given, **named))
                 until = time.monotonic() + within
-                answer: object = self._connection.receive()
-                while isinstance(answer, requests.Pong) and not isinstance(question, requests.Ping):
+                while not (answer := receive_answer(self._connection)).number:
                     if time.monotonic() > until:
                         raise TimeoutError(f"{self._connection.peer} has not answered within {within:g} s")
-                    answer = self._connection.receive()
-                return answer
+                result: T = answer.result()
+                return result
             except OSError:
                 self._connection.close()  # the answer may still arrive
                 raise
@@ -187,10 +177,10 @@ class RemoteImage(Generic[ImageKind]):
 
     It is the image of a save, or of a published version that may still be arriving at the worker.
 
-    ``described``: see ``requests.Opened``.
+    ``described``: see ``api.Opened``.
     """
 
-    def __init__(self, holder: Holder, opened: requests.Opened, reading: Reading) -> None:
+    def __init__(self, holder: Holder, opened: Opened, reading: Reading) -> None:
         self._holder, self._lease, self._reading = holder, opened.lease, reading
         self.described: ImageKind = opened.described  # type: ignore[assignment]  # the kind of the key
 

@@ -22,9 +22,10 @@ from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.format.segment_layout import WeightsLayout
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import HEADER_BYTES, LASTING, OwnedSlots, PublishedVersion
+from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.fetch import STALL_S, Fetch, ImagePart, Previous
 from asyncckpt.transfer.holder import Holder, RemoteImage
-from asyncckpt.transfer.requests import Locator, TransferAddress
+from asyncckpt.transfer.locator import Locator
 from asyncckpt.transfer.sealed_connection import KeyRefusedError
 from asyncckpt.transfer.server import TransferServer
 from asyncckpt.transfer.sockets import CONNECTIONS
@@ -139,7 +140,7 @@ class Mirror:
         Args:
             segment_store: The memory for the versions.
             server: Serves the versions to other hosts that have the same locator.
-            locator: The locator of the publication, see ``requests.py``.
+            locator: The locator of the publication, see ``locator.py``.
         """
         self.locator = locator
         """May be replaced by another locator. The mirror looks at it before each version."""

@@ -29,8 +29,8 @@ from typing import Any
 from asyncckpt.link.process import run_module, same_modules
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import Segment
+from asyncckpt.transfer.api import Opened, TransferAddress
 from asyncckpt.transfer.nixl_process import COMMAND_BYTES
-from asyncckpt.transfer.requests import Opened, TransferAddress
 from asyncckpt.transfer.transport import Offering, Reading, TransportKind
 
 # Timeout for the start of the process, and for every command except ``read``.

@@ -17,16 +17,16 @@ from queue import SimpleQueue
 
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.format.write_request import CopiedRank, HeldImage, ImageKey
-from asyncckpt.link.messages import Rendezvous, Replicated
+from asyncckpt.link.api import Rendezvous, TrainerApi
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.protocol import replication
 from asyncckpt.ranks.rounds import COPIES_BEGIN, KEPT_ROUNDS, REPLICATED, Rounds, round_name
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.threads import start
+from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.copies import Copies
 from asyncckpt.transfer.fetch import RateLimit
 from asyncckpt.transfer.holder import Holder, RemoteImage
-from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.sockets import CONNECTIONS
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Replicator:
         timeout: float,
         transport: str,
         rate: float | None,
-        send: Callable[[Replicated], object],
+        tell: Callable[..., object],
         post: Callable[[replication.OfCopies], object],
     ) -> None:
         """Copy nothing yet.
@@ -62,12 +62,12 @@ class Replicator:
             timeout: Timeout in seconds for requests to the store.
             transport: The name of the transport kind.
             rate: Maximum bytes a second to fetch; None: no limit.
-            send: Tells the trainer which saves are replicated.
+            tell: Calls a method of ``TrainerApi`` in the trainer.
             post: Gives an event to the machines. Does not wait.
         """
         self.copies = Copies(segment_store)
         self._rendezvous, self._timeout = rendezvous, timeout
-        self._transport, self._limit, self._send, self._post = transport, RateLimit(rate), send, post
+        self._transport, self._limit, self._tell, self._post = transport, RateLimit(rate), tell, post
         self._rounds = Rounds(rendezvous, timeout, Patience(timeout))
         self._outcomes = Rounds(rendezvous, timeout, Patience(timeout))
         self._announced: TransferAddress | None = None
@@ -115,7 +115,7 @@ class Replicator:
             case replication.ProtectCopies(save):
                 self.copies.on_replicated(save)
             case replication.TellCopies(save, error):
-                self._send(Replicated(save, error))
+                self._tell(TrainerApi.replicated, save, error)
 
     def close(self) -> None:
         """Stop copying. Finished copies stay, and the other ranks get no more messages."""

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.format.write_request import HeldImage, ImageKey
+from asyncckpt.link.calls import Answer, carry_out
 from asyncckpt.link.segment_store import Leased, SegmentStore
 from asyncckpt.ranks.store import listen
-from asyncckpt.transfer import requests
+from asyncckpt.shm.slots import PublishedVersion, VersionKey
+from asyncckpt.transfer.api import ImageApi, NewestVersion, NotHeld, Opened, TransferAddress
 from asyncckpt.transfer.distribution import Distribution
 from asyncckpt.transfer.kinds import transport_named
 from asyncckpt.transfer.sealed_connection import SealedConnection
@@ -36,7 +38,7 @@ SILENCE_S = 30.0
 # Interval between signs of life before an answer that takes time.
 BUSY_S = 0.5
 _PAUSE_S = 0.1
-_NOT_HELD = requests.NotHeld("it is not held any more, or not yet")
+_NOT_HELD = NotHeld("it is not held any more, or not yet")
 
 
 @dataclass
@@ -126,7 +128,11 @@ class TransferServer:
                     peer.close()
             # No timeout until the peer has a lease, because an idle peer without a lease blocks nobody.
             peer.limit(SILENCE_S, before=0)
-            self._attend(peer)
+            reader = _Reader(self, peer)
+            while True:
+                carry_out(peer.receive(), ImageApi, reader, lambda answer, _: peer.send(answer))
+        except EOFError as error:
+            logger.warning("a connection to the images held here is dropped: %s", error)
         except OSError as error:
             logger.debug("a connection to the images held here has ended: %s", error)
         except Exception:
@@ -144,60 +150,55 @@ class TransferServer:
                 lease.close()
             self._threads.discard(threading.current_thread())
 
-    def _attend(self, peer: SealedConnection) -> None:
-        """Answer a peer that knows the key. Raises ``OSError`` when the peer leaves."""
-        while True:
-            match message := peer.receive():
-                case requests.Open():
-                    with _heard(peer):
-                        answer = self._open(peer, message)
-                    peer.send(answer)
-                case requests.AskDigests(name, first, seconds):
-                    with self._used(name) as leased:
-                        peer.send(requests.Digests(leased.digests(first, seconds)))
-                case requests.NextVersion():
-                    peer.send(self._next_version(peer, message))
-                case requests.EndLease(name):
-                    with self._lock:
-                        lease = self._leases.pop(name, None)
-                    if lease is not None:
-                        lease.close()
-                case requests.ReadBytes(name, offset, nbytes):
-                    self._send_bytes(peer, name, offset, nbytes)
-                case requests.NextImage(after, seconds):
-                    count, newest = self._segment_store.wait_staged(after, seconds) or (after, None)
-                    peer.send(requests.NewestStaged(count, newest))
-                case requests.Ping():
-                    peer.send(requests.Pong())
-
-    def _open(self, peer: SealedConnection, asked: requests.Open) -> requests.Opened | requests.NotHeld:
-        """Let the peer read an image."""
+    def open(
+        self, peer: SealedConnection, key: ImageKey | VersionKey, transport: str, with_checksums: bool
+    ) -> Opened | NotHeld:
+        """Let a peer read an image. See ``ImageApi.open``."""
         leased: Leased[HeldImage] | Leased[tuple[int, ...]] | None
-        if isinstance(asked.key, ImageKey):
-            leased = self._segment_store.lease(asked.key, with_checksums=asked.with_checksums)
+        if isinstance(key, ImageKey):
+            leased = self._segment_store.lease(key, with_checksums=with_checksums)
         else:
-            leased = self.versions.lease(asked.key)
+            leased = self.versions.lease(key)
         if leased is None:
             return _NOT_HELD
         try:
-            offering = self._kind(asked.transport).offer(leased.segment)
+            offering = self._kind(transport).offer(leased.segment)
         except (OSError, ValueError) as error:
             leased.close()
-            return requests.NotHeld(f"it cannot be read by way of {asked.transport}: {error}")
+            return NotHeld(f"it cannot be read by way of {transport}: {error}")
         name = secrets.token_hex(8)
         with self._lock:
             self._leases[name] = _Lease(leased, offering, peer)
         peer.limit(SILENCE_S)
-        return requests.Opened(name, leased.described, offering.description)
+        return Opened(name, leased.described, offering.description)
 
-    def _next_version(self, peer: SealedConnection, asked: requests.NextVersion) -> requests.NewestVersion:
-        host, own = peer.peer.rpartition(":")[0].removeprefix("::ffff:"), asked.own  # of an IPv4 peer
-        own = own if own.host else requests.TransferAddress(host, own.port)
-        self._distribution.has(peer, own, asked.after and asked.after.key)
-        newest = self.versions.wait_newer(asked.after, asked.seconds)
+    def end_lease(self, name: str) -> None:
+        """End a lease."""
+        with self._lock:
+            lease = self._leases.pop(name, None)
+        if lease is not None:
+            lease.close()
+
+    def wait_staged(self, after: int, seconds: float) -> tuple[int, ImageKey] | None:
+        """Wait for an image of a save. See ``ImageApi.next_image``."""
+        return self._segment_store.wait_staged(after, seconds)
+
+    def next_version(
+        self,
+        peer: SealedConnection,
+        after: PublishedVersion | None,
+        seconds: float,
+        own: TransferAddress,
+        refused: tuple[TransferAddress, ...],
+    ) -> NewestVersion:
+        """Wait for a version. See ``ImageApi.next_version``."""
+        host = peer.peer.rpartition(":")[0].removeprefix("::ffff:")  # of an IPv4 peer
+        own = own if own.host else TransferAddress(host, own.port)
+        self._distribution.has(peer, own, after and after.key)
+        newest = self.versions.wait_newer(after, seconds)
         if newest is None:
-            return requests.NewestVersion(None, None)
-        return requests.NewestVersion(newest, self._distribution.assign(peer, own, newest.key, asked.refused))
+            return NewestVersion(None, None)
+        return NewestVersion(newest, self._distribution.assign(peer, own, newest.key, refused))
 
     def _kind(self, name: str) -> TransportKind:
         with self._lock:
@@ -205,12 +206,8 @@ class TransferServer:
                 self._kinds[name] = transport_named(name)
             return self._kinds[name]
 
-    def _send_bytes(self, peer: SealedConnection, name: str, offset: int, nbytes: int) -> None:
-        with self._used(name) as leased:
-            peer.send_bytes(leased.segment.view[offset : offset + nbytes])
-
     @contextlib.contextmanager
-    def _used(self, name: str) -> Iterator[Leased[Any]]:
+    def used(self, name: str) -> Iterator[Leased[Any]]:
         """Yield the image leased under ``name``. Its memory stays mapped even if the lease ends meanwhile."""
         with contextlib.ExitStack() as held:
             with self._lock:
@@ -221,6 +218,43 @@ class TransferServer:
             yield lease.image
 
 
+class _Reader(ImageApi):
+    """Carries out the calls of one connection."""
+
+    def __init__(self, server: TransferServer, peer: SealedConnection) -> None:
+        self._server, self._peer = server, peer
+
+    def ping(self) -> None:
+        pass
+
+    def open(self, key: ImageKey | VersionKey, transport: str, with_checksums: bool) -> Opened | NotHeld:
+        with _heard(self._peer):
+            return self._server.open(self._peer, key, transport, with_checksums)
+
+    def digests(self, lease: str, first: int, seconds: float) -> bytes | None:
+        with self._server.used(lease) as leased:
+            return leased.digests(first, seconds)
+
+    def read(self, lease: str, offset: int, nbytes: int) -> None:
+        with self._server.used(lease) as leased:
+            self._peer.send_bytes(leased.segment.view[offset : offset + nbytes])
+
+    def end_lease(self, lease: str) -> None:
+        self._server.end_lease(lease)
+
+    def next_image(self, after: int, seconds: float) -> tuple[int, ImageKey] | None:
+        return self._server.wait_staged(after, seconds)
+
+    def next_version(
+        self,
+        after: PublishedVersion | None,
+        seconds: float,
+        own: TransferAddress,
+        refused: tuple[TransferAddress, ...],
+    ) -> NewestVersion:
+        return self._server.next_version(self._peer, after, seconds, own, refused)
+
+
 @contextlib.contextmanager
 def _heard(peer: SealedConnection) -> Iterator[None]:
     """Send signs of life during the block, because computing the checksums of an image may take minutes."""
@@ -229,7 +263,7 @@ def _heard(peer: SealedConnection) -> Iterator[None]:
     def say() -> None:
         with contextlib.suppress(OSError):
             while not is_done.wait(BUSY_S):
-                peer.send(requests.Pong())
+                peer.send(Answer(0))
 
     thread = threading.Thread(target=say, name="asyncckpt-transfer", daemon=True)
     with contextlib.suppress(RuntimeError):  # too many threads: only the answer is a sign of life

@@ -6,7 +6,7 @@ import ipaddress
 import threading
 from typing import TYPE_CHECKING
 
-from asyncckpt.link.endpoint_messages import Followed, Served
+from asyncckpt.link.api import Served
 from asyncckpt.link.segment_store import SegmentStore
 
 if TYPE_CHECKING:
@@ -56,24 +56,24 @@ class Serving:
             self._server.keys = tuple(filter(None, (self._own_key, self._loading_key)))
             return Served(self._server.port)
 
-    def follow(self, locator: str) -> Followed:
-        """Mirror the publication of ``locator`` on this host, and serve it to other hosts."""
+    def follow(self, locator: str) -> str | None:
+        """Mirror the publication of ``locator`` on this host, and serve it to other hosts. See ``WorkerApi.follow``."""
+        from asyncckpt.transfer.locator import Locator
         from asyncckpt.transfer.mirror import Mirror
-        from asyncckpt.transfer.requests import Locator
 
         with self._lock:
             if self._mirror is not None:
                 self._mirror.locator = locator
-                return Followed()
+                return None
             try:
                 key = Locator.read(locator).key
             except (OSError, ValueError) as error:
-                return Followed(str(error))
+                return str(error)
             served = self.serve(key, "", to_own_job=True)
             if self._server is None:
-                return Followed(served.trouble)
+                return served.trouble
             self._mirror = Mirror(self._segment_store, self._server, locator)
-            return Followed()
+            return None
 
     @property
     def follows(self) -> bool:

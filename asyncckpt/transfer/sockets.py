@@ -6,8 +6,9 @@ import socket
 import threading
 import time
 
+from asyncckpt.link.calls import tell
 from asyncckpt.shm.segment import Segment
-from asyncckpt.transfer.requests import Opened, ReadBytes, TransferAddress
+from asyncckpt.transfer.api import ImageApi, Opened, TransferAddress
 from asyncckpt.transfer.sealed_connection import SealedConnection
 from asyncckpt.transfer.transport import Offering, Reading, TransportKind
 
@@ -47,7 +48,7 @@ class _SocketReading(Reading):
     def read(self, offset: int, into: memoryview) -> None:
         connection = self._take()
         try:
-            connection.send(ReadBytes(self._lease, offset, len(into)))
+            tell(connection, ImageApi.read, self._lease, offset, len(into))
             connection.receive_into(into)
         except BaseException:  # the rest of this answer would be taken for the next answer
             connection.close()
@@ -100,7 +101,7 @@ class _SocketReading(Reading):
 
 
 class _SocketOffering(Offering):
-    """Does nothing, because the worker itself answers ``ReadBytes``."""
+    """Does nothing, because the worker itself answers ``ImageApi.read``."""
 
     def close(self) -> None:
         pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from asyncckpt.shm.segment import Segment
-from asyncckpt.transfer.requests import Opened, TransferAddress
+from asyncckpt.transfer.api import Opened, TransferAddress
 
 
 class Reading(ABC):

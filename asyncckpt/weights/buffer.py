@@ -11,8 +11,8 @@ from asyncckpt.devices.captures import check_not_capturing
 from asyncckpt.devices.kinds import first_device, kind_of, ready_events
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.format.segment_layout import WeightsLayout
+from asyncckpt.link.api import SessionApi
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.messages import Describe, Described, Release
 from asyncckpt.link.segment_store import take_memory
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import HEADER_BYTES, LASTING, OwnedSlots, PublishedVersion
@@ -138,7 +138,7 @@ class WeightBuffer:
         """Withdraw all versions, and let the worker release the memory. Readers keep the versions they have leased."""
         self._owned.withdraw_all()
         for number in (self._number, *(slot.number for slot in self._slots)):
-            self._client.tell(Release(number))
+            self._client.tell(SessionApi.release, number)
         self.close()
 
     def close(self) -> None:
@@ -166,14 +166,14 @@ class WeightBuffer:
             segment.view[: len(plan.header)] = plan.header
         except BaseException:
             segment.close()
-            self._client.tell(Release(number))
+            self._client.tell(SessionApi.release, number)
             raise
         self._slots.append(_Slot(segment, number))
         self._describe()
 
     def _describe(self) -> None:
         layout = WeightsLayout(tuple(slot.number for slot in self._slots))
-        self._client.ask(Describe(self._number, layout), Described, self._timeout, "describing shared memory")
+        self._client.call(self._timeout, SessionApi.describe, self._number, layout)
 
 
 class _Slot:

@@ -16,7 +16,7 @@ from asyncckpt.devices.kinds import wait_for
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.format.segment_layout import Region, WeightsLayout
-from asyncckpt.link.endpoint_messages import PublishedSegment
+from asyncckpt.link.api import PublishedSegment
 from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.shm.memcpy import address_of, memcmp

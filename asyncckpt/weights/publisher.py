@@ -17,8 +17,8 @@ import torch
 
 from asyncckpt.config import Config
 from asyncckpt.errors import ClosedError, JobTakenError, StorageError, VersionError, WeightsTimeoutError
+from asyncckpt.link.api import SessionApi
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.endpoint_messages import Serve, Served
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.publication import Publication, Versions, job_of_weights
@@ -27,7 +27,8 @@ from asyncckpt.shm.slots import MAX_SLOTS, PublishedVersion
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.threads import Turn
-from asyncckpt.transfer.requests import Locator, TransferAddress
+from asyncckpt.transfer.api import TransferAddress
+from asyncckpt.transfer.locator import Locator
 from asyncckpt.weights.buffer import WeightBuffer
 from asyncckpt.weights.layout import copied_as
 from asyncckpt.weights.plan import WeightPlan
@@ -70,9 +71,8 @@ class ServedPublication:
     def at(self, client: WorkerClient | None) -> TransferAddress | None:
         """Return the address where this rank's worker serves; None if it does not serve. Raises ``StorageError``."""
         if self._key and client is not None and client is not self._client:
-            doing = "serving weights to other hosts"
             # Listen at all addresses, because this host cannot know how other hosts resolve its name.
-            served = client.ask(Serve(self._key, ""), Served, self._config.timeout, doing)
+            served = client.call(self._config.timeout, SessionApi.serve, self._key, "")
             if served.trouble is not None:
                 raise StorageError(f"the weights cannot be served to other hosts: {served.trouble}")
             self._client, self._own = client, TransferAddress(self._host, served.port)

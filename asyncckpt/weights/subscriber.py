@@ -23,9 +23,9 @@ from asyncckpt.errors import (
     WeightsTimeoutError,
     WorkerDiedError,
 )
+from asyncckpt.link.api import SessionApi
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.endpoint import endpoint_name, runtime_folder
-from asyncckpt.link.endpoint_messages import Follow, Followed
 from asyncckpt.link.process import WorkerOptions
 from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.publication import job_of_checkpoints, job_of_weights
@@ -41,7 +41,7 @@ _LEAST_LINGER_S = 5.0
 
 @dataclass(frozen=True)
 class MirrorOptions:
-    """The publication that a host's mirror follows (see ``transfer/requests.py``), and the options of the worker."""
+    """The publication that a host's mirror follows (see ``transfer/locator.py``), and the options of the worker."""
 
     job: str
     locator: str
@@ -60,7 +60,7 @@ class MirrorOptions:
             return None
         client.timeout = self.config.timeout
         try:
-            if (trouble := client.follow(self.locator).trouble) is not None:
+            if (trouble := client.follow(self.locator)) is not None:
                 logger.info("the worker of this host follows nobody: %s", trouble)
         except BaseException as error:
             client.close()
@@ -84,7 +84,7 @@ class MirrorOptions:
         except JobTakenError:  # another reader has started a mirror, or a trainer publishes here
             return
         try:
-            trouble = worker.ask(Follow(self.locator), Followed, config.timeout, "following a publisher").trouble
+            trouble = worker.call(config.timeout, SessionApi.follow, self.locator)
             if trouble is not None:
                 raise CheckpointError(f"what is published elsewhere cannot be had: {trouble}")
         except BaseException as error:

@@ -31,7 +31,7 @@ from asyncckpt.config import Config
 from asyncckpt.engine import plan_selection
 from asyncckpt.engine.engine import Engine
 from asyncckpt.format.index import Index
-from asyncckpt.link.messages import Rendezvous
+from asyncckpt.link.api import Rendezvous
 from asyncckpt.planning.draft import StoredPlan, make_plans
 from asyncckpt.planning.metadata import StoredPlaces
 from asyncckpt.planning.plan import CheckpointPlan

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from asyncckpt.format.manifest import data_name, index_name
 from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.link.messages import Rendezvous
+from asyncckpt.link.api import Rendezvous
 from asyncckpt.ranks import store_connection
 from asyncckpt.ranks.rounds import Rounds, round_name
 from asyncckpt.ranks.store import Store

@@ -21,8 +21,8 @@ from support.states import same, zeros_like
 from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
-from asyncckpt.link import messages
 from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.staging.slot_copy import SlotStager, wait_for_copies
 
 HERE = str(Path(__file__).parents[2])
@@ -122,7 +122,7 @@ class Training:
             "files": _descriptors(os.getpid()),
             "worker's files": _descriptors(worker.pid),
             "open saves": len(worker.saves._work),
-            "questions": len(worker._questions._open),
+            "open calls": len(worker._calls._open),
         }
 
     def check_holds(self, held: dict[str, int], where: object = None) -> None:
@@ -177,25 +177,25 @@ def test_at_every_call_of_a_save(root: Path, overlap: bool, grows: int, every: i
         assert checkpointer._engine.worker is not None
 
 
-@pytest.mark.parametrize("kind", [messages.Allocate, messages.Describe])
-def test_when_the_worker_has_just_been_told(root: Path, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
-    """The worker answers a question after the trainer has stopped waiting for the answer."""
+@pytest.mark.parametrize("method", ["allocate", "describe"])
+def test_when_the_worker_has_just_been_told(root: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """The worker answers a call after the trainer has stopped waiting for the answer."""
     with Checkpointer(root) as checkpointer:
         training = Training(checkpointer)
         training.check()
         held = training.holds()
-        send: Any = messages.send
+        send = SocketConnection.send
 
         def interrupted(connection: Any, message: Any) -> None:
             send(connection, message)
-            if isinstance(getattr(message, "question", message), kind):
+            if message.method == method:
                 raise KeyboardInterrupt
 
         for _ in range(3):
             training.size += 100  # more than the memory holds
             training.next_state()
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(messages, "send", interrupted)
+                patched.setattr(SocketConnection, "send", interrupted)
                 training.save()
             training.check()
             training.check_holds(held)

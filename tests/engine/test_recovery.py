@@ -22,6 +22,7 @@ from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.saves import SaveOperation
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError
+from asyncckpt.link import takeover
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, endpoint_name
 from asyncckpt.link.process import WorkerOptions, WorkerProcess
 from asyncckpt.link.takeover import Takeover
@@ -219,11 +220,11 @@ def test_a_set_of_files_that_the_worker_still_writes_is_waited_for(
     train(root, 1, "staged", "write:hold", as_files=True)
     attach = Takeover.attach
 
-    def attach_soon(takeover: Takeover, options: WorkerOptions, _: float, longest: float) -> WorkerProcess | None:
+    def attach_soon(found: Takeover, options: WorkerOptions, _: float, longest: float) -> WorkerProcess | None:
         opening = Timer(1.0, (tmp_path / "gate").touch)
         opening.start()
         try:
-            return attach(takeover, options, 0.1, longest)
+            return attach(found, options, 0.1, longest)
         finally:
             opening.join()
 
@@ -300,7 +301,7 @@ def _take_over(root: str, when: str) -> None:
 
     owner, name = {
         "before it has attached": (Takeover, "attach"),
-        "before its session has begun": (WorkerProcess, "wait_ready"),
+        "before its session has begun": (takeover, "receive_answer"),
         "before it has the memory": (BufferPool, "inherit"),
         "before it has staged": (SaveOperation, "claim_slot"),
     }[when]

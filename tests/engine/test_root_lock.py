@@ -22,8 +22,8 @@ from asyncckpt.config import Config
 from asyncckpt.errors import JobTakenError, StorageError
 from asyncckpt.extension import Claim
 from asyncckpt.link import endpoint, root_lock
+from asyncckpt.link.api import Claimed, SessionApi
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.link.messages import Claimed
 from asyncckpt.link.root_lock import LOCK_NAME, RootLock
 from asyncckpt.loading.source import find_step
 from asyncckpt.storage.file_system import lock_alone
@@ -117,15 +117,16 @@ def test_the_worker_of_a_dead_trainer_is_waited_for(
             checkpointer.prepare(state())
         assert checkpointer.steps() == []
         assert "waiting until the worker" in caplog.text
-    real, holders = WorkerClient.claim, []
+    real, holders = WorkerClient.call, []
 
-    def claim(self: WorkerClient, wanted: Claim, timeout: float) -> Claimed:
-        answer = real(self, wanted, timeout)
-        holders.append(answer.holder)
-        (tmp_path / "gate").touch()
+    def claim(self: WorkerClient, timeout: float, method: Any, *given: Any) -> Any:
+        answer = real(self, timeout, method, *given)
+        if method is SessionApi.claim:
+            holders.append(answer.holder)
+            (tmp_path / "gate").touch()
         return answer
 
-    monkeypatch.setattr(WorkerClient, "claim", claim)
+    monkeypatch.setattr(WorkerClient, "call", claim)
     with Checkpointer(root) as checkpointer:
         checkpointer.prepare(state())
         assert holders[0] is not None and checkpointer.steps() == [1]  # the old worker lingers with its image

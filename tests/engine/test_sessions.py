@@ -25,10 +25,10 @@ from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import JobTakenError, WorkerDiedError
 from asyncckpt.link import process as worker_process
+from asyncckpt.link.api import WorkerApi
+from asyncckpt.link.calls import call_of
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.endpoint import endpoint_name
-from asyncckpt.link.endpoint_messages import Attach
-from asyncckpt.link.messages import send
 from asyncckpt.link.process import Surroundings, WorkerOptions
 from asyncckpt.link.takeover import Takeover, is_running
 from asyncckpt.supervisor import Supervisor
@@ -144,7 +144,7 @@ def _attach_and_die(worker: psutil.Process, name: str) -> None:
     assert found is not None
     fingerprint = json.loads(worker.cmdline()[-1])["fingerprint"]
     its = {"linger": 600.0}, {"environment": {}, "modules": sys.path}
-    send(found._connection, Attach(fingerprint, found._session, *its))
+    found._connection.send(call_of(1, WorkerApi.attach, fingerprint, found._session, *its))
     ours, theirs = socket.socketpair()
     with ours, theirs:
         found._connection.send_descriptor(ours.fileno())

@@ -30,8 +30,9 @@ from asyncckpt.engine.saves import SaveOperation
 from asyncckpt.errors import CheckpointError, ClosedError, OutOfMemoryError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.extension import Engine, SocketConnection
 from asyncckpt.link import client as client_module
-from asyncckpt.link import messages
 from asyncckpt.link import process as worker_process
+from asyncckpt.link.api import SessionApi
+from asyncckpt.link.calls import call_of
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.endpoint import endpoint_name
 from asyncckpt.link.process import WorkerOptions, WorkerProcess
@@ -180,8 +181,8 @@ except asyncckpt.errors.StorageError as error:
 
 _IN_WORKER = """
 import errno, sys, threading
-from asyncckpt.worker import __main__, session
-from asyncckpt.link import messages
+from asyncckpt.link.socket_connection import SocketConnection
+from asyncckpt.worker import __main__
 {}
 sys.exit(__main__.main(sys.argv[1:]))
 """
@@ -197,12 +198,12 @@ threading._start_new_thread = refuse
 """
 
 _REFUSE_OUTCOME = """
-send = session.send
+send = SocketConnection.send
 def refuse(connection, message):
-    if isinstance(message, messages.Committed):
+    if getattr(message, "method", "") == "ended":
         raise OSError(errno.ENOBUFS, "No buffer space available")
     send(connection, message)
-session.send = refuse
+SocketConnection.send = refuse
 """
 
 
@@ -254,7 +255,7 @@ def test_a_worker_whose_answer_cannot_be_read_is_ended_at_once(root: Path, monke
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, small_state()).result(60)
         with monkeypatch.context() as patched:
-            patched.setattr(messages, "receive", refuse)
+            patched.setattr(SocketConnection, "receive", refuse)
             with contextlib.suppress(WorkerDiedError):  # the save may be committed by then
                 checkpointer.save(2, small_state()).result(20)
         checkpointer.save(3, small_state()).result(60)
@@ -627,7 +628,7 @@ def test_a_signal_to_all_processes_of_a_job_does_not_end_it(name: str) -> None:
 def test_one_that_fails_says_its_last_words() -> None:
     """The worker writes its last words for its trainer, not to its endpoint's log, because the trainer is alive."""
     worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
-    worker.tell(messages.GiveBack(999, 0, ()))  # a segment that the worker does not have
+    worker.tell(SessionApi.give_back, 999, 0, ())  # a segment that the worker does not have
     worker.wait_for_end(30)
     with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*KeyError: 999"):
         worker.check_usable()
@@ -638,14 +639,14 @@ def test_one_that_the_host_refuses_something_does_not_take_its_trainer_for_gone(
     worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
     file = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)  # an empty file, which cannot be mapped
     with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*Error"):
-        worker.ask(messages.Adopt(), messages.Adopted, 30, "as the test wants", file)
+        worker._calls.call(30, call_of(0, SessionApi.adopt), file)
     os.close(file)
 
 
 def test_a_message_that_is_none_ends_the_worker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(10)}).result(60)
-        real = messages.receive
+        real = SocketConnection.receive
 
         def fail(connection: Any) -> Any:
             real(connection)
@@ -653,7 +654,7 @@ def test_a_message_that_is_none_ends_the_worker(root: Path, monkeypatch: pytest.
 
         worker = checkpointer._engine.worker
         with monkeypatch.context() as patched, contextlib.suppress(WorkerDiedError):  # or the save is committed by then
-            patched.setattr(messages, "receive", fail)
+            patched.setattr(SocketConnection, "receive", fail)
             checkpointer.save(2, {"w": torch.ones(10)}).result(60)
         assert worker is not None and not worker.alive
         checkpointer.save(3, {"w": torch.ones(10)}).result(60)

@@ -13,24 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from multiprocess.connection import Connection
 from support.attempts import checkpoint_attempt
 from support.checkpoints import PAGE
 
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.format.write_request import ImageKey
 from asyncckpt.link import endpoint as endpoint_module
-from asyncckpt.link import messages, takeover
+from asyncckpt.link import takeover
+from asyncckpt.link.api import Inventory, TrainerAlive, WorkerStatus
+from asyncckpt.link.calls import Answer
 from asyncckpt.link.endpoint import Endpoint, connect, endpoint_name
-from asyncckpt.link.endpoint_messages import (
-    AskStatus,
-    FoundImage,
-    Inspect,
-    Inventory,
-    Retire,
-    TrainerAlive,
-    WorkerStatus,
-)
 from asyncckpt.link.process import WorkerOptions
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.link.socket_connection import SocketConnection
@@ -41,7 +33,7 @@ from asyncckpt.worker.endpoint_service import EndpointService, Trainer
 
 
 @contextlib.contextmanager
-def answering(trainer: int, answer: Callable[[Connection], None]) -> Iterator[str]:
+def answering(trainer: int, answer: Callable[[SocketConnection], None]) -> Iterator[str]:
     """Yield the name of an endpoint with this trainer and this answer."""
     endpoint = Endpoint(name := endpoint_name("job", 0), trainer)
     endpoint.listen(answer)
@@ -51,6 +43,13 @@ def answering(trainer: int, answer: Callable[[Connection], None]) -> Iterator[st
         endpoint.close()
 
 
+def _show_nothing(connection: SocketConnection) -> None:
+    """Answer the calls ``inspect`` and ``segments`` of ``Takeover.find``."""
+    for result in (Inventory(os.getpid(), 1, (), (), ()), None):
+        connection.receive()
+        connection.send(Answer(1, result))
+
+
 def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer is dead, so the new trainer waits until the busy worker notices."""
     monkeypatch.setattr(takeover, "_NOTICE_S", 0.0)
@@ -58,10 +57,10 @@ def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.Monkey
         pass
     answers = iter([TrainerAlive(os.getpid(), trainer.pid)] * 3)
 
-    def answer(connection: Connection) -> None:
-        messages.receive(connection)
-        messages.send(connection, next(answers, None) or Inventory(os.getpid(), 1, (), (), ()))
-        messages.receive(connection)
+    def answer(connection: SocketConnection) -> None:
+        for _ in range(2):  # inspect, segments
+            connection.receive()
+            connection.send(Answer(1, next(answers, None) or Inventory(os.getpid(), 1, (), (), ())))
 
     with answering(trainer.pid, answer) as name:
         found = Takeover.find(name, 30)
@@ -77,18 +76,17 @@ def test_nor_does_it_keep_memory_that_another_needs(monkeypatch: pytest.MonkeyPa
         pass
     trainer = os.getpid() if has_trainer else dead.pid
     answers = iter([TrainerAlive(os.getpid(), trainer)] * 3)
-    asked: list[object] = []
+    asked: list[str] = []
 
-    def answer(connection: Connection) -> None:
-        while isinstance(message := messages.receive(connection), Inspect):
-            asked.append(message)
-            messages.send(connection, next(answers, None) or Inventory(os.getpid(), 1, (), (), ()))
-        asked.append(message)
+    def answer(connection: SocketConnection) -> None:
+        asked.append(connection.receive().method)
+        while asked[-1] == "inspect":
+            connection.send(Answer(1, next(answers, None) or Inventory(os.getpid(), 1, (), (), ())))
+            asked.append(connection.receive().method)
 
     with answering(trainer, answer):
         assert retire_idle_workers(30) is not has_trainer
-    kinds = [type(each) for each in asked]
-    assert kinds == [Inspect] * (1 if has_trainer else 4) + [Retire] * (not has_trainer)
+    assert asked == ["inspect"] * (1 if has_trainer else 4) + ["retire"] * (not has_trainer)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["it takes its time", "it is stopped"])
@@ -96,14 +94,14 @@ def test_checksums_are_waited_for_as_long_as_it_answers(is_stopped: bool) -> Non
     """The checksums of an image may take minutes."""
     may_end = threading.Event()
 
-    def answer(connection: Connection) -> None:
+    def answer(connection: SocketConnection) -> None:
         if is_stopped:
             may_end.wait(30)
-        elif isinstance(messages.receive(connection), AskStatus):
-            messages.send(connection, WorkerStatus(os.getpid(), False, (), None, False))
+        elif connection.receive().method == "status":
+            connection.send(Answer(1, WorkerStatus(os.getpid(), False, (), None, False)))
         else:
             may_end.wait(1)
-            messages.send(connection, FoundImage(None))
+            connection.send(Answer(1, None))
 
     with answering(os.getpid(), answer) as name:
         client = ReaderClient.connect(name)
@@ -125,9 +123,8 @@ def test_nobody_is_killed_by_a_process_id_of_elsewhere(monkeypatch: pytest.Monke
     killed: list[int] = []
     may_end = threading.Event()
 
-    def answer(connection: Connection) -> None:
-        messages.receive(connection)
-        messages.send(connection, Inventory(os.getpid(), 1, (), (), ()))
+    def answer(connection: SocketConnection) -> None:
+        _show_nothing(connection)
         may_end.wait(60)
 
     monkeypatch.setattr(takeover, "_END_S", 0.1)
@@ -173,10 +170,9 @@ def test_one_that_could_start_no_thread_can_be_found_later(monkeypatch: pytest.M
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    def answer(connection: Connection) -> None:
-        messages.receive(connection)
-        messages.send(connection, Inventory(os.getpid(), 1, (), (), ()))
-        messages.receive(connection)
+    def answer(connection: SocketConnection) -> None:
+        _show_nothing(connection)
+        connection.receive()
 
     with answering(os.getpid(), answer) as name:
         monkeypatch.setattr(threading.Thread, "start", refuses)
@@ -203,10 +199,10 @@ def test_a_worker_of_another_version_is_not_understood(monkeypatch: pytest.Monke
     """The answer has a class that does not exist in this version."""
     monkeypatch.setattr(takeover, "_NOTICE_S", 0.1)
 
-    def answer(connection: Connection) -> None:
-        messages.receive(connection)
+    def answer(connection: SocketConnection) -> None:
+        connection.receive()
         connection.send_bytes(b"casyncckpt.link.endpoint_messages\nGone\n.")
-        messages.receive(connection)
+        connection.receive()
 
     with answering(os.getpid(), answer) as name, pytest.raises(SaveTimeoutError, match="of another version"):
         Takeover.find(name, 10)

@@ -22,8 +22,8 @@ from support.states import equal, replicas
 from asyncckpt import Checkpointer, Config
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, StorageError
 from asyncckpt.extension import Rounds
-from asyncckpt.link import messages
 from asyncckpt.link import process as worker_process
+from asyncckpt.link.api import SessionApi
 from asyncckpt.planning import draft
 from asyncckpt.ranks import group
 from asyncckpt.staging import slot_copy as staging
@@ -329,7 +329,7 @@ def _fail_the_worker(root: str) -> list[int]:
 
             Rounds._check_missing = look  # type: ignore[assignment, method-assign]
         else:
-            worker.tell(messages.GiveBack(999, 0, ()))  # a segment that the worker does not have
+            worker.tell(SessionApi.give_back, 999, 0, ())  # a segment that the worker does not have
             worker._listener.join(10)
         dist.barrier()
         while not is_first and not looked.exists():

@@ -17,7 +17,6 @@ from support.states import same
 from asyncckpt import Checkpointer, Save
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, OutOfMemoryError, SaveDroppedError
-from asyncckpt.link.messages import Take
 from asyncckpt.staging.buffer import StagingBuffer
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -110,7 +109,7 @@ def test_where_there_is_no_memory_for_another_saves_wait(
     training = Training(root, Config(linger=0))
     first = training.save()
 
-    def refuse(request: Take, taken: Callable[[CheckpointError | None], object]) -> None:
+    def refuse(segment: int, begin: int, end: int, taken: Callable[[CheckpointError | None], object]) -> None:
         taken(OutOfMemoryError("there is none"))
         gate.touch()  # let the first save continue
 
@@ -127,7 +126,7 @@ def test_the_worker_says_that_there_is_none(training: Training, gate: Path) -> N
     """The limit of a container may be the reason. The worker gives back the memory that it has begun to take."""
     first = training.save()
     buffer, refused = training.buffer, list[CheckpointError | None]()
-    buffer.client.take(Take(buffer.number, buffer._memory.end, 1 << 50), refused.append)
+    buffer.client.take(buffer.number, buffer._memory.end, 1 << 50, refused.append)
     _wait_for(lambda: bool(refused))
     assert isinstance(refused[0], OutOfMemoryError) and training.images < 1.1
     gate.touch()

@@ -14,7 +14,7 @@ from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
 from asyncckpt.format.write_request import COPY_SLOTS, ImageKey, WriteRequest
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import State
-from asyncckpt.transfer.requests import TransferAddress
+from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.server import TransferServer
 from support.checkpoints import PAGE, checksum
 

@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from asyncckpt.format.segment_layout import WeightsLayout
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import HEADER_BYTES, OwnedSlots, PublishedVersion, ReadableSlots
+from asyncckpt.transfer.api import TransferAddress
+from asyncckpt.transfer.locator import Locator
 from asyncckpt.transfer.mirror import Mirror
-from asyncckpt.transfer.requests import Locator, TransferAddress
 from asyncckpt.transfer.server import TransferServer
 from asyncckpt.transfer.versions import SPAN_BYTES
 

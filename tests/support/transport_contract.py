@@ -16,8 +16,8 @@ import pytest
 from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import Claims
+from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.holder import Holder, RemoteImage
-from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.server import TransferServer
 from support.image_holder import IMAGE, KEY, checksums_of, hold, image_bytes, image_holder
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.shm.slots import VersionKey
+from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.distribution import Distribution
-from asyncckpt.transfer.requests import TransferAddress
 
 VERSION = VersionKey(1, 7)
 

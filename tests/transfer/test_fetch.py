@@ -16,10 +16,10 @@ from asyncckpt.format.write_request import CopiedRank, ImageKey
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.memcpy import memcpy
 from asyncckpt.transfer import fetch
+from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.copies import Copies
 from asyncckpt.transfer.fetch import RateLimit
 from asyncckpt.transfer.holder import Holder, RemoteImage
-from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.server import TransferServer
 
 NBYTES = 8 * SPAN_BYTES

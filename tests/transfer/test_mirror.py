@@ -15,7 +15,8 @@ from support.workers import wait_for
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.transfer import holder as holders
 from asyncckpt.transfer import mirror as mirrors
-from asyncckpt.transfer.requests import Locator, TransferAddress
+from asyncckpt.transfer.api import TransferAddress
+from asyncckpt.transfer.locator import Locator
 from asyncckpt.transfer.versions import SPAN_BYTES
 
 # Not a whole number of spans.

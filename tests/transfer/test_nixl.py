@@ -22,10 +22,10 @@ from asyncckpt.format.write_request import HeldImage
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.segment import Segment
 from asyncckpt.transfer import nixl
+from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.holder import Holder, RemoteImage
 from asyncckpt.transfer.nixl import NixlTransport
 from asyncckpt.transfer.nixl_process import MODULES
-from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.server import TransferServer
 
 needs_nixl = pytest.mark.skipif(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,13 +17,13 @@ from support.transport_contract import wait_for
 from asyncckpt.errors import CheckpointError, RankFailedError, StorageError, WorkerDiedError
 from asyncckpt.extension import Rendezvous, storage_for
 from asyncckpt.format.write_request import CopiedRank, HeldImage, ImageKey, WriteRequest
-from asyncckpt.link.messages import FromWorker, Host, Replicated, Staged
+from asyncckpt.link.api import Staged, TrainerApi
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.ranks.rounds import Rounds
 from asyncckpt.shm.slots import State
+from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.copies import Incoming
 from asyncckpt.transfer.replicator import Replicator
-from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.server import TransferServer
 from asyncckpt.worker.saves import SavesOfTrainer
 
@@ -53,9 +54,10 @@ class Worker:
         self.replicator.announce(TransferAddress("127.0.0.1", self.server.port))
         self.replicator.keep(0, [CopiedRank(1 - self.rank, copy_bytes(NBYTES))], [0])
 
-    def _tell(self, message: FromWorker) -> None:
-        if isinstance(message, Replicated):
-            self.told[message.save_id] = message.failure
+    def _tell(self, method: Callable[..., None], *given: Any) -> None:
+        if method is TrainerApi.replicated:
+            save_id, failure = given
+            self.told[save_id] = failure
 
     def _begin(self, save_id: int) -> WriteRequest:
         slot, path, name = save_id % 3, str(self.root / f"step-{save_id:08d}"), f"attempt {save_id}"
@@ -107,7 +109,7 @@ class Worker:
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[list[Worker]]:
     found = [Worker(rank, tmp_path) for rank in range(2)]
-    port = found[0].saves.host(Host(0, "127.0.0.1", KEY)).port
+    port = found[0].saves.host(0, "127.0.0.1", KEY).port
     for each in found:
         each.join(port)
     yield found

@@ -17,8 +17,8 @@ from support.image_holder import IMAGE, KEY, hold, image_bytes
 from support.transport_contract import NBYTES, TransportContract
 
 from asyncckpt.link.segment_store import SegmentStore
+from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.holder import Holder
-from asyncckpt.transfer.requests import TransferAddress
 from asyncckpt.transfer.server import TransferServer
 from asyncckpt.transfer.sockets import connect
 

@@ -147,7 +147,7 @@ def test_a_worker_that_is_killed_is_replaced(at: At) -> None:
             assert at.workers() != [worker]
 
 
-@pytest.mark.parametrize("when", ["ask", "detach"])
+@pytest.mark.parametrize("when", ["call", "detach"])
 def test_a_worker_that_is_killed_as_it_begins_is_replaced(when: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
     go_on: Any = getattr(WorkerClient, when)

@@ -21,7 +21,7 @@ from support.checkpoints import PAGE
 from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError
 from asyncckpt.extension import Rendezvous, Rounds, Store, storage_for
 from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.link.messages import Committed, Failed, Host, Staged
+from asyncckpt.link.api import Committed, Failed, Staged
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.protocol import commit
 from asyncckpt.ranks import rounds as rounds_module
@@ -36,19 +36,19 @@ from asyncckpt.worker.saves import SavesOfTrainer
 
 
 class Told:
-    """The saves of one worker without a trainer, and the messages that they send."""
+    """The saves of one worker without a trainer, and their ends."""
 
     def __init__(self) -> None:
         self.ends: SimpleQueue[Any] = SimpleQueue()
         self.memory = SegmentStore()
-        self.saves = SavesOfTrainer(storage_for, self.memory, lambda _: None, self._end, 2)
+        self.saves = SavesOfTrainer(storage_for, self.memory, lambda *_: None, self._end, 2)
 
     def _end(self, request: WriteRequest, outcome: Committed | Failed) -> None:
         self.ends.put((outcome, self.saves.unended()))
 
     def host(self, ranks: int) -> Rendezvous:
         """Host the store. Return the first rank's rendezvous."""
-        port = self.saves.host(Host(0, "127.0.0.1", b"secret")).port
+        port = self.saves.host(0, "127.0.0.1", b"secret").port
         return Rendezvous("127.0.0.1", port, "token", b"secret", 0, ranks)
 
     def begin(self, request: WriteRequest) -> WriteRequest:

@@ -1,0 +1,191 @@
+"""Calls between processes: one framing and one dispatcher for all clients of a worker.
+
+A call has the name of a method of an API class, and the arguments. The process at the other end carries it out on an
+object that implements the API. It sends back the result, or the ``CheckpointError`` that the method raised. A call that
+is only *told* gets no answer. The API classes are in ``link/api.py``, and in ``transfer/api.py`` for other hosts.
+
+File descriptors follow the message on the same socket. A method that takes a descriptor receives it by itself. A
+method that sends descriptors returns ``with_files(...)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+
+from asyncckpt.errors import CheckpointError, SaveTimeoutError, decode, encode
+from asyncckpt.link.socket_connection import OtherVersionError, SocketConnection
+from asyncckpt.shm.segment import Descriptor, Segment
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MethodCall:
+    """A call. ``number``: the number of the answer; 0: there is no answer."""
+
+    number: int
+    method: str
+    arguments: Sequence[Any]
+    named: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to the call of that ``number``. ``error``: the error of the method, encoded; None: it has returned."""
+
+    number: int
+    value: Any = None
+    error: bytes | None = None
+
+    @classmethod
+    def refused(cls, number: int, error: CheckpointError) -> Answer:
+        """Return the answer of a method that has raised ``error``."""
+        return cls(number, None, encode(error))
+
+    def result(self) -> Any:
+        """Return the value. Raises the ``CheckpointError`` of the method."""
+        if self.error is not None:
+            raise decode(self.error)
+        return self.value
+
+
+Files: TypeAlias = Iterable[Descriptor | Segment]
+
+
+@dataclass(frozen=True)
+class _WithFiles:
+    value: Any
+    files: Files
+
+
+def with_files(value: T, files: Files) -> T:
+    """Return the result of a method, so that ``carry_out`` sends ``value``, and then the descriptors of ``files``.
+
+    Each ``Descriptor`` is closed when it is sent. A ``Segment`` stays open.
+    """
+    return cast(T, _WithFiles(value, files))
+
+
+def send_answer(connection: SocketConnection, answer: Answer, files: Files) -> None:
+    """Send an answer, and then the descriptors of the files. Raises ``OSError`` if the other end is gone."""
+    connection.send(answer)
+    for file in files:
+        try:
+            connection.send_descriptor(file.fileno())
+        finally:
+            if isinstance(file, Descriptor):
+                file.close()
+
+
+class Messages(Protocol):
+    """A connection that sends and receives messages. Both methods raise ``OSError`` if the other end is gone."""
+
+    def send(self, message: Any, /) -> None:
+        """Send a message."""
+
+    def receive(self) -> Any:
+        """Receive the next message."""
+
+
+def call_of(
+    number: int, method: Callable[Concatenate[Any, P], object], *given: P.args, **named: P.kwargs
+) -> MethodCall:
+    """Return the call of ``method`` of an API class with these arguments."""
+    return MethodCall(number, method.__name__, given, named)
+
+
+def tell(
+    connection: Messages, method: Callable[Concatenate[Any, P], object], *given: P.args, **named: P.kwargs
+) -> None:
+    """Call a method at the other end, and do not wait for it. Raises ``OSError`` if the other end is gone."""
+    connection.send(call_of(0, method, *given, **named))
+
+
+def call(
+    connection: SocketConnection,
+    timeout: float,
+    method: Callable[Concatenate[Any, P], T],
+    *given: P.args,
+    **named: P.kwargs,
+) -> T:
+    """Call a method at the other end, and return its result. One thread at a time may call.
+
+    Args:
+        connection: The connection to a worker.
+        timeout: Timeout in seconds. After a timeout, the caller has to close the connection.
+        method: The method of the API class.
+        given: Its arguments.
+        named: Its named arguments.
+
+    Raises:
+        SaveTimeoutError: The worker does not answer.
+        CheckpointError: The error of the method.
+        EOFError, OSError: The worker has left, or it has another version.
+    """
+    connection.send(call_of(1, method, *given, **named))
+    await_answer(connection, timeout)
+    result: T = receive_answer(connection).result()
+    return result
+
+
+def await_answer(connection: SocketConnection, timeout: float) -> None:
+    """Wait until something arrives. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
+    if not connection.poll(timeout):
+        raise SaveTimeoutError(f"a worker did not answer at its endpoint within {timeout:g} s; it may be stopped")
+
+
+def receive_answer(connection: Messages) -> Answer:
+    """Receive an answer. Raises ``OSError``, ``EOFError``."""
+    answer = connection.receive()
+    if not isinstance(answer, Answer):
+        raise OtherVersionError(f"{answer!r} came where an answer was expected")
+    return answer
+
+
+def _no_answer(answer: Answer, _: Files) -> None:
+    raise OtherVersionError(f"the call {answer.number} expects an answer")
+
+
+def carry_out(
+    request: Any,
+    api: type,
+    target: object,
+    answer: Callable[[Answer, Files], object] = _no_answer,
+) -> None:
+    """Carry out a call, and answer it.
+
+    Args:
+        request: The ``MethodCall`` that was received.
+        api: The class with the methods that the other end may call.
+        target: The object that implements them.
+        answer: Sends an answer, and then the descriptors of the files.
+
+    Raises:
+        OtherVersionError: The API has no such method, or the method has other arguments.
+        CheckpointError: The error of a call without an answer.
+    """
+    if not isinstance(request, MethodCall) or request.method not in _public(api):
+        raise OtherVersionError(f"{request!r} is no call of this version")
+    try:
+        result = getattr(target, request.method)(*request.arguments, **request.named)
+    except CheckpointError as error:
+        if not request.number:
+            raise
+        answer(Answer.refused(request.number, error), ())
+        return
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # raised by the call itself
+            raise OtherVersionError(f"{request!r} has other arguments in this version") from error
+        raise
+    if request.number:
+        found = result if isinstance(result, _WithFiles) else _WithFiles(result, ())
+        answer(Answer(request.number, found.value), found.files)
+
+
+@functools.cache
+def _public(api: type) -> frozenset[str]:
+    return frozenset(name for name in vars(api) if not name.startswith("_"))
