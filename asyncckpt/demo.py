@@ -24,10 +24,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from asyncckpt.budgets import LONG_S
+
 _SEED, _TEXT_BYTES = 1234, 4_000_000
 # Width, layers and heads of the model; pieces of text in a batch, and the bytes of each piece.
 _SIZES = {"small": (64, 2, 2, 4, 64), "default": (256, 4, 4, 2, 64)}
-_SILENCE_S = 300.0
 OURS, DCP = "asyncckpt", "torch.distributed.checkpoint.save"
 
 
@@ -148,8 +149,8 @@ def _child(*arguments: Any, exit_status: int = 0) -> dict[str, Any]:
     theirs.close()
     report: dict[str, Any] = {}
     with contextlib.suppress(EOFError):
-        report = reports.recv() if reports.poll(_SILENCE_S) else report
-    process.join(_SILENCE_S)
+        report = reports.recv() if reports.poll(LONG_S) else report
+    process.join(LONG_S)
     if not report or process.exitcode != exit_status:  # the kernel, too, kills by SIGKILL
         process.kill()
         sys.exit(f"asyncckpt demo: a training process ended with status {process.exitcode}")

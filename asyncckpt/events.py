@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal
 
+from asyncckpt.budgets import NOTICE_S
 from asyncckpt.errors import SaveDroppedError
 
 logger = logging.getLogger(__name__)
 
 # Maximum number of waiting events; later events are dropped. A listener that hangs must not fill the memory.
 _MOST_WAITING = 10_000
-# Maximum seconds to deliver the remaining events at close.
-_CLOSE_S = 5.0
 
 EventPhase = Literal[
     "planned",
@@ -187,6 +186,6 @@ class Listeners:
 
     def close(self) -> None:
         """Wait until all events are delivered, but only a few seconds for a slow listener. Safe to call twice."""
-        deadline = time.monotonic() + _CLOSE_S
+        deadline = time.monotonic() + NOTICE_S
         for each in self._listeners:
             each.close(max(0.0, deadline - time.monotonic()))

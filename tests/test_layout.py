@@ -20,7 +20,7 @@ FOLDERS = {"asyncckpt": HERE / "asyncckpt", "asyncckpt.worker": HERE / "worker",
 
 # The import line: a room imports only from earlier lines. Every file and folder directly in ``asyncckpt/`` is a room.
 LINE = (
-    ("errors", "config"),
+    ("budgets", "errors", "config"),
     ("events", "interval", "threads"),
     ("format", "telemetry"),
     ("shm",),

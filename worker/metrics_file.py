@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 from prometheus_client.parser import text_string_to_metric_families
 from xxhash import xxh3_64_hexdigest
 
+from asyncckpt.budgets import NOTICE_S
 from asyncckpt.events import Event, Listener, end_of_save
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link.api import Committed, Failed
@@ -24,7 +25,6 @@ from asyncckpt.telemetry.prometheus import PrometheusMetrics
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 5.0
 # The metrics that the next session continues with.
 _LAST_STEP, _LAST_TIME = "asyncckpt_last_durable_step", "asyncckpt_last_durable_timestamp_seconds"
 
@@ -77,7 +77,7 @@ class MetricsFile:
 
     def close(self, *, in_order: bool) -> None:
         """Write pending events, and stop. ``in_order``: whether the trainer has closed, so that the file is removed."""
-        self._listener.close(_CLOSE_S)
+        self._listener.close(NOTICE_S)
         if in_order or not self._stays:
             with contextlib.suppress(OSError):
                 os.remove(self.path)

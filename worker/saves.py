@@ -22,6 +22,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
+from asyncckpt.budgets import ANSWER_S, NOTICE_S, SILENCE_S
 from asyncckpt.errors import (
     CheckpointError,
     RankFailedError,
@@ -69,15 +70,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the first rank's worker waits at its end, because other ranks may still ask for the end of the last save.
-_LEAVE_S = 5.0
-# Seconds at the end to tell the first rank's worker of failures (otherwise it waits for this rank until its timeout),
-# and to tell it that this rank has left, which is less important. A dead worker's host refuses at once.
-_TELL_S, _TELL_LEFT_S = 10.0, 1.0
-# Timeout in seconds for storage to tell the end of a save.
-_RESOLVE_S = 30.0
-# Maximum time that a write may continue after its save has failed, if the trainer is gone.
-_STUCK_S = 30.0
+# Seconds to tell the first rank's worker that this rank has left, which is less important than its failures.
+_TELL_LEFT_S = 1.0
 # Interval at which the machines look at the time while a save is under way.
 _TICK_S = 0.25
 # Maximum number of events that the machines handle before a due tick. Waiting events come before the tick, so that a
@@ -233,7 +227,7 @@ class SavesOfTrainer:
     def wait_written(self) -> bool:
         """Wait until all images are written. Return False if a write is stuck and no save waits for an outcome."""
         stuck_s = 0.0
-        while self._writer.is_alive() and stuck_s < _STUCK_S:
+        while self._writer.is_alive() and stuck_s < SILENCE_S:
             self._writer.join(1.0)
             stuck_s = stuck_s + 1.0 if not self._open else 0.0
         return not self._writer.is_alive()
@@ -245,14 +239,14 @@ class SavesOfTrainer:
     def close(self, why: str) -> None:
         """Wait until all saves have ended, then leave the other ranks. ``why``: the reason to tell the other ranks."""
         rank, ranks = (0, 1) if self._rendezvous is None else (self._rendezvous.rank, self._rendezvous.world_size)
-        self._events.put(commit.Finish(rank, ranks, _LEAVE_S, RankFailedError(why, rank=rank)))
+        self._events.put(commit.Finish(rank, ranks, NOTICE_S, RankFailedError(why, rank=rank)))
         self._loop.join()
         self._jobs.put(None)
         self._workers[0].join()  # first, because the end of a save may make older ones prunable
         self._prunable.put(None)
         self._to_hear.put(None)
         if self._rounds is not None:
-            self._rounds.close(_TELL_S)  # also ends a wait for the first rank
+            self._rounds.close(ANSWER_S)  # also ends a wait for the first rank
         for thread in self._workers[1:]:
             thread.join()
         if self._rounds is not None:
@@ -355,7 +349,7 @@ class SavesOfTrainer:
                 request = self._untold[save]
                 self._rounds.fail_soon(round_name(SAVE, save), located_in(request, error), request.timeout)
             case commit.SendGone(why) if self._rounds is not None:
-                self._rounds.gone_soon(why, _TELL_S)
+                self._rounds.gone_soon(why, ANSWER_S)
             case commit.Conclude(save, error):
                 self._conclude(SAVE, save, COMMITTED if error is None else located_in(self._untold[save], error))
             case commit.ConcludeUnknown(save):
@@ -470,7 +464,7 @@ class SavesOfTrainer:
     def _resolve(self, save: int) -> None:
         request, inode = self._untold[save], self._attempts[save].staged_image.inode
         try:
-            self._events.put(commit.Resolved(save, resolve(request, _RESOLVE_S, inode)))
+            self._events.put(commit.Resolved(save, resolve(request, SILENCE_S, inode)))
         except SaveTimeoutError as error:
             self._events.put(commit.Resolved(save, None, error))
 

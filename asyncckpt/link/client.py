@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from asyncckpt.budgets import ANSWER_S, LONG_S, NOTICE_S
 from asyncckpt.errors import (
     CheckpointError,
     ClosedError,
@@ -39,13 +40,13 @@ from asyncckpt.threads import Flag, make, no_thread
 
 logger = logging.getLogger(__name__)
 
-# Time for a worker to end a save if the first rank is silent: it asks once more, and then looks at storage.
-_LAST_LOOK_S = 5.0
-
 
 def longest(timeout: float) -> float:
-    """Return the seconds within which a worker reports the end of a save with that commit ``timeout``."""
-    return timeout + 2 * grace(timeout) + _LAST_LOOK_S
+    """Return the seconds within which a worker reports the end of a save with that commit ``timeout``.
+
+    If the first rank is silent, the worker asks once more, and then looks at storage.
+    """
+    return timeout + 2 * grace(timeout) + NOTICE_S
 
 
 P = ParamSpec("P")
@@ -156,10 +157,7 @@ def _taken(items: list[bool]) -> bool:
 
 
 _CHECK_S = 0.5  # interval at which a wait checks that the worker lives
-_NOTICE_S = 10.0  # maximum time to notice the end of a worker
-_END_S = 5.0  # maximum time for a killed worker to end
 _LISTEN_S = 1.0  # interval at which the listener looks for overdue saves
-_SEND_S = 300  # maximum time for a worker to receive a message, because it may be busy taking memory
 _TELL_S = 1.0  # maximum time to tell the other ranks of a failure
 _SLOT_S = 0.25  # ``_LISTEN_S`` while a save waits for a slot, because a reader may end its lease at any time
 
@@ -222,8 +220,9 @@ class WorkerClient:
         """Whether others can find the worker."""
         self._listener = threading.Thread(target=self._listen, name="asyncckpt-listener", daemon=True)
         try:
-            # The listener also sends. Without a timeout it could not detect a worker that has stopped.
-            self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+            # The listener also sends. Without a timeout it could not detect a worker that has stopped. A worker that
+            # takes memory does not receive.
+            self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(LONG_S), 0))
             trouble = None if self._process.is_attached else self._process.wait_ready(options.start_timeout)
             self.has_endpoint = trouble is None and options.endpoint is not None
             begun(self)
@@ -363,7 +362,7 @@ class WorkerClient:
         """Kill the worker, and wait until all its saves have failed."""
         if self._may_end():
             self._process.kill()
-            self._ended.wait(_END_S)
+            self._ended.wait(NOTICE_S)
             self._process.hang_up()  # a worker in an uninterruptible storage call keeps its socket open
             self._ended.wait()
 
@@ -406,9 +405,9 @@ class WorkerClient:
                 self._process.kill()
             # The listener is about to find the cause of death, which says more than "broken pipe".
             if threading.current_thread() is self._listener:
-                self._death = self._how_it_died(self._process.wait(_END_S))
+                self._death = self._how_it_died(self._process.wait(NOTICE_S))
                 raise self._death from error
-            self._ended.wait(_NOTICE_S)
+            self._ended.wait(ANSWER_S)
             raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
 
     def _release(self, segment: int) -> None:
@@ -479,7 +478,7 @@ class WorkerClient:
             self._on_death()
 
     def _note_death(self) -> None:
-        code = self._process.wait(0 if self._detaching else _END_S)
+        code = self._process.wait(0 if self._detaching else NOTICE_S)
         if code is None:
             self._process.detach()
             if not self.saves.is_idle() and not self._detaching:
@@ -534,7 +533,7 @@ def _settle_all() -> None:
     """Hand over the last copies when the process ends. The copying threads have ended, and the listeners still run."""
     for client in list(_clients):
         if not client.is_forked:
-            client.settle(_END_S)
+            client.settle(NOTICE_S)
 
 
 threading._register_atexit(_settle_all)  # type: ignore[attr-defined]

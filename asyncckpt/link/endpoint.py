@@ -24,6 +24,7 @@ from functools import partial
 
 import xxhash
 
+from asyncckpt.budgets import ANSWER_S, POLL_S, wait_until
 from asyncckpt.errors import JobTakenError, SaveTimeoutError
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.storage.file_system import is_at, opened
@@ -37,9 +38,6 @@ ROOT_LOCK = ".root"
 """The suffix of lock files for roots on object stores."""
 _LOG_BYTES = 10_000
 _HOLDERS_BYTES = 100
-_PAUSE_S = 0.1
-# Maximum time for a worker to accept a connection.
-_CONNECT_S = 10.0
 
 
 def endpoint_name(job: str, rank: int) -> str:
@@ -116,7 +114,7 @@ class Endpoint:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(_PAUSE_S)  # too many open files, perhaps
+                time.sleep(POLL_S)  # too many open files, perhaps
                 continue
             with contextlib.ExitStack() as undo:
                 undo.callback(peer.close)
@@ -165,13 +163,11 @@ def host_lock(timeout: float) -> Iterator[bool]:
 
     Yields whether the lock is held: False after ``timeout`` seconds, or if the runtime folder cannot be used.
     """
-    deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as held:
         has = False
         with contextlib.suppress(OSError):
             folder = held.enter_context(_opened_folder(make=True))
-            while not (has := _flock(folder)) and time.monotonic() < deadline:
-                time.sleep(_PAUSE_S)
+            has = wait_until(lambda: _flock(folder), timeout)
         yield has
 
 
@@ -242,7 +238,7 @@ def connect(
         runtime: The runtime folder; None: the folder of this process.
         strict: Raise ``SaveTimeoutError`` if a worker listens but does not accept in that time.
     """
-    timeout = _CONNECT_S if timeout is None else timeout
+    timeout = ANSWER_S if timeout is None else timeout
     is_full = False
     with (
         contextlib.suppress(OSError),

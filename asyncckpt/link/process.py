@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from typing import NamedTuple, NoReturn
 import psutil
 import xxhash
 
+from asyncckpt.budgets import NOTICE_S, wait_until
 from asyncckpt.errors import WorkerDiedError
 from asyncckpt.link.calls import receive_answer
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, runtime_folder
@@ -29,8 +29,6 @@ from asyncckpt.shm.segment import Descriptor, close
 from asyncckpt.threads import process_limit
 
 _LAST_WORDS_BYTES = 4096
-_END_S = 1.0  # maximum time for a process to end after its socket is closed
-_POLL_S = 0.02
 ENDED = 256
 """The exit code of a worker that another process has started. The kernel tells the real code to that process only."""
 # Prefixes of the environment variables that clients of object stores read, and that transports to other hosts read.
@@ -84,11 +82,8 @@ class _Found:
         return ENDED
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired("asyncckpt worker", timeout or 0.0)
-            time.sleep(_POLL_S)
+        if wait_until(self.poll, timeout) is None:
+            raise subprocess.TimeoutExpired("asyncckpt worker", timeout or 0.0)
         return ENDED
 
     def kill(self) -> None:
@@ -185,7 +180,7 @@ class WorkerProcess:
                 trouble: str | None = receive_answer(self.connection).result()
                 return trouble
         # An end of file may come a little before the end of the process.
-        code = self.wait(_END_S) if ready else None
+        code = self.wait(NOTICE_S) if ready else None
         self.kill()
         self.wait()
         how = f"did not get ready within {timeout:g} s" if code is None else f"{how_it_ended(code)} while it started"

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from asyncckpt.budgets import NOTICE_S, POLL_S
 from asyncckpt.errors import JobTakenError, unless_interrupt
 from asyncckpt.link.api import Claim, Claimed, RootHolder
 from asyncckpt.link.endpoint import ROOT_LOCK, endpoint_name, endpoint_scope, runtime_folder
@@ -30,10 +31,6 @@ logger = logging.getLogger(__name__)
 LOCK_NAME = "asyncckpt.lock"
 
 _MOST_BYTES = 4096
-_POLL_S = 0.1
-# Maximum time for a worker to notice the death of its trainer, and to write this to the file. This process cannot
-# check itself whether a trainer on another host lives.
-_NOTICE_S = 5.0
 
 
 class RootLock:
@@ -117,7 +114,7 @@ def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str |
         who += f" of job {holder.job_id!r}," if holder.job_id else ","
         is_near = holder.scope == _scope()
         is_ending = holder.leaving or (is_near and not is_running(holder.trainer))
-        patience = timeout if is_ending else 0.0 if is_near else _NOTICE_S
+        patience = timeout if is_ending else 0.0 if is_near else NOTICE_S
         if time.monotonic() - begun >= min(patience, timeout):
             raise JobTakenError(
                 f"{who} is still writing here what that trainer had staged; wait for it, or end it"
@@ -128,7 +125,7 @@ def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str |
         if not is_told:
             logger.warning("waiting until %s lets go of %s", who, claim.root)
             is_told = True
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
     return found.trouble
 
 

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 
 import psutil
 
+from asyncckpt.budgets import NOTICE_S, wait_until
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.link.api import WorkerApi, WorkerStatus
 from asyncckpt.link.calls import call, tell
@@ -23,9 +24,8 @@ from asyncckpt.link.process import CommandLine, parse
 from asyncckpt.link.socket_connection import OtherVersionError
 from asyncckpt.link.takeover import is_running
 
-# Timeouts in seconds for a worker to tell its status, and to end after it is killed.
-_ANSWER_S, _END_S = 2.0, 5.0
-_POLL_S = 0.05
+# Timeout for a worker to tell its status. A person waits for the list, and some workers may never answer.
+_ANSWER_S = 2.0
 # Number of workers to ask in parallel, because some may not answer.
 _ASKED_AT_ONCE = 32
 
@@ -94,7 +94,7 @@ def end_worker(worker: RunningWorker, timeout: float, *, force: bool = False) ->
     """
     if force:
         _signal(worker, kill=True)
-        if not _wait_end(worker, _END_S):
+        if not _wait_end(worker, NOTICE_S):
             raise SaveTimeoutError(f"the worker {worker.pid} cannot be killed: it is in a call to storage")
         return
     if worker.doing == "stopped":
@@ -237,9 +237,4 @@ def _is_there(worker: RunningWorker) -> bool:
 
 def _wait_end(worker: RunningWorker, timeout: float) -> bool:
     """Return whether the worker ends within ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    while _is_there(worker):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
+    return wait_until(lambda: not _is_there(worker), timeout)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Generic, TypeVar
 
+from asyncckpt.budgets import ANSWER_S, LONG_S
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.format.manifest import checksum, digest_of
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, WeightsLayout
@@ -35,10 +36,6 @@ logger = logging.getLogger(__name__)
 ImageKind = TypeVar("ImageKind")
 """``HeldImage`` for the image of a save; for a published version the sizes of its files."""
 
-# Timeout for other processes to give back memory that this process needs.
-GIVE_BACK_S = 10.0
-# Timeout for the lock of the host. A process that has the lock may wait for others to give back memory.
-_TURN_S = 120.0
 HINT = "use fewer slots, or leave more memory to them (each holds one image of the state)"
 
 
@@ -61,14 +58,14 @@ def take_memory(
     with contextlib.ExitStack() as announced:
         # Only one process checks the budget at a time, because two processes would count the same free memory. The
         # processes then take memory in parallel, at some 2 GiB a second.
-        with host_lock(_TURN_S) as alone:
+        with host_lock(LONG_S) as alone:
             if not alone:
                 logger.warning("%d bytes are taken without a look at what others take", nbytes)
             try:
                 budget.require(nbytes + announced_bytes(), "staging", HINT)
             except OutOfMemoryError:
                 # A lingering worker's images must not keep memory from a live trainer: their trainer may never return.
-                if not (wait_released() or retire_idle_workers(GIVE_BACK_S)):
+                if not (wait_released() or retire_idle_workers(ANSWER_S)):
                     raise
                 budget.require(nbytes + announced_bytes(), "staging", HINT)
             announced.enter_context(announce_memory(segment.fileno(), end))
@@ -175,7 +172,7 @@ class SegmentStore:
         except OutOfMemoryError as error:
             raise OutOfMemoryError(f"{error.message}; {HINT}") from error
         try:
-            take_memory(segment, lambda: self._wait_released(GIVE_BACK_S), end)
+            take_memory(segment, lambda: self._wait_released(ANSWER_S), end)
         except BaseException:
             segment.close()
             raise
@@ -190,7 +187,7 @@ class SegmentStore:
         hosted = self.hosted(number)
         with hosted.used():
             try:
-                take_memory(hosted.segment, lambda: self._wait_released(GIVE_BACK_S), end, begin)
+                take_memory(hosted.segment, lambda: self._wait_released(ANSWER_S), end, begin)
             except OutOfMemoryError:
                 with self._lock:
                     # Keep the memory if an earlier, equal request has taken it already.

@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 import psutil
 
+from asyncckpt.budgets import ANSWER_S, LONG_S, NOTICE_S, POLL_S
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, decode, is_interrupt
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout
 from asyncckpt.format.write_request import HeldImage, ImageKey
@@ -33,15 +34,6 @@ from asyncckpt.shm.slots import PublishedVersion, SlotTable
 from asyncckpt.storage.history import was_removed
 
 logger = logging.getLogger(__name__)
-
-# Seconds for a worker to notice the death of its trainer, if this process cannot check that itself. Interval between
-# questions.
-_NOTICE_S = 5.0
-_POLL_S = 0.02
-# Seconds for the end of a worker that was killed.
-_END_S = 5.0
-# Seconds for the checksums of an image. A worker computes some GB/s, shared by all readers.
-_CHECKSUMS_S = 300.0
 
 
 class Takeover:
@@ -91,7 +83,7 @@ class Takeover:
             JobTakenError: The trainer of the worker lives.
             SaveTimeoutError: The worker does not answer.
         """
-        noticed, left_by = time.monotonic() + _NOTICE_S, time.monotonic() + timeout
+        noticed, left_by = time.monotonic() + NOTICE_S, time.monotonic() + timeout
         while (connection := connect(endpoint, strict=True)) is not None:
             try:
                 reply = call(connection, timeout, WorkerApi.inspect)
@@ -112,7 +104,7 @@ class Takeover:
                 if time.monotonic() > noticed:
                     raise SaveTimeoutError(f"a worker cannot be talked to at its endpoint: {error}") from error
             connection.close()
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return None
 
     def images_in(self, number: int) -> tuple[HeldImage, ...]:
@@ -209,7 +201,7 @@ class Takeover:
         # The process id is 0 if the worker is in another container. A signal to 0 would go to our own process group.
         if (pid := peer_pid(self._connection)) > 0:
             os.kill(pid, signal.SIGKILL)
-        if not self._connection.poll(_END_S):
+        if not self._connection.poll(NOTICE_S):
             raise SaveTimeoutError(f"the worker {self.worker} of the trainer before this one cannot be killed")
         return False
 
@@ -247,7 +239,7 @@ class ReaderClient:
 
     def __init__(self, connection: SocketConnection, endpoint: str) -> None:
         self._connection, self._endpoint = connection, endpoint
-        self.timeout = 10.0
+        self.timeout = ANSWER_S
         """Timeout in seconds for each answer."""
 
     @classmethod
@@ -271,7 +263,7 @@ class ReaderClient:
     def image(self, key: ImageKey) -> HeldImage | None:
         """Return one image with its layout and checksums; None if the worker does not hold it any more."""
         self._connection.send(call_of(1, WorkerApi.image, key))
-        until = time.monotonic() + max(self.timeout, _CHECKSUMS_S)
+        until = time.monotonic() + max(self.timeout, LONG_S)
         while not self._connection.poll(self.timeout / 2):
             self._check_answers()  # a stopped worker computes no checksums
             if time.monotonic() > until:
@@ -316,13 +308,13 @@ def retire_idle_workers(timeout: float) -> bool:
         if (connection := connect(endpoint)) is None:
             continue
         with connection, contextlib.suppress(CheckpointError, EOFError, OSError):
-            noticed = time.monotonic() + _NOTICE_S
+            noticed = time.monotonic() + NOTICE_S
             # A worker may notice the death of its trainer late, see ``Takeover.find``.
             while isinstance(reply := call(connection, timeout, WorkerApi.inspect), TrainerAlive):
                 is_near = reply.trainer > 0 and peer_pid(connection) == reply.worker
                 if not is_near or is_running(reply.trainer) or time.monotonic() > noticed:
                     break
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
             # A worker without a session yet has no memory to give.
             if not isinstance(reply, Inventory) or reply.session == 0 or reply.follows:
                 continue

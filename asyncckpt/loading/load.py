@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
+from asyncckpt.budgets import ANSWER_S
 from asyncckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -36,7 +37,6 @@ from asyncckpt.planning.per_rank import PerRank, per_rank_values
 from asyncckpt.planning.structure import give_states, stateful_to_dict, stateful_types
 from asyncckpt.ranks.collectives import gather, is_first, many, on_all, rank_of
 from asyncckpt.storage import absolute, storage_for
-from asyncckpt.storage.partial import LATE_S
 from asyncckpt.threads import without_gc
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ def _open_on_all(path: str, held: contextlib.ExitStack, ranks: Any) -> Source | 
         held.enter_context(storage_for(path).reading(path))
         return None if is_stock(path) else StorageSource(path)
 
-    deadline = time.monotonic() + LATE_S
+    deadline = time.monotonic() + ANSWER_S
     while True:
         try:
             return on_all(opened, ranks)

@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from asyncckpt.budgets import NOTICE_S, POLL_S
 from asyncckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _KEY_BYTES = 32
-# Maximum seconds to wait for a worker to notice that its trainer is dead, and seconds between questions.
-_NOTICE_S = 5.0
-_POLL_S = 0.02
 # Number of workers to ask in parallel. A question to a stopped worker takes until its timeout.
 _ASKED_AT_ONCE = 32
 
@@ -201,11 +199,11 @@ def _served(client: ReaderClient, key: bytes, host: str) -> TransferAddress | No
 
 def _settled(client: ReaderClient) -> Images:
     """Return the images of the worker. If its trainer is dead, wait first until the worker has noticed."""
-    noticed = time.monotonic() + _NOTICE_S
+    noticed = time.monotonic() + NOTICE_S
     while (found := client.images()).trainer is not None:
         if is_running(found.trainer) or time.monotonic() > noticed:
             break
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
     return found
 
 

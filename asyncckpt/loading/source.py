@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
+from asyncckpt.budgets import POLL_S
 from asyncckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -32,7 +33,6 @@ from asyncckpt.storage.storage import InputFile
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.02
 _SOME = 4  # maximum number of checkpoints that an error names
 
 
@@ -97,7 +97,7 @@ def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> N
                 f"a worker is still writing here after {timeout:g} s; wait for it, or name the step to load",
                 path=attempts[0] if attempts else root,
             )
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 def settled_step(timeout: float, *roots: str) -> int | None:

@@ -49,6 +49,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
 
+from asyncckpt.budgets import NOTICE_S
 from asyncckpt.errors import CheckpointError, RankFailedError, SaveTimeoutError, StorageError
 
 
@@ -320,8 +321,6 @@ CommitAction: TypeAlias = (
 
 KEPT_SAVES = 64
 """Number of newer saves after which the outcome of a save is forgotten."""
-SILENCE_S = 5.0
-"""Seconds of silence after which a rank counts as lost, if the job was restarted meanwhile."""
 RANKS_PER_SILENCE = 1000
 """Number of ranks above which each rank sends messages less often, to limit the load on the first rank."""
 
@@ -329,12 +328,12 @@ RANKS_PER_SILENCE = 1000
 @functools.lru_cache(16)
 def grace(timeout: float) -> float:
     """Return the seconds that other ranks wait beyond ``timeout`` for the outcome from the first rank."""
-    return min(5.0, timeout / 4)
+    return min(NOTICE_S, timeout / 4)
 
 
 def silence(ranks: int) -> float:
-    """Return the seconds of silence after which a rank counts as lost, in a job with ``ranks`` ranks."""
-    return SILENCE_S * max(1.0, ranks / RANKS_PER_SILENCE)
+    """Return the seconds of silence after which one of ``ranks`` ranks counts as lost, if the job was restarted."""
+    return NOTICE_S * max(1.0, ranks / RANKS_PER_SILENCE)
 
 
 @dataclass

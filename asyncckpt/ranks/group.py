@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from asyncckpt.budgets import ANSWER_S, SILENCE_S
 from asyncckpt.config import Config
 from asyncckpt.errors import (
     CheckpointError,
@@ -114,14 +115,11 @@ _YES = "yes"
 # Time to look for the store. For the first rank it is short, because its own worker hosts the store. For the other
 # ranks it is longer, because the first rank may be restarting its worker.
 _OWN_PATIENCE_S, _PATIENCE_S = 1.0, 20.0
-# Timeout for a store that does not answer at all. It is long, because ranks would act differently if only some of them
-# got an answer. The short timeout is for questions that storage can answer as well, with the same answer for all ranks.
-_SILENCE_S, _SHORT_SILENCE_S = 10.0, 2.0
+# Timeout for a store that does not answer at all, for questions that storage can answer as well, with the same answer
+# for all ranks. For other questions it is longer, because ranks would act differently if only some got an answer.
+_SHORT_SILENCE_S = 2.0
 # Time to wait until a failure is reported. After that, a background thread still reports it while this process lives.
 _TELL_S = 1.0
-# Timeout for the first rank to conclude a save that has failed on this rank, because it may be committing the save just
-# now. Also the timeout for storage to tell the outcome.
-_RESOLVE_S = 30.0
 # The kinds of rounds of the trainers in a save, in their order.
 KINDS = ("agree", "plan", "layout", "copies", "memory", "slot")
 
@@ -290,7 +288,7 @@ class Group:
         """Raise ``SaveTimeoutError`` if the first rank's worker, which ends all saves, is alive but does not answer."""
         if self._rounds is not None and self.rank > 0:
             with contextlib.suppress(WorkerDiedError):  # without that worker, this rank's worker ends the saves
-                self._rounds.impatient(_SILENCE_S).ping()
+                self._rounds.impatient(ANSWER_S).ping()
 
     def any_rank_says(self, number: int, mine: bool) -> bool:
         """Return True if any rank has reported ``mine=True``. All ranks get the same answer to question ``number``.
@@ -300,7 +298,7 @@ class Group:
         if self._rounds is None:
             return mine
         # Do not wait for a store that is gone.
-        rounds = self._rounds.impatient(_SILENCE_S)
+        rounds = self._rounds.impatient(ANSWER_S)
         try:
             if mine and self.rank > 0:
                 rounds.set_flag(_YES)
@@ -344,16 +342,16 @@ class Group:
         """
         if self.rank > 0 and self._rendezvous is not None:
             # Use a separate connection, because reports of failures of other saves must not wait behind this call.
-            rounds = Rounds(self._rendezvous, _RESOLVE_S, Patience(_OWN_PATIENCE_S), silence=_SHORT_SILENCE_S)
+            rounds = Rounds(self._rendezvous, SILENCE_S, Patience(_OWN_PATIENCE_S), silence=_SHORT_SILENCE_S)
             try:
-                outcome = rounds.outcome(round_name("save", request.save_id), _RESOLVE_S)
+                outcome = rounds.outcome(round_name("save", request.save_id), SILENCE_S)
                 if outcome != UNKNOWN:
                     return not isinstance(outcome, CheckpointError)
             except CheckpointError as error:
                 logger.warning("rank 0 could not be asked how save %d has ended: %s", request.save_id, str(error))
             finally:
                 rounds.close()
-        is_committed = resolve(request, _RESOLVE_S, inode)
+        is_committed = resolve(request, SILENCE_S, inode)
         if is_committed and self.rank == 0 and not self.alone:
             self._untold[request.save_id] = None
             if self._client is not None and self._client.alive:  # the next worker is here already
@@ -369,7 +367,7 @@ class Group:
         self._rendezvous = rendezvous
         self.token = rendezvous.token
         patience = Patience(_OWN_PATIENCE_S if self.rank == 0 else _PATIENCE_S)
-        self._rounds = Rounds(rendezvous, self._config.start_timeout, patience, silence=_SILENCE_S)
+        self._rounds = Rounds(rendezvous, self._config.start_timeout, patience, silence=ANSWER_S)
         return rendezvous
 
     def _tell_untold(self) -> None:

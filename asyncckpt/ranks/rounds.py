@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from asyncckpt.budgets import ANSWER_S
 from asyncckpt.errors import (
     CheckpointError,
     RankFailedError,
@@ -63,10 +64,8 @@ _CHECK_GONE_S = 0.5
 _SEAL_CHARACTERS = 32
 # Seconds to look for the store, because the first rank may be restarting it. All saves under way share this time.
 PATIENCE_S = 20.0
-# Seconds to find out whether a store is gone, or only the connection to it. A store that is gone refuses at once.
-_PROBE_S = 10.0
 # Seconds for one question to the first rank's worker, including the time to look for that worker.
-_HEAR_S = PATIENCE_S + _PROBE_S
+_HEAR_S = PATIENCE_S + ANSWER_S
 # First byte of an outcome.
 _FOR_ALL, _FOR_EACH, _FAILED = b"+", b"=", b"-"
 
@@ -325,8 +324,8 @@ class Rounds:
     def _is_there(self, store: bytes) -> bool:
         """Return whether the same store still answers."""
         try:
-            with self.probe(_PROBE_S) as others:
-                return others.store_id(_PROBE_S) == store
+            with self.probe(ANSWER_S) as others:
+                return others.store_id(ANSWER_S) == store
         except CheckpointError:
             return False
 

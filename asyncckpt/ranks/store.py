@@ -36,6 +36,7 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 from itertools import pairwise
 
+from asyncckpt.budgets import NOTICE_S
 from asyncckpt.threads import start
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,7 @@ RANK = struct.Struct("!i")
 ID_BYTES = 16
 
 _PROOF_BYTES = 32
-# Limits for clients that have not yet proved that they know the secret: maximum time, and maximum number.
-_STRANGER_S = 5.0
+# Maximum number of clients that have not yet proved that they know the secret.
 _STRANGERS = 128
 _BACKLOG = 4096
 _PIECE_BYTES = 256 << 10
@@ -216,7 +216,7 @@ class Store:
         if self._listen_at is not None:
             times.append(self._listen_at)
         if self._strangers:
-            times.append(next(iter(self._strangers)).since + _STRANGER_S)
+            times.append(next(iter(self._strangers)).since + NOTICE_S)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _accept(self) -> None:
@@ -346,7 +346,7 @@ class Store:
             if peer.wait is not None and peer.wait[2] == wait:
                 self._end_wait(peer)
                 self._answer(peer, -1)
-        while self._strangers and (oldest := next(iter(self._strangers))).since + _STRANGER_S <= now:
+        while self._strangers and (oldest := next(iter(self._strangers))).since + NOTICE_S <= now:
             self._drop(oldest)
 
     def _end_wait(self, peer: _Peer) -> None:

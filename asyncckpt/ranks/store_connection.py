@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from asyncckpt.budgets import ANSWER_S, NOTICE_S
 from asyncckpt.errors import SaveTimeoutError, WorkerDiedError
 from asyncckpt.link.api import Rendezvous
 from asyncckpt.ranks.store import ANSWER, FIELD, ID_BYTES, NONCE_BYTES, RANK, REQUEST, Operation, keep_alive, proof
@@ -23,11 +24,7 @@ from asyncckpt.threads import no_thread
 T = TypeVar("T")
 
 _PROBE_PAUSE_S = 0.1
-# Timeout for a TCP connection to the host, because a lost host never answers.
-_REACH_S = 3.0
 _PIECE_BYTES = 1 << 20
-# A wait is sent in slices of this length, to detect a store that has stopped.
-_SLICE_S = 10.0
 
 
 class Patience:
@@ -106,7 +103,7 @@ class StoreClient:
         until = time.monotonic() + timeout
         while True:
             left = max(0.0, until - time.monotonic())
-            slice_s = min(left, _SLICE_S if self.silence is None else self.silence / 2)
+            slice_s = min(left, ANSWER_S if self.silence is None else self.silence / 2)
             number, payload = self._ask(Operation.WAIT, key, count, seconds=slice_s)
             if number >= 0:
                 return _fields(payload)
@@ -283,7 +280,7 @@ class StoreConnection:
         self._drop()
         while not self._closed:
             try:
-                reach_s = max(_PROBE_PAUSE_S, min(_REACH_S, deadline - time.monotonic(), silence or _REACH_S))
+                reach_s = max(_PROBE_PAUSE_S, min(NOTICE_S, deadline - time.monotonic(), silence or NOTICE_S))
                 self._client = StoreClient(self._rendezvous, reach_s, deadline, silence)
             except TimeoutError:
                 raise

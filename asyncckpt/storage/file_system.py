@@ -11,15 +11,13 @@ import errno
 import fcntl
 import os
 import stat
-import time
 from collections.abc import Iterator
 
+from asyncckpt.budgets import SILENCE_S, wait_until
 from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError, unless_interrupt
 from asyncckpt.format.manifest import MANIFEST_NAME, UPLOADED_NAME, Manifest, is_checkpoint_file, is_index
 from asyncckpt.shm.segment import close
 
-LOCK_TIMEOUT_S = 30.0
-_LOCK_POLL_S = 0.01
 _MOST_AT_ONCE = 1 << 30
 _synced: set[str] = set()  # folders whose entries this process has synced
 
@@ -242,11 +240,8 @@ def lock_alone_soon(fd: int) -> None:
 
 
 def _lock_soon(fd: int, kind: int) -> None:
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while _lock(fd, kind) is False:
-        if time.monotonic() > deadline:
-            raise TimeoutError(errno.ETIMEDOUT, f"another process has held it locked for {LOCK_TIMEOUT_S:g} s")
-        time.sleep(_LOCK_POLL_S)
+    if not wait_until(lambda: _lock(fd, kind) is not False, SILENCE_S):
+        raise TimeoutError(errno.ETIMEDOUT, f"another process has held it locked for {SILENCE_S:g} s")
 
 
 def is_locked(path: str) -> bool:

@@ -16,12 +16,12 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Collection, Sequence
 from pathlib import PurePath
 
 import xxhash
 
+from asyncckpt.budgets import ANSWER_S, wait_until
 from asyncckpt.errors import StorageError
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, is_index
 from asyncckpt.format.write_request import Existing
@@ -226,9 +226,6 @@ _LONGEST_NAME = 255 - 2 - len(TRASH_SUFFIX)
 
 # Errors of file systems that cannot rename folders. EMFILE comes from gcsfuse.
 _NO_RENAME = (errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
-LATE_S = 10.0
-"""Maximum time in seconds until this host sees a file of another host."""
-_LATE_POLL_S = 0.1
 
 CHECKPOINT_ATTEMPT = re.compile(r"\.(.+)\.[0-9a-f]+-\d+(?:\.partial|\.asyncckpt-old)")
 FILE_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{12}-\d+\.partial")
@@ -342,12 +339,15 @@ class PartialFolder(_Partial):
 
         A client of a network file system may return a stale listing that lacks files of other hosts.
         """
-        left, deadline = super().missing(names), time.monotonic() + LATE_S
+        left = super().missing(names)
+
+        def are_found() -> bool:
+            nonlocal left
+            left = {name for name in left if not self._has(name)}
+            return not left
+
         with translated("looking at a file", self.path):
-            while left := {name for name in left if not self._has(name)}:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(_LATE_POLL_S)
+            wait_until(are_found, ANSWER_S)
         return left
 
     def _has(self, name: str) -> bool:

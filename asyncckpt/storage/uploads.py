@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from asyncckpt.budgets import POLL_S
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.events import Event
-
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -63,4 +62,4 @@ def wait_for_uploads(ask: Callable[[], UploadsUnderWay], timeout: float) -> None
             raise found.failure
         if time.monotonic() >= deadline:
             raise SaveTimeoutError(f"not uploaded after {timeout:g} s; it is still under way", path=found.to[0])
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
+from asyncckpt.budgets import SILENCE_S
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.format.manifest import DIGEST_BYTES, digest_of
 from asyncckpt.shm.memcpy import address_of, memcpy
@@ -31,8 +32,6 @@ _WORTH_BYTES = 256 << 10
 _CHUNKS = 4 * CONNECTIONS
 # Maximum time to wait for the next digest before asking again.
 _SPAN_S = 1.0
-# Maximum time without a new span. The holder may itself be looking for another source.
-STALL_S = 30.0
 
 
 class RateLimit:
@@ -128,7 +127,7 @@ class Fetch:
                     arrived += len(digests) // DIGEST_BYTES
                     moved_at = time.monotonic()
                     yield digests
-                elif time.monotonic() - moved_at > STALL_S:
+                elif time.monotonic() - moved_at > SILENCE_S:
                     raise TimeoutError("nothing has come any more")
         finally:
             settle(task for task, _ in flying)

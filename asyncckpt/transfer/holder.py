@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
+from asyncckpt.budgets import ANSWER_S, LONG_S, SILENCE_S
 from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.link.calls import call_of, receive_answer, tell
 from asyncckpt.link.segment_store import ImageKind
@@ -16,18 +17,14 @@ from asyncckpt.shm.slots import PublishedVersion, VersionKey
 from asyncckpt.threads import start
 from asyncckpt.transfer.api import ImageApi, NewestVersion, NotHeld, Opened, TransferAddress
 from asyncckpt.transfer.kinds import transport_named
-from asyncckpt.transfer.server import SILENCE_S
 from asyncckpt.transfer.sockets import connect
 from asyncckpt.transfer.transport import Reading
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Interval between pings of the other end, and the timeout for an answer.
+# Interval between pings of the other end.
 _PING_S = SILENCE_S / 3
-_ANSWER_S = 10.0
-# Timeout for computing the checksums of an image, at some GB/s, while the worker also serves other readers.
-_CHECKSUMS_S = 300.0
 
 
 class Holder:
@@ -36,7 +33,7 @@ class Holder:
     Every method raises ``OSError`` if the worker is gone or does not answer. The connection is unusable from then on.
     """
 
-    def __init__(self, address: TransferAddress, key: bytes, transport: str, answer_s: float = _ANSWER_S) -> None:
+    def __init__(self, address: TransferAddress, key: bytes, transport: str, answer_s: float = ANSWER_S) -> None:
         """Connect.
 
         Args:
@@ -96,7 +93,7 @@ class Holder:
         Raises:
             FileNotFoundError: The worker does not hold the image.
         """
-        within = (_CHECKSUMS_S if with_checksums else self._answer_s) + self._kind.offer_s
+        within = (LONG_S if with_checksums else self._answer_s) + self._kind.offer_s
         answer = self._call(within, ImageApi.open, key, self._transport, with_checksums)
         if isinstance(answer, NotHeld):
             raise FileNotFoundError(f"{_name_of(key)} cannot be read at {self._connection.peer}: {answer.why}")

@@ -18,12 +18,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
+from asyncckpt.budgets import SILENCE_S
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.format.segment_layout import WeightsLayout
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import HEADER_BYTES, LASTING, OwnedSlots, PublishedVersion
 from asyncckpt.transfer.api import TransferAddress
-from asyncckpt.transfer.fetch import STALL_S, Fetch, ImagePart, Previous
+from asyncckpt.transfer.fetch import Fetch, ImagePart, Previous
 from asyncckpt.transfer.holder import Holder, RemoteImage
 from asyncckpt.transfer.locator import Locator
 from asyncckpt.transfer.sealed_connection import KeyRefusedError
@@ -126,8 +127,6 @@ class MirrorBuffer:
 
 # Maximum time to wait for the next version before asking again.
 _NEXT_S = 3.0
-# Maximum time for other workers to publish, or begin to receive, the version that the first rank has published.
-_COMES_S = 20.0
 _PAUSE_S = 0.2
 
 
@@ -162,7 +161,7 @@ class Mirror:
         self._closed.set()
         for holder in list(self._holders.values()):
             holder.close()
-        self._thread.join(STALL_S)  # the thread may be connecting
+        self._thread.join(SILENCE_S)  # the thread may be connecting
         self._buffer.close()
 
     def _run(self) -> None:
@@ -250,7 +249,7 @@ class Mirror:
 
         Raises ``FileNotFoundError`` if a worker does not have the version in time.
         """
-        deadline = time.monotonic() + _COMES_S
+        deadline = time.monotonic() + SILENCE_S
         with ExitStack() as stack:
             parts: list[RemoteImage[tuple[int, ...]]] = []
             while len(parts) < len(addresses):

@@ -26,6 +26,7 @@ from concurrent.futures import TimeoutError as TimeoutOfFuture
 from dataclasses import dataclass
 from typing import Any
 
+from asyncckpt.budgets import SILENCE_S
 from asyncckpt.link.process import run_module, same_modules
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import Segment
@@ -33,8 +34,6 @@ from asyncckpt.transfer.api import Opened, TransferAddress
 from asyncckpt.transfer.nixl_process import COMMAND_BYTES
 from asyncckpt.transfer.transport import Offering, Reading, TransportKind
 
-# Timeout for the start of the process, and for every command except ``read``.
-ANSWER_S = 30.0
 _LAST_WORDS_BYTES = 1000
 
 
@@ -83,7 +82,7 @@ class NixlProcess:
         """Run a command, and return the answer. Raises ``TimeoutError``."""
         number, answer = self.begin(command, *arguments, fds=fds)
         try:
-            return answer.result(ANSWER_S)
+            return answer.result(SILENCE_S)
         except (TimeoutError, TimeoutOfFuture) as error:
             self.abandon(number, lambda: None)
             raise TimeoutError(f"NIXL takes too long to {command}") from error
@@ -169,8 +168,6 @@ class NixlProcess:
 PIECE_BYTES = 4 << 20
 _PIECES = 8
 _AHEAD = 2
-# Timeout for a piece.
-_SILENCE_S = 20.0
 # An abandoned transfer that takes longer than this is considered stuck.
 _LATE_S = 0.5
 
@@ -209,7 +206,7 @@ class _Reader:
         with self._changed:
             while not self._free and wait and not reading.is_closed and not self.process.has_ended:
                 self._changed.wait(_LATE_S)
-                if time.monotonic() > begun + (_SILENCE_S if self.process.is_usable() else 2 * _LATE_S):
+                if time.monotonic() > begun + (SILENCE_S if self.process.is_usable() else 2 * _LATE_S):
                     raise TimeoutError("other transfers, which are stuck, have all of the buffer")
             return self._free.pop() if self._free and not reading.is_closed else None
 
@@ -326,7 +323,7 @@ class _NixlReading(Reading):
         """Wait until a piece has arrived, and copy the piece to its destination."""
         try:
             try:
-                flying.answer.result(_SILENCE_S)
+                flying.answer.result(SILENCE_S)
             except (TimeoutError, TimeoutOfFuture) as error:
                 raise TimeoutError("the holder sends nothing") from error
             with self._changed:
@@ -374,7 +371,7 @@ class _Offered:
 class NixlTransport(TransportKind):
     """The transport kind called ``nixl``."""
 
-    offer_s = ANSWER_S
+    offer_s = SILENCE_S
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
+from asyncckpt.budgets import NOTICE_S
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.format.write_request import CopiedRank, HeldImage, ImageKey
 from asyncckpt.link.api import Rendezvous, TrainerApi
@@ -35,8 +36,6 @@ _ADDRESS = "serves"
 # Maximum time to wait for the next image in one question, and the pause before a failed puller retries.
 _NEXT_S = 3.0
 _PAUSE_S = 0.5
-# Timeout for the end of the threads.
-_END_S = 3.0
 # Interval between requests for a missing outcome.
 _OUTCOME_S = 5.0
 
@@ -127,8 +126,8 @@ class Replicator:
         for puller in self._pullers.values():
             puller.stop()
         for puller in self._pullers.values():
-            puller.wait(_END_S)
-        self._thread.join(_END_S)  # the thread may wait for a store that is alive but silent
+            puller.wait(NOTICE_S)
+        self._thread.join(NOTICE_S)  # the thread may wait for a store that is alive but silent
         self.copies.close()
 
     def _address_of(self, rank: int) -> tuple[TransferAddress, bytes, str] | None:

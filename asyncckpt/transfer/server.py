@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncckpt.budgets import NOTICE_S, POLL_S, SILENCE_S
 from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.link.calls import Answer, carry_out
 from asyncckpt.link.segment_store import Leased, SegmentStore
@@ -30,14 +31,10 @@ from asyncckpt.transfer.versions import ServedVersions
 
 logger = logging.getLogger(__name__)
 
-# A stranger has not proved the key yet. Timeout for this proof, and maximum number of strangers.
-_STRANGER_S = 5.0
+# Maximum number of strangers. A stranger has not proved the key yet.
 _STRANGERS = 512
-# Timeout for silence of a peer. A peer with a lease pings. A stopped peer must not hold its lease forever.
-SILENCE_S = 30.0
 # Interval between signs of life before an answer that takes time.
 BUSY_S = 0.5
-_PAUSE_S = 0.1
 _NOT_HELD = NotHeld("it is not held any more, or not yet")
 
 
@@ -101,7 +98,7 @@ class TransferServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                time.sleep(0.0 if self._closed else _PAUSE_S)  # perhaps too many open files
+                time.sleep(0.0 if self._closed else POLL_S)  # perhaps too many open files
                 continue
             with self._lock:
                 self._strangers[connection] = None
@@ -120,7 +117,7 @@ class TransferServer:
     def _serve(self, connection: socket.socket) -> None:
         peer = None
         try:
-            peer = SealedConnection(connection, self.keys, asks=False, silence=_STRANGER_S)
+            peer = SealedConnection(connection, self.keys, asks=False, silence=NOTICE_S)
             with self._lock:
                 self._strangers.pop(connection)
                 self._known.add(peer)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 
+from asyncckpt.budgets import NOTICE_S, SILENCE_S
 from asyncckpt.link.calls import tell
 from asyncckpt.shm.segment import Segment
 from asyncckpt.transfer.api import ImageApi, Opened, TransferAddress
@@ -14,17 +15,13 @@ from asyncckpt.transfer.transport import Offering, Reading, TransportKind
 
 # Maximum number of connections between two hosts. More are not faster, and each needs a thread at the other end.
 CONNECTIONS = 4
-# Timeout for silence of the other end in the middle of an answer.
-SILENCE_S = 20.0
-# Timeout for connecting.
-_REACH_S = 5.0
 # Number of attempts to connect, and the pause between attempts. The holder may drop a connection before its proof.
 _TRIES, _PAUSE_S = 4, 0.3
 
 
 def connect(address: TransferAddress, key: bytes, silence: float = SILENCE_S) -> SealedConnection:
     """Connect to the worker at ``address``. Raises ``OSError``."""
-    reach_s = min(silence, _REACH_S)
+    reach_s = min(silence, NOTICE_S)
     for left in reversed(range(_TRIES)):
         connection = socket.create_connection((address.host, address.port), timeout=reach_s)
         try:

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from asyncckpt.budgets import ANSWER_S
 from asyncckpt.config import Config
 from asyncckpt.errors import (
     CheckpointError,
@@ -105,8 +106,8 @@ def _started(options: WorkerOptions) -> WorkerClient:
         return WorkerClient(options)
 
 
-# Timeout for the answer of a worker, long enough for a loaded machine.
-_ANSWER_S, _LEAST_ANSWER_S = 10.0, 1.0
+# The least timeout for the answer of a worker, if the caller has less time left.
+_LEAST_ANSWER_S = 1.0
 # Polling without a new version: shortest and longest pause between looks at mapped memory, and interval between
 # requests to the worker.
 _LEAST_PAUSE_S = 0.0005
@@ -205,7 +206,7 @@ class WeightSubscriber:
         while True:
             with self._lock:
                 if time.monotonic() >= ask_at:
-                    self._refresh(min(_ANSWER_S, max(_LEAST_ANSWER_S, deadline - time.monotonic())))
+                    self._refresh(min(ANSWER_S, max(_LEAST_ANSWER_S, deadline - time.monotonic())))
                     ask_at = time.monotonic() + _ASK_AGAIN_S
                 if version is None:
                     weights = self._newest_from(min_version or 0, roll_back, how)
@@ -235,7 +236,7 @@ class WeightSubscriber:
         if not getattr(self, "_closed", True):
             self.close()
 
-    def _refresh(self, timeout: float = _ANSWER_S) -> None:
+    def _refresh(self, timeout: float = ANSWER_S) -> None:
         if self._closed:
             raise ClosedError("this subscriber is closed; make a new one")
         self._rank(0).refresh(timeout)

@@ -236,7 +236,7 @@ def test_who_raises_is_logged_once_and_told_all_the_same(
 def test_who_blocks_holds_up_nothing(
     tmp_path: Path, heard: Heard, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(events_module, "NOTICE_S", 0.2)
     may_go_on = threading.Event()
 
     def blocks(event: Event) -> None:

@@ -264,8 +264,8 @@ real = worker_process.command
 code = """
 import runpy, sys
 from asyncckpt.worker import saves
-assert saves._STUCK_S > 1.0
-saves._STUCK_S = 1.0
+assert saves.SILENCE_S > 1.0
+saves.SILENCE_S = 1.0
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

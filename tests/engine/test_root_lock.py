@@ -38,7 +38,7 @@ def elsewhere(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def go() -> None:
         monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(tmp_path / "other runtime"))
         monkeypatch.setattr(root_lock, "_scope", lambda: "another host")
-        monkeypatch.setattr(root_lock, "_NOTICE_S", 0.2)
+        monkeypatch.setattr(root_lock, "NOTICE_S", 0.2)
 
     yield go
     send_away(tmp_path / "other runtime")
@@ -136,7 +136,7 @@ def test_the_worker_of_a_dead_trainer_is_waited_for(
 
 def test_one_that_has_not_noticed_its_trainers_death_is_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process on this host sees the trainer's death before the worker reports it."""
-    monkeypatch.setattr(root_lock, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(root_lock, "NOTICE_S", 0.0)
     root.mkdir()
     with subprocess.Popen(["true"]) as trainer:
         pass

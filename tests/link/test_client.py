@@ -251,7 +251,7 @@ def test_a_worker_whose_answer_cannot_be_read_is_ended_at_once(root: Path, monke
     def refuse(_: object) -> object:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(client_module, "_END_S", 60.0)  # the time for a worker to exit by itself
+    monkeypatch.setattr(client_module, "NOTICE_S", 60.0)  # the time for a worker to exit by itself
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, small_state()).result(60)
         with monkeypatch.context() as patched:
@@ -664,7 +664,7 @@ def test_one_that_cannot_be_killed_at_once_keeps_nobody(
     root: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker is in a storage call that cannot be interrupted, and keeps its socket open."""
-    monkeypatch.setattr(client_module, "_END_S", 0.1)
+    monkeypatch.setattr(client_module, "NOTICE_S", 0.1)
     with Checkpointer(root) as checkpointer:
         save = checkpointer.save(1, small_state())
         worker = checkpointer._engine.worker

@@ -52,7 +52,7 @@ def _show_nothing(connection: SocketConnection) -> None:
 
 def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer is dead, so the new trainer waits until the busy worker notices."""
-    monkeypatch.setattr(takeover, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(takeover, "NOTICE_S", 0.0)
     with subprocess.Popen(["true"]) as trainer:
         pass
     answers = iter([TrainerAlive(os.getpid(), trainer.pid)] * 3)
@@ -71,7 +71,7 @@ def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("has_trainer", [False, True])
 def test_nor_does_it_keep_memory_that_another_needs(monkeypatch: pytest.MonkeyPatch, has_trainer: bool) -> None:
     """A worker is asked until it notices its trainer's death. A worker with a live trainer is asked only once."""
-    monkeypatch.setattr(takeover, "_NOTICE_S", 60.0)
+    monkeypatch.setattr(takeover, "NOTICE_S", 60.0)
     with subprocess.Popen(["true"]) as dead:
         pass
     trainer = os.getpid() if has_trainer else dead.pid
@@ -127,7 +127,7 @@ def test_nobody_is_killed_by_a_process_id_of_elsewhere(monkeypatch: pytest.Monke
         _show_nothing(connection)
         may_end.wait(60)
 
-    monkeypatch.setattr(takeover, "_END_S", 0.1)
+    monkeypatch.setattr(takeover, "NOTICE_S", 0.1)
     with answering(os.getpid(), answer) as name:
         found = Takeover.find(name, 30)
         assert found is not None
@@ -184,7 +184,7 @@ def test_one_that_could_start_no_thread_can_be_found_later(monkeypatch: pytest.M
 def test_one_that_is_stopped_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stopped worker's queue of connections is full, and the worker may hold the newest image."""
     monkeypatch.setattr(endpoint_module, "_BACKLOG", 1)
-    monkeypatch.setattr(endpoint_module, "_CONNECT_S", 0.2)
+    monkeypatch.setattr(endpoint_module, "ANSWER_S", 0.2)
     endpoint = Endpoint(name := endpoint_name("job", 0), os.getpid())
     try:
         while (connection := connect(name)) is not None:
@@ -197,7 +197,7 @@ def test_one_that_is_stopped_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPat
 
 def test_a_worker_of_another_version_is_not_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer has a class that does not exist in this version."""
-    monkeypatch.setattr(takeover, "_NOTICE_S", 0.1)
+    monkeypatch.setattr(takeover, "NOTICE_S", 0.1)
 
     def answer(connection: SocketConnection) -> None:
         connection.receive()

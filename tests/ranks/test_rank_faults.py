@@ -169,7 +169,7 @@ def _outlive(root: str, gate: str, fault: str, trainer_dies: bool) -> str:
         faulty(fault)
     # All workers must start within the commit timeout, and a start takes seconds on a loaded machine.
     checkpointer = Checkpointer(root, Config(timeout=2 * SLOW_S, commit_timeout=2 * SLOW_S, start_timeout=START_S))
-    group._RESOLVE_S = SLOW_S
+    group.SILENCE_S = SLOW_S  # type: ignore[attr-defined]
     save = checkpointer.save(1, replicas(1))
     if dist.get_rank() == 0:
         worker = checkpointer._engine.worker

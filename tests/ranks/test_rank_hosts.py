@@ -256,6 +256,6 @@ def test_a_rank_that_lives_is_waited_for_whoever_looks(tmp_path: Path) -> None:
     job = Job(2, gated, _save_and_lose_the_first, str(gate), root, folder=tmp_path)
     wait_for(lambda: Path(f"{gate}.reached").exists() and not job.processes[0].is_alive())
     alone(_look, root)
-    time.sleep(commit.SILENCE_S + 2)  # longer than a lost host's worker is waited for
+    time.sleep(commit.silence(1) + 2)  # longer than a lost host's worker is waited for
     gate.touch()
     assert job.wait()[1].result == "step-00000001" and complete_steps(root) == [1]

@@ -81,7 +81,7 @@ def test_strangers_by_the_hundreds_hold_nobody_up(
     store: Store, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store drops strangers that send garbage at once, and limits the number of silent strangers."""
-    monkeypatch.setattr("asyncckpt.ranks.store._STRANGER_S", 60.0)
+    monkeypatch.setattr("asyncckpt.ranks.store.NOTICE_S", 60.0)
     strangers = [_stranger(store) for _ in range(300)]
     for number, stranger in enumerate(strangers):
         if number % 2:
@@ -98,7 +98,7 @@ def test_strangers_by_the_hundreds_hold_nobody_up(
 
 
 def test_those_who_say_nothing_are_dropped_in_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncckpt.ranks.store._STRANGER_S", 0.2)
+    monkeypatch.setattr("asyncckpt.ranks.store.NOTICE_S", 0.2)
     with _stranger(store) as stranger:
         assert _is_dropped(stranger)
 

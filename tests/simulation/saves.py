@@ -852,7 +852,7 @@ class History:
 
 _STUCK_S = 30.0
 _OFTEN_S = 1.5  # a rank that waits speaks at least so often
-_LONG_S = commit.SILENCE_S + 3.0
+_LONG_S = commit.silence(1) + 3.0
 _MACHINES = Machines(saves, commit, replication, trainer=trainer)
 _PASSED = "a newer image of this rank was copied first"
 _LOST = "its trainer and its worker are gone"

@@ -130,7 +130,7 @@ def test_a_file_may_be_seen_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         coming = pool.submit(put_later)
         assert opened.missing({"__1_0.distcp"}) == set()
         coming.result()
-    monkeypatch.setattr(partial, "LATE_S", 0.2)
+    monkeypatch.setattr(partial, "ANSWER_S", 0.2)
     assert opened.missing({"__1_0.distcp", "__2_0.distcp"}) == {"__2_0.distcp"}
     opened.discard()
 
@@ -226,7 +226,7 @@ def test_an_attempt_under_way_is_told_from_a_leftover(tmp_path: Path) -> None:
 
 def test_a_folder_that_stays_locked_is_an_error_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_locks(tmp_path)
-    monkeypatch.setattr(file_system, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(file_system, "SILENCE_S", 0.05)
     storage, folder = LocalStorage(), str(tmp_path)
     with file_system.opened(folder) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -202,7 +202,7 @@ def test_nothing_is_written_after_a_transfer_that_was_stuck(
 
 @needs_nixl
 def test_one_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "_SILENCE_S", 1.0)
+    monkeypatch.setattr(nixl, "SILENCE_S", 1.0)
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     with image_holder(NBYTES) as holder, Holder(holder.address, KEY, "nixl") as peer:
         image = peer.open(IMAGE)

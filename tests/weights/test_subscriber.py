@@ -118,8 +118,8 @@ def test_a_stopped_worker_holds_nobody_up_at_its_endpoint(
     publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher.publish(model(1), 1)
-    monkeypatch.setattr("asyncckpt.weights.subscriber._ANSWER_S", 0.001)
-    monkeypatch.setattr("asyncckpt.link.endpoint._CONNECT_S", 0.1)
+    monkeypatch.setattr("asyncckpt.weights.subscriber.ANSWER_S", 0.001)
+    monkeypatch.setattr("asyncckpt.link.endpoint.ANSWER_S", 0.1)
     client = publisher.worker
     assert client is not None
     stop(client.pid)

@@ -135,8 +135,7 @@ def test_a_store_that_answers_late_is_not_taken_for_gone(
 
     monkeypatch.setattr(StoreClient, "wait", wait)
     monkeypatch.setattr(Store, "_is_proved", is_proved)
-    assert rounds_module._PROBE_S >= 5
-    monkeypatch.setattr(rounds_module, "_PROBE_S", 60.0)
+    monkeypatch.setattr(rounds_module, "ANSWER_S", 60.0)
     worker = told()
     worker.saves.join(replace(first, rank=1), 30)
     with closing(store):
@@ -165,8 +164,7 @@ def test_who_leaves_unheard_warns_of_nothing(
 
 def test_a_slow_store_hears_that_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the first rank waits for this rank until the commit timeout."""
-    assert saves_module._TELL_S >= 5
-    monkeypatch.setattr(saves_module, "_TELL_S", 60.0)
+    monkeypatch.setattr(saves_module, "ANSWER_S", 60.0)
     store, may_answer = Store(b"secret"), threading.Event()
     real_is_proved = Store._is_proved
     monkeypatch.setattr(Store, "_is_proved", lambda self, peer: may_answer.wait(30) and real_is_proved(self, peer))
@@ -183,7 +181,7 @@ def test_a_slow_store_hears_that_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch)
 
 def test_where_the_store_is_gone_a_worker_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker leaves at once even if it has a message to send and plenty of time."""
-    monkeypatch.setattr(saves_module, "_TELL_S", 100.0)
+    monkeypatch.setattr(saves_module, "ANSWER_S", 100.0)
     store = Store(b"secret")
     store.close()
     with closing(Told()) as worker:
@@ -248,8 +246,8 @@ def test_a_save_ends_where_no_thread_can_be_started(tmp_path: Path, told: Any, m
 
 def test_the_lost_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three hosts are lost during a save. The first rank's worker fails the save, and leaves at once."""
-    monkeypatch.setattr(saves_module, "_LEAVE_S", 60.0)
-    monkeypatch.setattr(commit, "SILENCE_S", 1.0)
+    monkeypatch.setattr(saves_module, "NOTICE_S", 60.0)
+    monkeypatch.setattr(commit, "NOTICE_S", 1.0)
     with closing(Told()) as worker:
         worker.saves.join(worker.host(3), 30)
         worker.stage(worker.begin(replace(request_for(tmp_path), world_size=3)))
@@ -262,7 +260,7 @@ def test_the_lost_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_who_waits_for_an_outcome_is_heard(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All trainers are gone, and the job is restarted. A rank with a worker that still waits is not declared lost."""
-    monkeypatch.setattr(commit, "SILENCE_S", 1.0)
+    monkeypatch.setattr(commit, "NOTICE_S", 1.0)
     workers = [told(), told()]
     rendezvous = workers[0].host(2)
     requests = []
