@@ -5,12 +5,6 @@ A wait that needs another limit has a constant in its own module, with the reaso
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import TypeVar
-
-T = TypeVar("T")
-
 POLL_S = 0.02
 """The pause between two looks at something that reports no changes, such as a lock or a process that is no child."""
 NOTICE_S = 5.0
@@ -21,17 +15,3 @@ SILENCE_S = 30.0
 """The time after which a silent peer on another host counts as lost, and a silent storage as stalled."""
 LONG_S = 300.0
 """The time for work on a whole image, such as taking its memory or computing its checksums."""
-
-
-def wait_until(condition: Callable[[], T], timeout: float | None, pause: float = POLL_S) -> T:
-    """Wait until ``condition()`` is true, and return its last value.
-
-    Args:
-        condition: Called at once, and again after each pause.
-        timeout: Maximum time in seconds; None: no limit. After that, the value is one that is not true.
-        pause: The pause between two calls, in seconds.
-    """
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while not (found := condition()) and (deadline is None or time.monotonic() < deadline):
-        time.sleep(pause)
-    return found

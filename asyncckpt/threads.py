@@ -17,6 +17,7 @@ from concurrent.futures import TimeoutError as NotDoneError  # Python 3.10 has i
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from asyncckpt.budgets import POLL_S
 from asyncckpt.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -206,6 +207,20 @@ class Mailbox(Generic[T]):
                 return self._items.popleft()
             if not self._gate.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise Empty
+
+
+def wait_until(condition: Callable[[], T], timeout: float | None, pause: float = POLL_S) -> T:
+    """Wait until ``condition()`` is true, and return its last value.
+
+    Args:
+        condition: Called at once, and again after each pause.
+        timeout: Maximum time in seconds; None: no limit. After that, the value is one that is not true.
+        pause: The pause between two calls, in seconds.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while not (found := condition()) and (deadline is None or time.monotonic() < deadline):
+        time.sleep(pause)
+    return found
 
 
 def without_gc(function: Callable[P, T]) -> Callable[P, T]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import fcntl
-import json
 import os
 import socket
 import stat
@@ -24,11 +22,12 @@ from functools import partial
 
 import xxhash
 
-from asyncckpt.budgets import ANSWER_S, POLL_S, wait_until
+from asyncckpt.budgets import ANSWER_S, POLL_S
 from asyncckpt.errors import JobTakenError, SaveTimeoutError
 from asyncckpt.link.socket_connection import SocketConnection
-from asyncckpt.storage.file_system import is_at, opened
-from asyncckpt.threads import start
+from asyncckpt.storage.file_system import is_at, lock_alone, opened
+from asyncckpt.storage.lock_file import LockFile, read_facts
+from asyncckpt.threads import start, wait_until
 
 FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"
 
@@ -37,7 +36,6 @@ _MEMORY = ".memory"
 ROOT_LOCK = ".root"
 """The suffix of lock files for roots on object stores."""
 _LOG_BYTES = 10_000
-_HOLDERS_BYTES = 100
 
 
 def endpoint_name(job: str, rank: int) -> str:
@@ -75,12 +73,13 @@ class Endpoint:
         Raises ``JobTakenError`` if another worker has the name, ``OSError`` if the runtime folder cannot be used.
         """
         self._name = name
-        self._lock = -1
+        self._lock: LockFile | None = None
         self._closed = False
         self._folder = _open_folder(make=True)
         try:
             _sweep(self._folder)
-            self._lock = _lock(self._folder, name, trainer)
+            self._lock = _locked(self._folder, name)
+            self.name_trainer(trainer)
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(_socket_name(name), dir_fd=self._folder)  # the socket of a killed worker
@@ -92,8 +91,8 @@ class Endpoint:
 
     def name_trainer(self, trainer: int) -> None:
         """Note that the worker serves the trainer with that process id from now on."""
-        with contextlib.suppress(OSError):  # no space: the errors of other trainers say less
-            _write_holders(self._lock, trainer)
+        if self._lock is not None:
+            self._lock.write({"worker": os.getpid(), "trainer": trainer})
 
     def listen(self, answer: Callable[[SocketConnection], None]) -> None:
         """Call ``answer`` with each connection of this user from now on, each on its own thread."""
@@ -125,9 +124,9 @@ class Endpoint:
                         undo.pop_all()
 
     def _give_back(self) -> None:
-        if self._lock >= 0:
+        if self._lock is not None:
             _remove(self._folder, self._name)
-            os.close(self._lock)
+            self._lock.close()
         os.close(self._folder)
 
 
@@ -167,7 +166,8 @@ def host_lock(timeout: float) -> Iterator[bool]:
         has = False
         with contextlib.suppress(OSError):
             folder = held.enter_context(_opened_folder(make=True))
-            has = wait_until(lambda: _flock(folder), timeout)
+            wait_until(lambda: lock_alone(folder) is not False, timeout)
+            has = lock_alone(folder) is True
         yield has
 
 
@@ -183,7 +183,7 @@ def announce_memory(fd: int, end: int) -> Iterator[None]:
             folder = held.enter_context(_opened_folder(make=True))
             file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
             held.callback(os.close, file)
-            _flock(file)  # the lock ends with this process
+            lock_alone(file)  # the lock ends with this process
             remove = partial(_unlink, name, folder)
             atexit.register(remove)  # for a daemon thread that does not leave the block
             held.callback(atexit.unregister, remove)
@@ -213,7 +213,7 @@ def _announced_end(name: str, folder: int) -> int:
 def _is_stale(name: str, folder: int) -> bool:
     """Return whether no process holds the lock of a file, and remove a file without a holder. Raises ``OSError``."""
     with opened(name, os.O_RDWR | os.O_NOFOLLOW, folder) as fd:
-        is_stale = _flock(fd)
+        is_stale = lock_alone(fd) is True
         if is_stale and is_at(fd, name, folder):
             os.unlink(name, dir_fd=folder)
         return is_stale
@@ -290,36 +290,17 @@ def _open_folder(*, make: bool, path: str | None = None) -> int:
     return fd
 
 
-def _lock(folder: int, name: str, trainer: int) -> int:
-    """Lock ``name``. Return the descriptor that holds the lock."""
-    while True:
-        fd = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
-        try:
-            if not _flock(fd):
-                raise job_taken_error(*_holders(fd))
-            if is_at(fd, f"{name}.lock", folder):  # otherwise the last holder has removed the file just now
-                _write_holders(fd, trainer)
-                return fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-
-
-def _write_holders(fd: int, trainer: int) -> None:
-    # Write in one call, because other processes may read the file at any moment.
-    os.pwrite(fd, json.dumps({"worker": os.getpid(), "trainer": trainer}).ljust(_HOLDERS_BYTES).encode(), 0)
-
-
-def _flock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        why = f"it cannot be locked ({error.strerror}): set ${FOLDER_VARIABLE} to a folder on a file system with locks"
-        raise OSError(error.errno, why, runtime_folder()) from error
-    return True
+def _locked(folder: int, name: str) -> LockFile:
+    """Lock ``name``. Raises ``JobTakenError`` if another worker has the name, and ``OSError``."""
+    lock = LockFile(f"{name}.lock", folder)
+    if lock.is_held:
+        return lock
+    with contextlib.closing(lock):
+        if lock.is_held is None:
+            why = f"it cannot be locked: set ${FOLDER_VARIABLE} to a folder on a file system with locks"
+            raise OSError(errno.ENOLCK, why, runtime_folder())
+        holders = lock.read()  # none while the holder is writing them
+        raise job_taken_error(holders.get("worker", 0), holders.get("trainer", 0))
 
 
 def job_taken_error(worker: int, trainer: int) -> JobTakenError:
@@ -356,17 +337,9 @@ def trainer_of(name: str, worker: int, runtime: str) -> tuple[int, float] | None
         _opened_folder(make=False, path=runtime) as folder,
         opened(f"{name}.lock", os.O_NOFOLLOW, folder) as fd,
     ):
-        holder, trainer = _holders(fd)
-        return (trainer, os.fstat(fd).st_mtime) if holder == worker else None
+        found = read_facts(fd)
+        return (found["trainer"], os.fstat(fd).st_mtime) if found.get("worker") == worker else None
     return None
-
-
-def _holders(fd: int) -> tuple[int, int]:
-    try:
-        holders = json.loads(os.pread(fd, _HOLDERS_BYTES, 0))
-        return holders["worker"], holders["trainer"]
-    except (ValueError, KeyError):  # the holder is writing the file just now
-        return 0, 0
 
 
 def _sweep(folder: int) -> None:
@@ -377,7 +350,7 @@ def _sweep(folder: int) -> None:
                 _is_stale(entry, folder)
     for entry in _locks(folder):
         with contextlib.suppress(OSError), opened(entry, os.O_RDWR | os.O_NOFOLLOW, folder) as fd:
-            if _flock(fd) and is_at(fd, entry, folder):
+            if lock_alone(fd) and is_at(fd, entry, folder):
                 _remove(folder, entry.removesuffix(".lock"))
 
 

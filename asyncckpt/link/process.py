@@ -20,13 +20,13 @@ from typing import NamedTuple, NoReturn
 import psutil
 import xxhash
 
-from asyncckpt.budgets import NOTICE_S, wait_until
+from asyncckpt.budgets import NOTICE_S
 from asyncckpt.errors import WorkerDiedError
 from asyncckpt.link.calls import receive_answer
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, runtime_folder
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.shm.segment import Descriptor, close
-from asyncckpt.threads import process_limit
+from asyncckpt.threads import process_limit, wait_until
 
 _LAST_WORDS_BYTES = 4096
 ENDED = 256

@@ -9,14 +9,13 @@ An object store has no locks. The lock file of a root there is in the runtime fo
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 from asyncckpt.budgets import NOTICE_S, POLL_S
 from asyncckpt.errors import JobTakenError, unless_interrupt
@@ -24,23 +23,22 @@ from asyncckpt.link.api import Claim, Claimed, RootHolder
 from asyncckpt.link.endpoint import ROOT_LOCK, endpoint_name, endpoint_scope, runtime_folder
 from asyncckpt.link.takeover import is_running
 from asyncckpt.storage import is_address
-from asyncckpt.storage.file_system import is_at, lock_alone, opened
+from asyncckpt.storage.file_system import opened
+from asyncckpt.storage.lock_file import LockFile, read_facts
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "asyncckpt.lock"
 
-_MOST_BYTES = 4096
-
 
 class RootLock:
     """The lock of one root, held by this process until ``release``."""
 
-    def __init__(self, fd: int, path: str, holder: RootHolder) -> None:
+    def __init__(self, file: LockFile, path: str, holder: RootHolder) -> None:
         """Write the holder to the locked file. Only ``take`` calls this."""
-        self._fd, self._path = fd, path
+        self._file, self._path = file, path
         self._holder = holder
-        self._write()
+        self._file.write(asdict(holder), durable=True)
 
     @classmethod
     def take(cls, claim: Claim, trainer: int) -> RootLock | RootHolder:
@@ -51,45 +49,31 @@ class RootLock:
         if is_address(claim.root):
             endpoint_scope()  # makes the runtime folder
         path = _lock_path(claim.root)
-        while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-            try:
-                is_ours = lock_alone(fd)
-                found = _read(fd)
-                if is_ours is None:
-                    raise OSError("its file system has no locks")
-                if not is_ours:
-                    return found
-                if is_at(fd, path):  # otherwise another process has removed the file meanwhile
-                    _check_job(claim, found)
-                    job_id = claim.job_id or found.job_id
-                    scope = _scope() if trainer else ""  # 0: a trainer in another container, with an unknown id
-                    own = RootHolder(socket.gethostname(), scope, os.getpid(), trainer, job_id, leaving=False)
-                    lock = cls(fd, path, own)
-                    fd = -1
-                    return lock
-            finally:
-                if fd >= 0:
-                    os.close(fd)
+        with contextlib.ExitStack() as undo:
+            undo.callback((file := LockFile(path)).close)
+            if file.is_held is None:
+                raise OSError("its file system has no locks")
+            found = _holder(file.read())
+            if not file.is_held:
+                return found
+            _check_job(claim, found)
+            scope = _scope() if trainer else ""  # 0: a trainer in another container, with an unknown id
+            job_id = claim.job_id or found.job_id
+            own = RootHolder(socket.gethostname(), scope, os.getpid(), trainer, job_id, leaving=False)
+            lock = cls(file, path, own)
+            undo.pop_all()
+            return lock
 
     def announce_end(self) -> None:
         """Note in the file that the trainer is gone. The worker releases the lock when everything is written."""
         self._holder = replace(self._holder, leaving=True)
-        self._write()
+        self._file.write(asdict(self._holder), durable=True)
 
     def release(self) -> None:
         """Release the lock. A lock file beside checkpoints keeps its content, because it names the folder's job."""
         if self._path.endswith(ROOT_LOCK):
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-        os.close(self._fd)
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):  # no space: the errors of other workers say less
-            # Write in one call, because processes on any host may read the file at any moment.
-            os.pwrite(self._fd, text := json.dumps(asdict(self._holder)).ljust(1000).encode(), 0)
-            os.ftruncate(self._fd, len(text))
-            os.fsync(self._fd)
+            self._file.remove()
+        self._file.close()
 
 
 def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str | None:
@@ -137,7 +121,7 @@ def is_finishing(root: str) -> bool:
     """
     try:
         with opened(_lock_path(root), os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
-            holder, inode = _read(fd), os.fstat(fd).st_ino
+            holder, inode = _holder(read_facts(fd)), os.fstat(fd).st_ino
         if holder.scope != _scope() or is_running(holder.trainer):
             return False
         with open("/proc/locks") as locks:  # number, kind, mode, type, holder, device and inode, ...
@@ -156,7 +140,7 @@ def check_job(root: str, job_id: str | None) -> None:
         return
     with contextlib.suppress(OSError):  # no job has ever claimed the folder, or the file cannot be read
         with opened(_lock_path(root), os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
-            found = _read(fd)
+            found = _holder(read_facts(fd))
         _check_job(Claim(root, job_id), found)
 
 
@@ -169,16 +153,13 @@ def _check_job(claim: Claim, found: RootHolder) -> None:
         )
 
 
-def _read(fd: int) -> RootHolder:
-    """Return the last holder of the lock, with empty fields if the file is incomplete. Raises ``OSError``."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise OSError(f"{LOCK_NAME} is no file")
+def _holder(found: dict[str, Any]) -> RootHolder:
+    """Return the holder that the facts in a lock file name, with empty fields if the facts are incomplete."""
     try:
-        found = json.loads(os.pread(fd, _MOST_BYTES, 0))
         host, scope, worker, trainer, leaving = (found[name] for name in _FIELDS)
         job_id = found["job_id"] if isinstance(found["job_id"], str) else None
         return RootHolder(str(host), str(scope), int(worker), int(trainer), job_id, leaving=leaving is True)
-    except (ValueError, KeyError, TypeError):  # the file was created just now, and is not written yet
+    except (ValueError, KeyError, TypeError):
         return RootHolder("unknown", "", 0, 0, None, leaving=False)
 
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 import psutil
 
-from asyncckpt.budgets import NOTICE_S, wait_until
+from asyncckpt.budgets import NOTICE_S
 from asyncckpt.errors import CheckpointError, SaveTimeoutError
 from asyncckpt.link.api import WorkerApi, WorkerStatus
 from asyncckpt.link.calls import call, tell
@@ -23,6 +23,7 @@ from asyncckpt.link.endpoint import connect, peer_pid, trainer_of
 from asyncckpt.link.process import CommandLine, parse
 from asyncckpt.link.socket_connection import OtherVersionError
 from asyncckpt.link.takeover import is_running
+from asyncckpt.threads import wait_until
 
 # Timeout for a worker to tell its status. A person waits for the list, and some workers may never answer.
 _ANSWER_S = 2.0

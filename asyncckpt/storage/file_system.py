@@ -13,10 +13,11 @@ import os
 import stat
 from collections.abc import Iterator
 
-from asyncckpt.budgets import SILENCE_S, wait_until
+from asyncckpt.budgets import SILENCE_S
 from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError, unless_interrupt
 from asyncckpt.format.manifest import MANIFEST_NAME, UPLOADED_NAME, Manifest, is_checkpoint_file, is_index
 from asyncckpt.shm.segment import close
+from asyncckpt.threads import wait_until
 
 _MOST_AT_ONCE = 1 << 30
 _synced: set[str] = set()  # folders whose entries this process has synced
@@ -240,7 +241,7 @@ def lock_alone_soon(fd: int) -> None:
 
 
 def _lock_soon(fd: int, kind: int) -> None:
-    if not wait_until(lambda: _lock(fd, kind) is not False, SILENCE_S):
+    if _lock(fd, kind) is False and not wait_until(lambda: _lock(fd, kind) is not False, SILENCE_S):
         raise TimeoutError(errno.ETIMEDOUT, f"another process has held it locked for {SILENCE_S:g} s")
 
 

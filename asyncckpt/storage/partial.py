@@ -21,7 +21,7 @@ from pathlib import PurePath
 
 import xxhash
 
-from asyncckpt.budgets import ANSWER_S, wait_until
+from asyncckpt.budgets import ANSWER_S
 from asyncckpt.errors import StorageError
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, is_index
 from asyncckpt.format.write_request import Existing
@@ -36,6 +36,7 @@ from asyncckpt.storage.file_system import (
 )
 from asyncckpt.storage.local_file import LocalFile
 from asyncckpt.storage.storage import LinkSource, OpenAttempt, exists_error
+from asyncckpt.threads import wait_until
 
 logger = logging.getLogger(__name__)
 
@@ -346,8 +347,9 @@ class PartialFolder(_Partial):
             left = {name for name in left if not self._has(name)}
             return not left
 
-        with translated("looking at a file", self.path):
-            wait_until(are_found, ANSWER_S)
+        if left:
+            with translated("looking at a file", self.path):
+                wait_until(are_found, ANSWER_S)
         return left
 
     def _has(self, name: str) -> bool:
