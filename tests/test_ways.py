@@ -27,9 +27,9 @@ class Limit(NamedTuple):
     calls: int
 
 
-SAVE_IN_TRAINER = Limit(37, 244)
+SAVE_IN_TRAINER = Limit(36, 244)
 SAVE_IN_WORKER = Limit(27, 436)
-LOAD = Limit(42, 530)
+LOAD = Limit(42, 512)
 
 
 def check(calls: Counter[str], limit: Limit) -> None:

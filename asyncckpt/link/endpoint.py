@@ -25,8 +25,7 @@ import xxhash
 from asyncckpt.budgets import ANSWER_S, POLL_S
 from asyncckpt.errors import JobTakenError, SaveTimeoutError
 from asyncckpt.link.socket_connection import SocketConnection
-from asyncckpt.storage.file_system import is_at, lock_alone, opened
-from asyncckpt.storage.lock_file import LockFile, read_facts
+from asyncckpt.storage.file_system import LockFile, is_at, lock_alone, opened, read_facts
 from asyncckpt.threads import start, wait_until
 
 FOLDER_VARIABLE = "ASYNC_CKPT_RUNTIME_DIR"

@@ -23,8 +23,7 @@ from asyncckpt.link.api import Claim, Claimed, RootHolder
 from asyncckpt.link.endpoint import ROOT_LOCK, endpoint_name, endpoint_scope, runtime_folder
 from asyncckpt.link.takeover import is_running
 from asyncckpt.storage import is_address
-from asyncckpt.storage.file_system import opened
-from asyncckpt.storage.lock_file import LockFile, read_facts
+from asyncckpt.storage.file_system import LockFile, opened, read_facts
 
 logger = logging.getLogger(__name__)
 

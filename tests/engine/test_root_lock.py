@@ -211,15 +211,15 @@ def test_a_file_system_without_locks_and_a_file_that_is_removed(root: Path, monk
     path.write_bytes(b"\xff garbage")
 
     def lock_one_that_goes(fd: int) -> bool | None:
-        monkeypatch.setattr("asyncckpt.storage.lock_file.lock_alone", lock_alone)
+        monkeypatch.setattr("asyncckpt.storage.file_system.lock_alone", lock_alone)
         path.unlink()
         return lock_alone(fd)
 
-    monkeypatch.setattr("asyncckpt.storage.lock_file.lock_alone", lock_one_that_goes)
+    monkeypatch.setattr("asyncckpt.storage.file_system.lock_alone", lock_one_that_goes)
     lock = RootLock.take(claim, 7)
     assert isinstance(lock, RootLock) and path.exists() and not isinstance(RootLock.take(claim, 8), RootLock)
     lock.release()
-    monkeypatch.setattr("asyncckpt.storage.lock_file.lock_alone", lambda fd: None)
+    monkeypatch.setattr("asyncckpt.storage.file_system.lock_alone", lambda fd: None)
     with pytest.raises(OSError, match="no locks"):
         RootLock.take(claim, 7)
     path.unlink()
@@ -234,13 +234,13 @@ def test_whose_a_root_is_counts_when_the_lock_is_taken(root: Path, monkeypatch: 
 
     def late(fd: int) -> bool | None:
         with monkeypatch.context() as patch:
-            patch.setattr("asyncckpt.storage.lock_file.lock_alone", lock_alone)
+            patch.setattr("asyncckpt.storage.file_system.lock_alone", lock_alone)
             other = RootLock.take(Claim(str(root), "other"), os.getpid())
             assert isinstance(other, RootLock)
             other.release()
         return lock_alone(fd)
 
-    monkeypatch.setattr("asyncckpt.storage.lock_file.lock_alone", late)
+    monkeypatch.setattr("asyncckpt.storage.file_system.lock_alone", late)
     with pytest.raises(JobTakenError):
         RootLock.take(Claim(str(root), "mine"), os.getpid())
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from support.abilities import need_locks
 
-from asyncckpt.storage.file_system import lock_alone
-from asyncckpt.storage.lock_file import LockFile
+from asyncckpt.storage.file_system import LockFile, lock_alone
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def test_a_file_that_its_holder_removes_meanwhile_is_not_locked(path: str, monke
         first.close()
         return lock_alone(fd)
 
-    monkeypatch.setattr("asyncckpt.storage.lock_file.lock_alone", release_first)
+    monkeypatch.setattr("asyncckpt.storage.file_system.lock_alone", release_first)
     with closing(LockFile(path)) as second:
         assert second.is_held and os.path.exists(path)
         with closing(LockFile(path)) as third:
@@ -55,6 +54,6 @@ def test_incomplete_facts_are_none(path: str, text: bytes) -> None:
 
 
 def test_a_file_system_without_locks(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncckpt.storage.lock_file.lock_alone", lambda _: None)
+    monkeypatch.setattr("asyncckpt.storage.file_system.lock_alone", lambda _: None)
     with closing(LockFile(path)) as lock:
         assert lock.is_held is None
