@@ -1,7 +1,7 @@
 """All errors that a caller can get. Each error is named for a situation.
 
-Errors travel between processes of one host as pickles, and between hosts as text (``encode``, ``decode``). The text is
-checked when it arrives.
+Errors travel between processes as text (``encode``, ``decode``), which is checked when it arrives. Between processes of
+one host they may also be pickled.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import psutil
 
 from asyncckpt.errors import JobTakenError
-from asyncckpt.link.calls import Answer
+from asyncckpt.link.calls import Answer, send_answer
 from asyncckpt.link.endpoint import runtime_folder
 from asyncckpt.link.process import WorkerOptions, parse, watched
 from asyncckpt.link.segment_store import SegmentStore
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     except JobTakenError as error:
         if first is None:
             return _useless(str(error))
-        first.connection.send(Answer.refused(0, error))
+        send_answer(first.connection, Answer.refused(0, error), ())
     except Exception as error:
         _end(error)
     finally:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncckpt.errors import CheckpointError
 from asyncckpt.format.write_request import HeldImage, ImageKey, WriteRequest
@@ -210,7 +210,7 @@ class EndpointService:
         who = next(self._numbers)
         peer = _Peer(self, self._segment_store, self._serving, who, connection)
         request = connection.receive()
-        while getattr(request, "method", "") == WorkerApi.status.__name__:  # does not keep the worker
+        while request[1:2] == (WorkerApi.status.__name__,):  # does not keep the worker
             carry_out(request, WorkerApi, peer, partial(send_answer, connection))
             request = connection.receive()
         self._peers[who] = connection
@@ -226,7 +226,7 @@ class EndpointService:
 
     # What a peer calls.
 
-    def attach(self, who: int, fingerprint: str, session: int, trainer: Trainer) -> None:
+    def attach(self, who: int, fingerprint: str, session: int, trainer: Trainer) -> NoReturn:
         """Wait for the begin and the end of a trainer's session.
 
         Args:
@@ -338,7 +338,7 @@ class _Peer(WorkerApi):
 
     def attach(
         self, fingerprint: str, session: int, options: Mapping[str, Any], surroundings: Mapping[str, Any]
-    ) -> str | None:
+    ) -> NoReturn:
         stderr = self._connection.receive_descriptor()
         try:
             its = WorkerOptions(**options), Surroundings(**surroundings)
@@ -346,7 +346,6 @@ class _Peer(WorkerApi):
             its = WorkerOptions(), Surroundings({}, [])
         trainer = Trainer(self._connection, peer_pid(self._connection), *its, stderr)
         self._service.attach(self._who, fingerprint, session, trainer)
-        return None
 
     def retire(self) -> None:
         self._service.retire(self._who)

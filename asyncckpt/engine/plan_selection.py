@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from asyncckpt.budgets import NOTICE_S
 from asyncckpt.config import Config
 from asyncckpt.devices.captures import check_not_capturing
 from asyncckpt.errors import (
@@ -281,6 +280,9 @@ def save_input(
 _MOST_TRIED = 1000
 _MOST_BYTES_TRIED = 1 << 20
 
+# Seconds of a call of ``save`` until the end of a worker is noticed.
+_NOTICE_S = 2.0
+
 
 class Captured(NamedTuple):
     """A captured state: the memory for it, and its tensors in the order of the plan. The plan has its objects.
@@ -365,7 +367,7 @@ class PlanSelection:
             # The first rank's worker may have died long before, unnoticed until now. Then nothing is lost. The first
             # rank starts another worker, and asks again. The other ranks wait meanwhile.
             logger.warning("asking again: %s", str(error))
-            client.wait_for_end(NOTICE_S)
+            client.wait_for_end(_NOTICE_S)
             client = wanted.group.connect_worker(self.supervisor.running)
             found = self._found_by_all(wanted, client, prepares)
         if not isinstance(found, Captured):

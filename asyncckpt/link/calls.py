@@ -11,7 +11,8 @@ method that sends descriptors returns ``with_files(...)``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
@@ -23,19 +24,23 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class MethodCall:
-    """A call. ``number``: the number of the answer; 0: there is no answer."""
+CallMessage: TypeAlias = tuple[int, str, tuple[Any, ...], dict[str, Any]]
+"""A call as it is sent: the number of its answer (0: there is none), the method, and the arguments."""
 
-    number: int
-    method: str
-    arguments: Sequence[Any]
-    named: dict[str, Any]
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to the call of that ``number``. ``error``: the error of the method, encoded; None: it has returned."""
+    """The answer to a call.
+
+    It is sent as a tuple of these values.
+
+    Args:
+        number: The number of the call; 0: the begin of a session, or a sign of life before a slow answer.
+        value: The result of the method.
+        error: The error of the method, encoded; None: it has returned.
+    """
 
     number: int
     value: Any = None
@@ -45,6 +50,18 @@ class Answer:
     def refused(cls, number: int, error: CheckpointError) -> Answer:
         """Return the answer of a method that has raised ``error``."""
         return cls(number, None, encode(error))
+
+    @classmethod
+    def received(cls, message: Any) -> Answer | None:
+        """Return the answer in a received message; None if it is no answer."""
+        match message:
+            case (int(number), value, bytes() | None as error):
+                return cls(number, value, error)
+        return None
+
+    def sent(self) -> tuple[int, Any, bytes | None]:
+        """Return the message to send."""
+        return self.number, self.value, self.error
 
     def result(self) -> Any:
         """Return the value. Raises the ``CheckpointError`` of the method."""
@@ -72,7 +89,7 @@ def with_files(value: T, files: Files) -> T:
 
 def send_answer(connection: SocketConnection, answer: Answer, files: Files) -> None:
     """Send an answer, and then the descriptors of the files. Raises ``OSError`` if the other end is gone."""
-    connection.send(answer)
+    connection.send(answer.sent())
     for file in files:
         try:
             connection.send_descriptor(file.fileno())
@@ -93,16 +110,16 @@ class Messages(Protocol):
 
 def call_of(
     number: int, method: Callable[Concatenate[Any, P], object], *given: P.args, **named: P.kwargs
-) -> MethodCall:
+) -> CallMessage:
     """Return the call of ``method`` of an API class with these arguments."""
-    return MethodCall(number, method.__name__, given, named)
+    return number, method.__name__, given, named
 
 
 def tell(
     connection: Messages, method: Callable[Concatenate[Any, P], object], *given: P.args, **named: P.kwargs
 ) -> None:
     """Call a method at the other end, and do not wait for it. Raises ``OSError`` if the other end is gone."""
-    connection.send(call_of(0, method, *given, **named))
+    connection.send((0, method.__name__, given, named))
 
 
 def call(
@@ -126,9 +143,13 @@ def call(
         CheckpointError: The error of the method.
         EOFError, OSError: The worker has left, or it has another version.
     """
-    connection.send(call_of(1, method, *given, **named))
+    number = next(_numbers)
+    connection.send(call_of(number, method, *given, **named))
     await_answer(connection, timeout)
-    result: T = receive_answer(connection).result()
+    answer = receive_answer(connection)
+    if answer.number != number:
+        raise OtherVersionError(f"the answer {answer.number} came where the answer {number} was expected")
+    result: T = answer.result()
     return result
 
 
@@ -140,9 +161,8 @@ def await_answer(connection: SocketConnection, timeout: float) -> None:
 
 def receive_answer(connection: Messages) -> Answer:
     """Receive an answer. Raises ``OSError``, ``EOFError``."""
-    answer = connection.receive()
-    if not isinstance(answer, Answer):
-        raise OtherVersionError(f"{answer!r} came where an answer was expected")
+    if (answer := Answer.received(connection.receive())) is None:
+        raise OtherVersionError("a message came that is no answer of this version")
     return answer
 
 
@@ -150,40 +170,38 @@ def _no_answer(answer: Answer, _: Files) -> None:
     raise OtherVersionError(f"the call {answer.number} expects an answer")
 
 
-def carry_out(
-    request: Any,
-    api: type,
-    target: object,
-    answer: Callable[[Answer, Files], object] = _no_answer,
-) -> None:
+def carry_out(message: Any, api: type, target: object, answer: Callable[[Answer, Files], object] = _no_answer) -> None:
     """Carry out a call, and answer it.
 
     Args:
-        request: The ``MethodCall`` that was received.
+        message: The received message.
         api: The class with the methods that the other end may call.
         target: The object that implements them.
         answer: Sends an answer, and then the descriptors of the files.
 
     Raises:
-        OtherVersionError: The API has no such method, or the method has other arguments.
+        OtherVersionError: The message is no call, the API has no such method, or the method has other arguments.
         CheckpointError: The error of a call without an answer.
     """
-    if not isinstance(request, MethodCall) or request.method not in _public(api):
-        raise OtherVersionError(f"{request!r} is no call of this version")
+    match message:
+        case (int(number), str(method), tuple(given), dict(named)) if method in _public(api):
+            pass
+        case _:
+            raise OtherVersionError("a message came that is no call of this version")
     try:
-        result = getattr(target, request.method)(*request.arguments, **request.named)
+        result = getattr(target, method)(*given, **named)
     except CheckpointError as error:
-        if not request.number:
+        if not number:
             raise
-        answer(Answer.refused(request.number, error), ())
+        answer(Answer.refused(number, error), ())
         return
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # raised by the call itself
-            raise OtherVersionError(f"{request!r} has other arguments in this version") from error
+            raise OtherVersionError(f"the method {method} has other arguments in this version") from error
         raise
-    if request.number:
+    if number:
         found = result if isinstance(result, _WithFiles) else _WithFiles(result, ())
-        answer(Answer(request.number, found.value), found.files)
+        answer(Answer(number, found.value), found.files)
 
 
 @functools.cache

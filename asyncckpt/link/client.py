@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -28,7 +27,7 @@ from asyncckpt.errors import (
     is_interrupt,
 )
 from asyncckpt.link.api import Committed, Failed, SessionApi, TrainerApi
-from asyncckpt.link.calls import Answer, MethodCall, call_of, carry_out
+from asyncckpt.link.calls import Answer, CallMessage, call_of, carry_out
 from asyncckpt.link.process import WorkerOptions, WorkerProcess, how_it_ended
 from asyncckpt.link.socket_connection import OtherVersionError
 from asyncckpt.link.trainer_saves import RunningSaves
@@ -73,7 +72,7 @@ class _OpenCall:
 class OpenCalls:
     """The calls to one worker that are not answered yet. Any thread may call. One thread receives the answers."""
 
-    def __init__(self, send: Callable[[MethodCall, int | None], None], release: Callable[[int], None]) -> None:
+    def __init__(self, send: Callable[[CallMessage, int | None], None], release: Callable[[int], None]) -> None:
         """Call nothing yet.
 
         Args:
@@ -84,7 +83,7 @@ class OpenCalls:
         self._numbers = itertools.count(1)
         self._open: dict[int, _OpenCall] = {}
 
-    def call(self, timeout: float, call: MethodCall, fd: int | None = None) -> tuple[Any, Segment | None]:
+    def call(self, timeout: float, call: CallMessage, fd: int | None = None) -> tuple[Any, Segment | None]:
         """Send a call, and wait for the answer.
 
         Args:
@@ -100,11 +99,12 @@ class OpenCalls:
             CheckpointError: The error of the method, or the worker has ended.
         """
         number = next(self._numbers)
-        mine = self._open[number] = _OpenCall(call.method)
+        method = call[1]
+        mine = self._open[number] = _OpenCall(method)
         try:
-            self._send(replace(call, number=number), fd)
+            self._send((number, *call[1:]), fd)
             if not mine.answered.wait(timeout):
-                raise SaveTimeoutError(f"the worker did not answer the call {call.method} within {timeout:g} s")
+                raise SaveTimeoutError(f"the worker did not answer the call {method} within {timeout:g} s")
             if mine.error is not None:
                 raise mine.error
         except BaseException:
@@ -255,18 +255,20 @@ class WorkerClient:
             WorkerDiedError: The worker is dead.
             CheckpointError: The error of the method.
         """
+        self.check_usable()
         result: T = self._calls.call(timeout, call_of(0, method, *given, **named))[0]
         return result
 
     def tell(self, method: Callable[Concatenate[Any, P], object], *given: P.args, **named: P.kwargs) -> None:
         """Call a method of ``SessionApi`` in the worker, and do not wait for it. Raises as ``check_usable``."""
-        self._send(MethodCall(0, method.__name__, given, named))
+        self._send((0, method.__name__, given, named))
 
     def allocate(self, nbytes: int, timeout: float, end: int | None = None) -> tuple[int, Segment]:
         """Make a segment, and take its memory up to byte ``end`` (default: all). Return its number and memory.
 
         Raises as ``call``, and ``OutOfMemoryError``.
         """
+        self.check_usable()
         allocate = call_of(0, SessionApi.allocate, nbytes, nbytes if end is None else end)
         number, segment = self._calls.call(timeout, allocate)
         if segment is None:
@@ -278,6 +280,7 @@ class WorkerClient:
 
         Raises as ``call``.
         """
+        self.check_usable()
         number: int = self._calls.call(timeout, call_of(0, SessionApi.adopt), segment.fileno())[0]
         return number
 
@@ -387,7 +390,7 @@ class WorkerClient:
     def _may_end(self) -> bool:
         return self._owner == os.getpid() and not self._connection.closed
 
-    def _send(self, call: MethodCall, fd: int | None = None) -> None:
+    def _send(self, call: CallMessage, fd: int | None = None) -> None:
         """Send a call, and then the descriptor ``fd``. Raises as ``check_usable``."""
         self.check_usable()
         try:
@@ -449,8 +452,8 @@ class WorkerClient:
                 raise
             except (EOFError, ConnectionError):  # any other error is on this end, and the worker lives
                 break
-            if isinstance(message, Answer):
-                self._calls.on_answer(message, self._connection.receive_segment)
+            if (answer := Answer.received(message)) is not None:
+                self._calls.on_answer(answer, self._connection.receive_segment)
             else:
                 carry_out(message, TrainerApi, self._from_worker)
 

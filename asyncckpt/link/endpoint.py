@@ -23,7 +23,7 @@ from functools import partial
 import xxhash
 
 from asyncckpt.budgets import ANSWER_S, POLL_S
-from asyncckpt.errors import JobTakenError, SaveTimeoutError
+from asyncckpt.errors import CheckpointError, JobTakenError, SaveTimeoutError
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.storage.file_system import LockFile, is_at, lock_alone, opened, read_facts
 from asyncckpt.threads import start, wait_until
@@ -269,7 +269,7 @@ def _opened_folder(*, make: bool, path: str | None = None) -> Iterator[int]:
 
 
 def _serve(peer: socket.socket, answer: Callable[[SocketConnection], None]) -> None:
-    with SocketConnection(peer) as connection, contextlib.suppress(EOFError, OSError):
+    with SocketConnection(peer) as connection, contextlib.suppress(CheckpointError, EOFError, OSError):
         answer(connection)
 
 
@@ -337,7 +337,7 @@ def trainer_of(name: str, worker: int, runtime: str) -> tuple[int, float] | None
         opened(f"{name}.lock", os.O_NOFOLLOW, folder) as fd,
     ):
         found = read_facts(fd)
-        return (found["trainer"], os.fstat(fd).st_mtime) if found.get("worker") == worker else None
+        return (found.get("trainer", 0), os.fstat(fd).st_mtime) if found.get("worker") == worker else None
     return None
 
 

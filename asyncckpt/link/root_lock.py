@@ -108,7 +108,7 @@ def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str |
         if not is_told:
             logger.warning("waiting until %s lets go of %s", who, claim.root)
             is_told = True
-        time.sleep(POLL_S)
+        time.sleep(5 * POLL_S)  # each question opens a file, perhaps of a network file system
     return found.trouble
 
 

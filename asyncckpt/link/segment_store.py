@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Generic, TypeVar
 
-from asyncckpt.budgets import ANSWER_S, LONG_S
+from asyncckpt.budgets import ANSWER_S
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.format.manifest import checksum, digest_of
 from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, WeightsLayout
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 ImageKind = TypeVar("ImageKind")
 """``HeldImage`` for the image of a save; for a published version the sizes of its files."""
 
+# Timeout for the lock of the host. A process that has the lock may wait for others to give back memory.
+_TURN_S = 120.0
 HINT = "use fewer slots, or leave more memory to them (each holds one image of the state)"
 
 
@@ -58,7 +60,7 @@ def take_memory(
     with contextlib.ExitStack() as announced:
         # Only one process checks the budget at a time, because two processes would count the same free memory. The
         # processes then take memory in parallel, at some 2 GiB a second.
-        with host_lock(LONG_S) as alone:
+        with host_lock(_TURN_S) as alone:
             if not alone:
                 logger.warning("%d bytes are taken without a look at what others take", nbytes)
             try:
@@ -211,7 +213,7 @@ class SegmentStore:
         return self._hosted[number]
 
     def release(self, number: int) -> None:
-        """Give back a segment. Safe to call twice: an interrupted trainer may send ``Release`` again."""
+        """Give back a segment. Safe to call twice: an interrupted trainer may release it again."""
         with self._lock:
             self._forget_images(number)
             if (hosted := self._hosted.pop(number, None)) is None:

@@ -91,7 +91,7 @@ class SocketConnection(Connection):
                     message.sent.extend(map(self.socket.send, (message.text[done:],)))
                 except unless_interrupt(OSError) as error:
                     _pause(error, until)
-            with contextlib.suppress(ValueError):  # another thread has removed it: ``Close`` is sent without a lock
+            with contextlib.suppress(ValueError):  # another thread has removed it: ``close`` is told without a lock
                 self._unsent.remove(message)
 
     def _close(self) -> None:

@@ -28,7 +28,7 @@ from asyncckpt.link.process import (
     not_started,
     stderr_file,
 )
-from asyncckpt.link.socket_connection import SocketConnection
+from asyncckpt.link.socket_connection import OtherVersionError, SocketConnection
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import PublishedVersion, SlotTable
 from asyncckpt.storage.history import was_removed
@@ -89,6 +89,8 @@ class Takeover:
                 reply = call(connection, timeout, WorkerApi.inspect)
                 if isinstance(reply, Inventory):
                     return cls(connection, reply, _take_segments(connection, reply, timeout))
+                if not isinstance(reply, TrainerAlive):
+                    raise OtherVersionError("an inventory of another version")
                 is_left = reply.worker in left and reply.trainer == os.getpid()
                 # A busy worker notices the death of its trainer late. A trainer that is not found may live in another
                 # container, unless the worker is in this container.
@@ -233,8 +235,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class ReaderClient:
     """A connection of a process that only reads to the worker at one endpoint. For one thread at a time.
 
-    All calls raise ``EOFError`` or ``OSError`` if the worker has left, and ``SaveTimeoutError`` if it does not
-    answer.
+    All calls raise ``EOFError`` or ``OSError`` if the worker has left, and ``CheckpointError`` if it does not answer or
+    if it refuses.
     """
 
     def __init__(self, connection: SocketConnection, endpoint: str) -> None:

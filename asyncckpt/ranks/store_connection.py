@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from asyncckpt.budgets import ANSWER_S, NOTICE_S
+from asyncckpt.budgets import ANSWER_S
 from asyncckpt.errors import SaveTimeoutError, WorkerDiedError
 from asyncckpt.link.api import Rendezvous
 from asyncckpt.ranks.store import ANSWER, FIELD, ID_BYTES, NONCE_BYTES, RANK, REQUEST, Operation, keep_alive, proof
@@ -24,6 +24,8 @@ from asyncckpt.threads import no_thread
 T = TypeVar("T")
 
 _PROBE_PAUSE_S = 0.1
+# Timeout for a TCP connection to the host, because a lost host never answers.
+_REACH_S = 3.0
 _PIECE_BYTES = 1 << 20
 
 
@@ -280,7 +282,7 @@ class StoreConnection:
         self._drop()
         while not self._closed:
             try:
-                reach_s = max(_PROBE_PAUSE_S, min(NOTICE_S, deadline - time.monotonic(), silence or NOTICE_S))
+                reach_s = max(_PROBE_PAUSE_S, min(_REACH_S, deadline - time.monotonic(), silence or _REACH_S))
                 self._client = StoreClient(self._rendezvous, reach_s, deadline, silence)
             except TimeoutError:
                 raise

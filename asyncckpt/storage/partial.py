@@ -21,7 +21,7 @@ from pathlib import PurePath
 
 import xxhash
 
-from asyncckpt.budgets import ANSWER_S
+from asyncckpt.budgets import ANSWER_S, POLL_S
 from asyncckpt.errors import StorageError
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, is_index
 from asyncckpt.format.write_request import Existing
@@ -349,7 +349,7 @@ class PartialFolder(_Partial):
 
         if left:
             with translated("looking at a file", self.path):
-                wait_until(are_found, ANSWER_S)
+                wait_until(are_found, ANSWER_S, 5 * POLL_S)
         return left
 
     def _has(self, name: str) -> bool:

@@ -32,6 +32,8 @@ _WORTH_BYTES = 256 << 10
 _CHUNKS = 4 * CONNECTIONS
 # Maximum time to wait for the next digest before asking again.
 _SPAN_S = 1.0
+# Maximum time without a new span. The holder may itself be looking for another source, after a silence of its own.
+_STALL_S = 1.5 * SILENCE_S
 
 
 class RateLimit:
@@ -127,7 +129,7 @@ class Fetch:
                     arrived += len(digests) // DIGEST_BYTES
                     moved_at = time.monotonic()
                     yield digests
-                elif time.monotonic() - moved_at > SILENCE_S:
+                elif time.monotonic() - moved_at > _STALL_S:
                     raise TimeoutError("nothing has come any more")
         finally:
             settle(task for task, _ in flying)

@@ -151,6 +151,9 @@ class Holder:
             except OSError:
                 self._connection.close()  # the answer may still arrive
                 raise
+            except Exception as error:  # the other end may have another version
+                self._connection.close()
+                raise ConnectionAbortedError(f"{self._connection.peer} gave no answer of this version") from error
 
     def _ping(self) -> None:
         """Ping the worker regularly, so that each end notices the death of the other. Transports may not notice."""

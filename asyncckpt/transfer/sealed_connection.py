@@ -38,7 +38,7 @@ _MOST_BYTES = 1 << 30
 # The modules with the classes of all messages. Creating objects of these classes has no side effect.
 _VOCABULARY = frozenset(
     f"asyncckpt.{module}"
-    for module in ("link.calls", "transfer.api", "format.manifest", "format.segment_layout", "format.write_request")
+    for module in ("transfer.api", "format.manifest", "format.segment_layout", "format.write_request")
 )
 _NAMES = {(each.__module__, each.__name__) for each in (PublishedVersion, VersionKey)}
 _FORGED = "what came was not said by a process of this job"

@@ -127,7 +127,7 @@ class TransferServer:
             peer.limit(SILENCE_S, before=0)
             reader = _Reader(self, peer)
             while True:
-                carry_out(peer.receive(), ImageApi, reader, lambda answer, _: peer.send(answer))
+                carry_out(peer.receive(), ImageApi, reader, lambda answer, _: peer.send(answer.sent()))
         except EOFError as error:
             logger.warning("a connection to the images held here is dropped: %s", error)
         except OSError as error:
@@ -166,7 +166,7 @@ class TransferServer:
         name = secrets.token_hex(8)
         with self._lock:
             self._leases[name] = _Lease(leased, offering, peer)
-        peer.limit(SILENCE_S)
+        peer.limit(SILENCE_S)  # a peer with a lease pings; a stopped peer must not hold its lease forever
         return Opened(name, leased.described, offering.description)
 
     def end_lease(self, name: str) -> None:
@@ -260,7 +260,7 @@ def _heard(peer: SealedConnection) -> Iterator[None]:
     def say() -> None:
         with contextlib.suppress(OSError):
             while not is_done.wait(BUSY_S):
-                peer.send(Answer(0))
+                peer.send(Answer(0).sent())
 
     thread = threading.Thread(target=say, name="asyncckpt-transfer", daemon=True)
     with contextlib.suppress(RuntimeError):  # too many threads: only the answer is a sign of life

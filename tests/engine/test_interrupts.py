@@ -188,7 +188,7 @@ def test_when_the_worker_has_just_been_told(root: Path, monkeypatch: pytest.Monk
 
         def interrupted(connection: Any, message: Any) -> None:
             send(connection, message)
-            if message.method == method:
+            if message[1] == method:
                 raise KeyboardInterrupt
 
         for _ in range(3):

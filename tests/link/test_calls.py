@@ -12,7 +12,7 @@ import pytest
 
 from asyncckpt.errors import OutOfMemoryError, SaveTimeoutError
 from asyncckpt.link import calls
-from asyncckpt.link.calls import Answer, MethodCall, call_of, carry_out, send_answer, with_files
+from asyncckpt.link.calls import Answer, call_of, carry_out, send_answer, with_files
 from asyncckpt.link.socket_connection import OtherVersionError, SocketConnection
 from asyncckpt.shm.segment import Descriptor
 
@@ -107,22 +107,27 @@ def test_a_worker_that_does_not_answer(connected: Connections) -> None:
 
 
 @pytest.mark.parametrize(
-    "request_",
+    "message",
     [
-        MethodCall(1, "other", (), {}),
-        MethodCall(1, "__init__", (), {}),
-        MethodCall(1, "__class__", (), {}),
-        MethodCall(1, "add", (), {}),
-        MethodCall(1, "add", (1, 2, 3), {}),
-        MethodCall(1, "add", (1,), {"third": 3}),
+        (1, "other", (), {}),
+        (1, "__init__", (), {}),
+        (1, "__class__", (), {}),
+        (1, "add", (), {}),
+        (1, "add", (1, 2, 3), {}),
+        (1, "add", (1,), {"third": 3}),
+        (1, ["add"], (1,), {}),
+        ("1", "add", (1,), {}),
+        (1, "add", (1,)),
+        (1, "add", (1,), {}, None),
+        Answer(1).sent(),
         Answer(1),
         "text",
     ],
     ids=str,
 )
-def test_only_methods_of_the_api_are_called(connected: Connections, request_: object) -> None:
-    """Another version may have other methods, or other arguments."""
-    connected.ours.send(request_)
+def test_only_methods_of_the_api_are_called(connected: Connections, message: object) -> None:
+    """Another version may have other methods, other arguments, or other messages."""
+    connected.ours.send(message)
     with pytest.raises(OtherVersionError):
         connected.serve()
 
@@ -133,10 +138,18 @@ def test_an_error_inside_a_method_is_no_other_version(monkeypatch: pytest.Monkey
         _called(connected, Api.add, 1)
 
 
-def test_an_answer_is_not_taken_for_a_call(connected: Connections) -> None:
-    connected.theirs.send(call_of(0, Api.add, 1))
+@pytest.mark.parametrize("message", [call_of(0, Api.add, 1), (1, None), (1, None, "text"), None, "text"], ids=str)
+def test_only_an_answer_is_taken_for_one(connected: Connections, message: object) -> None:
+    connected.theirs.send(message)
     with pytest.raises(OtherVersionError):
         calls.receive_answer(connected.ours)
+
+
+def test_an_answer_to_an_earlier_call_is_refused(connected: Connections) -> None:
+    """An exception ended the wait for that answer."""
+    connected.theirs.send(Answer(0, 5).sent())
+    with pytest.raises(OtherVersionError, match="where the answer"):
+        calls.call(connected.ours, 10, Api.add, 1)
 
 
 def test_an_end_that_answers_nothing_refuses_a_call_that_wants_an_answer() -> None:

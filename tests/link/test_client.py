@@ -200,7 +200,7 @@ threading._start_new_thread = refuse
 _REFUSE_OUTCOME = """
 send = SocketConnection.send
 def refuse(connection, message):
-    if getattr(message, "method", "") == "ended":
+    if message[1:2] == ("ended",):
         raise OSError(errno.ENOBUFS, "No buffer space available")
     send(connection, message)
 SocketConnection.send = refuse

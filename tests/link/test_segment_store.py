@@ -83,7 +83,7 @@ def test_a_worker_that_ends_while_it_takes_memory_leaves_nothing(runtime: Path) 
 def test_a_worker_that_is_stopped_meanwhile_does_not_keep_the_others(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, store: SegmentStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(segment_store, "LONG_S", 0.05)
+    monkeypatch.setattr(segment_store, "_TURN_S", 0.05)
     with host_lock(0):
         _, segment = store.allocate(PAGE)
     assert segment.nbytes == PAGE and "without a look" in caplog.text

@@ -43,11 +43,17 @@ def answering(trainer: int, answer: Callable[[SocketConnection], None]) -> Itera
         endpoint.close()
 
 
+def _answered(connection: SocketConnection, value: object) -> str:
+    """Answer the next call with ``value``. Return the method."""
+    number, method, *_ = connection.receive()
+    connection.send(Answer(number, value).sent())
+    return str(method)
+
+
 def _show_nothing(connection: SocketConnection) -> None:
     """Answer the calls ``inspect`` and ``segments`` of ``Takeover.find``."""
     for result in (Inventory(os.getpid(), 1, (), (), ()), None):
-        connection.receive()
-        connection.send(Answer(1, result))
+        _answered(connection, result)
 
 
 def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +65,7 @@ def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.Monkey
 
     def answer(connection: SocketConnection) -> None:
         for _ in range(2):  # inspect, segments
-            connection.receive()
-            connection.send(Answer(1, next(answers, None) or Inventory(os.getpid(), 1, (), (), ())))
+            _answered(connection, next(answers, None) or Inventory(os.getpid(), 1, (), (), ()))
 
     with answering(trainer.pid, answer) as name:
         found = Takeover.find(name, 30)
@@ -79,10 +84,12 @@ def test_nor_does_it_keep_memory_that_another_needs(monkeypatch: pytest.MonkeyPa
     asked: list[str] = []
 
     def answer(connection: SocketConnection) -> None:
-        asked.append(connection.receive().method)
-        while asked[-1] == "inspect":
-            connection.send(Answer(1, next(answers, None) or Inventory(os.getpid(), 1, (), (), ())))
-            asked.append(connection.receive().method)
+        while True:
+            number, method, *_ = connection.receive()
+            asked.append(method)
+            if method != "inspect":
+                return
+            connection.send(Answer(number, next(answers, None) or Inventory(os.getpid(), 1, (), (), ())).sent())
 
     with answering(trainer, answer):
         assert retire_idle_workers(30) is not has_trainer
@@ -97,11 +104,13 @@ def test_checksums_are_waited_for_as_long_as_it_answers(is_stopped: bool) -> Non
     def answer(connection: SocketConnection) -> None:
         if is_stopped:
             may_end.wait(30)
-        elif connection.receive().method == "status":
-            connection.send(Answer(1, WorkerStatus(os.getpid(), False, (), None, False)))
+            return
+        number, method, *_ = connection.receive()
+        if method == "status":
+            connection.send(Answer(number, WorkerStatus(os.getpid(), False, (), None, False)).sent())
         else:
             may_end.wait(1)
-            connection.send(Answer(1, None))
+            connection.send(Answer(number, None).sent())
 
     with answering(os.getpid(), answer) as name:
         client = ReaderClient.connect(name)
@@ -201,7 +210,7 @@ def test_a_worker_of_another_version_is_not_understood(monkeypatch: pytest.Monke
 
     def answer(connection: SocketConnection) -> None:
         connection.receive()
-        connection.send_bytes(b"casyncckpt.link.endpoint_messages\nGone\n.")
+        connection.send_bytes(b"casyncckpt.link.api\nGone\n.")
         connection.receive()
 
     with answering(os.getpid(), answer) as name, pytest.raises(SaveTimeoutError, match="of another version"):

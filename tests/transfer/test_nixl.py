@@ -202,14 +202,14 @@ def test_nothing_is_written_after_a_transfer_that_was_stuck(
 
 @needs_nixl
 def test_one_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "SILENCE_S", 1.0)
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     with image_holder(NBYTES) as holder, Holder(holder.address, KEY, "nixl") as peer:
         image = peer.open(IMAGE)
         assert _is_whole(image)
         (offers,) = _children(holder.process.pid)
         os.kill(offers, signal.SIGSTOP)  # the worker itself answers
-        with pytest.raises(TimeoutError):
+        with monkeypatch.context() as patched, pytest.raises(TimeoutError):
+            patched.setattr(nixl, "SILENCE_S", 1.0)
             _is_whole(image)
         os.kill(offers, signal.SIGKILL)
         wait_for(lambda: _can_be_read(peer))

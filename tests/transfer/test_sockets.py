@@ -16,6 +16,7 @@ from support.checkpoints import PAGE
 from support.image_holder import IMAGE, KEY, hold, image_bytes
 from support.transport_contract import NBYTES, TransportContract
 
+from asyncckpt.link.calls import Answer
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.holder import Holder
@@ -234,6 +235,27 @@ class _Forgery:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self._path),)
+
+
+def test_an_answer_of_another_version_ends_the_connection(
+    address: TransferAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mirrors of a publication may run another version than its workers."""
+    with Holder(address, KEY, "sockets") as peer:
+        peer.ping()
+        monkeypatch.setattr(Answer, "sent", lambda _: None)
+        for _ in range(2):
+            with pytest.raises(OSError):
+                peer.ping()
+
+
+def test_a_call_of_another_version_ends_its_connection_alone(address: TransferAddress) -> None:
+    connection = connect(address, KEY)
+    connection.send((1, "no_such_method", (), {}))
+    with pytest.raises(OSError):
+        connection.receive()
+    connection.close()
+    assert _read_all(address)
 
 
 def test_who_knows_the_key_runs_nothing(address: TransferAddress, tmp_path: Path) -> None:

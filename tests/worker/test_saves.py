@@ -247,7 +247,7 @@ def test_a_save_ends_where_no_thread_can_be_started(tmp_path: Path, told: Any, m
 def test_the_lost_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three hosts are lost during a save. The first rank's worker fails the save, and leaves at once."""
     monkeypatch.setattr(saves_module, "NOTICE_S", 60.0)
-    monkeypatch.setattr(commit, "NOTICE_S", 1.0)
+    monkeypatch.setattr(commit, "silence", lambda _: 1.0)
     with closing(Told()) as worker:
         worker.saves.join(worker.host(3), 30)
         worker.stage(worker.begin(replace(request_for(tmp_path), world_size=3)))
@@ -260,7 +260,7 @@ def test_the_lost_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_who_waits_for_an_outcome_is_heard(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All trainers are gone, and the job is restarted. A rank with a worker that still waits is not declared lost."""
-    monkeypatch.setattr(commit, "NOTICE_S", 1.0)
+    monkeypatch.setattr(commit, "silence", lambda _: 1.0)
     workers = [told(), told()]
     rendezvous = workers[0].host(2)
     requests = []
