@@ -33,7 +33,7 @@ _STEPS = itemgetter(1), itemgetter(0), itemgetter(2), _NUMBER.unpack, itemgetter
 
 
 class OtherVersionError(EOFError):
-    """What arrives is of another version of asyncckpt."""
+    """A message of another version of asyncckpt has arrived."""
 
 
 class _Message:

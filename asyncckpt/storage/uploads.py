@@ -1,4 +1,4 @@
-"""What a worker tells its trainer about uploads. ``uploader.py`` carries out the uploads."""
+"""The reports of a worker to its trainer about uploads. ``uploader.py`` carries out the uploads."""
 
 from __future__ import annotations
 
