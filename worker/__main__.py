@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     except JobTakenError as error:
         if first is None:
             return _useless(str(error))
-        send_answer(first.connection, Answer.refused(0, error), ())
+        send_answer(first.connection, Answer.refused(0, error))
     except Exception as error:
         _end(error)
     finally:

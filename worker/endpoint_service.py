@@ -58,7 +58,8 @@ from asyncckpt.transfer.serving import Serving, listens_at
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.05
+# Interval at which a lingering worker looks at its state. It is long, because the worker may linger for hours.
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class EndpointService:
         self._handle(SessionEnded())
         while True:
             try:
-                return self._decided.get(_POLL_S)
+                return self._decided.get(_LOOK_S)
             except Empty:
                 if self._is_terminated:
                     self._handle(RetireAsked(None))
@@ -210,7 +211,7 @@ class EndpointService:
         who = next(self._numbers)
         peer = _Peer(self, self._segment_store, self._serving, who, connection)
         request = connection.receive()
-        while request[1:2] == (WorkerApi.status.__name__,):  # does not keep the worker
+        while isinstance(request, tuple) and request[1:2] == (WorkerApi.status.__name__,):  # does not keep the worker
             carry_out(request, WorkerApi, peer, partial(send_answer, connection))
             request = connection.receive()
         self._peers[who] = connection

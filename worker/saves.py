@@ -1,6 +1,6 @@
 """The saves of a worker: carry out the actions of the state machines (``asyncckpt/protocol/saves.py``).
 
-All events go into one queue, and one thread gives them to the machines. The events are messages of the trainer,
+All events go into one queue, and one thread gives them to the machines. The events are calls of the trainer,
 finished writes, fields of the store that other ranks have set, results from storage, and the passing of time. Other
 threads write, wait for storage, wait for the first rank, and remove old checkpoints. The other threads do not change
 the state of a save, but report their results as events.

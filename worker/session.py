@@ -255,7 +255,7 @@ class Session(SessionApi):
                 replicator.copies.inherit(number, held)
         replicator.keep(plan, ranks, plans)
 
-    # Calls of the trainer, and their reasons
+    # The calls of the worker, see ``TrainerApi``.
 
     def _take(self, segment: int, begin: int, end: int) -> None:
         error: CheckpointError | None = None

@@ -280,8 +280,8 @@ def save_input(
 _MOST_TRIED = 1000
 _MOST_BYTES_TRIED = 1 << 20
 
-# Seconds of a call of ``save`` until the end of a worker is noticed.
-_NOTICE_S = 2.0
+# Maximum time to wait for the end of a worker. A call of ``save`` waits meanwhile, so it is short.
+_DEATH_S = 2.0
 
 
 class Captured(NamedTuple):
@@ -367,7 +367,7 @@ class PlanSelection:
             # The first rank's worker may have died long before, unnoticed until now. Then nothing is lost. The first
             # rank starts another worker, and asks again. The other ranks wait meanwhile.
             logger.warning("asking again: %s", str(error))
-            client.wait_for_end(_NOTICE_S)
+            client.wait_for_end(_DEATH_S)
             client = wanted.group.connect_worker(self.supervisor.running)
             found = self._found_by_all(wanted, client, prepares)
         if not isinstance(found, Captured):

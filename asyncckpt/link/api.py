@@ -16,6 +16,8 @@ A save, in the order of the calls:
     worker   ended                        the end of the save, the same on all ranks
 
 At the end the trainer calls ``close``. After an end of file without that call, the worker lingers for the next trainer.
+The next trainer calls ``inspect``, ``segments`` and ``attach`` at the endpoint. A process that loads from memory calls
+``images``, ``image`` and ``segment``, and leases the slot. A reader of weights calls ``published`` and ``segment``.
 """
 
 from __future__ import annotations
@@ -317,7 +319,9 @@ class SessionApi(Protocol):
     def keep_copies(
         self, plan: int, ranks: tuple[CopiedRank, ...], plans: tuple[int, ...], transport: str, rate: float | None
     ) -> None:
-        """Keep copies of images of ranks on other hosts, and take the memory for them. Raises ``OutOfMemoryError``.
+        """Keep copies of images of ranks on other hosts, and take the memory for them.
+
+        Raises ``OutOfMemoryError``, and ``WorkerDiedError`` if the worker has not joined the other ranks.
 
         Args:
             plan: The number of the plan of these images.

@@ -1,4 +1,4 @@
-"""Calls between processes: one framing and one dispatcher for all clients of a worker.
+"""Calls between processes: one form of message and one dispatcher for all clients of a worker.
 
 A call has the name of a method of an API class, and the arguments. The process at the other end carries it out on an
 object that implements the API. It sends back the result, or the ``CheckpointError`` that the method raised. A call that
@@ -87,7 +87,7 @@ def with_files(value: T, files: Files) -> T:
     return cast(T, _WithFiles(value, files))
 
 
-def send_answer(connection: SocketConnection, answer: Answer, files: Files) -> None:
+def send_answer(connection: SocketConnection, answer: Answer, files: Files = ()) -> None:
     """Send an answer, and then the descriptors of the files. Raises ``OSError`` if the other end is gone."""
     connection.send(answer.sent())
     for file in files:
@@ -99,7 +99,7 @@ def send_answer(connection: SocketConnection, answer: Answer, files: Files) -> N
 
 
 class Messages(Protocol):
-    """A connection that sends and receives messages. Both methods raise ``OSError`` if the other end is gone."""
+    """A connection that sends and receives messages. Its methods raise ``OSError`` or ``EOFError`` at its end."""
 
     def send(self, message: Any, /) -> None:
         """Send a message."""

@@ -1,4 +1,4 @@
-"""The trainer's client of its worker: ask questions, follow the saves, and detect the worker's death."""
+"""The trainer's client of its worker: call its methods, follow the saves, and detect the worker's death."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class OpenCalls:
 
         Args:
             timeout: Seconds to wait.
-            call: The call. It gets another number.
+            call: The call. Its number does not matter.
             fd: A descriptor that follows the call.
 
         Returns:
@@ -255,8 +255,7 @@ class WorkerClient:
             WorkerDiedError: The worker is dead.
             CheckpointError: The error of the method.
         """
-        self.check_usable()
-        result: T = self._calls.call(timeout, call_of(0, method, *given, **named))[0]
+        result: T = self._called(timeout, call_of(0, method, *given, **named))[0]
         return result
 
     def tell(self, method: Callable[Concatenate[Any, P], object], *given: P.args, **named: P.kwargs) -> None:
@@ -264,13 +263,13 @@ class WorkerClient:
         self._send((0, method.__name__, given, named))
 
     def allocate(self, nbytes: int, timeout: float, end: int | None = None) -> tuple[int, Segment]:
-        """Make a segment, and take its memory up to byte ``end`` (default: all). Return its number and memory.
+        """Make a segment of ``nbytes``, and take its memory up to byte ``end`` (default: all).
 
-        Raises as ``call``, and ``OutOfMemoryError``.
+        ``timeout``: timeout in seconds. Returns the segment's number and memory. Raises as ``call``, and
+        ``OutOfMemoryError``.
         """
-        self.check_usable()
         allocate = call_of(0, SessionApi.allocate, nbytes, nbytes if end is None else end)
-        number, segment = self._calls.call(timeout, allocate)
+        number, segment = self._called(timeout, allocate)
         if segment is None:
             raise CheckpointError("the worker sent no memory: please report this")
         return number, segment
@@ -278,11 +277,14 @@ class WorkerClient:
     def adopt(self, segment: Segment, timeout: float) -> int:
         """Have the worker take over a segment of weights of a dead worker. Return its number in this worker.
 
-        Raises as ``call``.
+        ``timeout``: timeout in seconds. Raises as ``call``.
         """
-        self.check_usable()
-        number: int = self._calls.call(timeout, call_of(0, SessionApi.adopt), segment.fileno())[0]
+        number: int = self._called(timeout, call_of(0, SessionApi.adopt), segment.fileno())[0]
         return number
+
+    def _called(self, timeout: float, call: CallMessage, fd: int | None = None) -> tuple[Any, Segment | None]:
+        self.check_usable()  # a call that is never sent would stay open until the worker ends
+        return self._calls.call(timeout, call, fd)
 
     def take(self, segment: int, begin: int, end: int, taken: Callable[[CheckpointError | None], object]) -> None:
         """Have the worker take more memory of a segment.

@@ -165,8 +165,7 @@ def host_lock(timeout: float) -> Iterator[bool]:
         has = False
         with contextlib.suppress(OSError):
             folder = held.enter_context(_opened_folder(make=True))
-            wait_until(lambda: lock_alone(folder) is not False, timeout)
-            has = lock_alone(folder) is True
+            has = wait_until(lambda: lock_alone(folder) is not False, timeout) and lock_alone(folder) is True
         yield has
 
 
@@ -233,7 +232,7 @@ def connect(
 
     Args:
         name: The name of the endpoint.
-        timeout: Seconds that the worker may take to accept; None: 10.
+        timeout: Seconds that the worker may take to accept; None: ``ANSWER_S``.
         runtime: The runtime folder; None: the folder of this process.
         strict: Raise ``SaveTimeoutError`` if a worker listens but does not accept in that time.
     """

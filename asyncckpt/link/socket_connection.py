@@ -71,7 +71,7 @@ class SocketConnection(Connection):
         received = self.recv_bytes()
         try:
             return pickle.loads(received)
-        except (AttributeError, ImportError, TypeError, pickle.UnpicklingError) as error:
+        except (AttributeError, ImportError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
             raise OtherVersionError("a message of another version") from error
 
     def _send_bytes(self, buf: memoryview) -> None:

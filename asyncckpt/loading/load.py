@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 # Loads that take longer than this, in seconds, show a progress bar.
 _LONG_S = 3.0
+# Pause before all ranks look for a checkpoint again that some of them do not see yet.
 _LATE_POLL_S = 0.5
 
 

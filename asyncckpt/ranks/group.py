@@ -38,7 +38,7 @@ from asyncckpt.link.api import Hosting, Rendezvous, SessionApi
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.protocol.commit import grace
 from asyncckpt.ranks.collectives import from_first
-from asyncckpt.ranks.rounds import COMMITTED, UNKNOWN, Rounds, pack, round_name, unpack
+from asyncckpt.ranks.rounds import COMMITTED, PATIENCE_S, UNKNOWN, Rounds, pack, round_name, unpack
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.storage import resolve
 from asyncckpt.threads import wait_done, without_gc
@@ -112,9 +112,8 @@ def loopback_scope() -> str:
 
 
 _YES = "yes"
-# Time to look for the store. For the first rank it is short, because its own worker hosts the store. For the other
-# ranks it is longer, because the first rank may be restarting its worker.
-_OWN_PATIENCE_S, _PATIENCE_S = 1.0, 20.0
+# Time to look for the store on the first rank, whose own worker hosts the store. Other ranks have ``PATIENCE_S``.
+_OWN_PATIENCE_S = 1.0
 # Timeout for a store that does not answer at all, for questions that storage can answer as well, with the same answer
 # for all ranks. For other questions it is longer, because ranks would act differently if only some got an answer.
 _SHORT_SILENCE_S = 2.0
@@ -366,7 +365,7 @@ class Group:
     def _connect(self, rendezvous: Rendezvous) -> Rendezvous:
         self._rendezvous = rendezvous
         self.token = rendezvous.token
-        patience = Patience(_OWN_PATIENCE_S if self.rank == 0 else _PATIENCE_S)
+        patience = Patience(_OWN_PATIENCE_S if self.rank == 0 else PATIENCE_S)
         self._rounds = Rounds(rendezvous, self._config.start_timeout, patience, silence=ANSWER_S)
         return rendezvous
 

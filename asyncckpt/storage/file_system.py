@@ -243,6 +243,7 @@ def lock_alone_soon(fd: int) -> None:
 
 
 def _lock_soon(fd: int, kind: int) -> None:
+    # Most locks are free, and each save takes some: so try once before the wait.
     if _lock(fd, kind) is False and not wait_until(lambda: _lock(fd, kind) is not False, SILENCE_S):
         raise TimeoutError(errno.ETIMEDOUT, f"another process has held it locked for {SILENCE_S:g} s")
 

@@ -77,13 +77,14 @@ class ImageApi(Protocol):
             seconds: Maximum time to wait for a span.
 
         Returns:
-            The digests; none after a timeout; None: no more digests will arrive.
+            The digests; ``b""`` after a timeout; None: no more digests will arrive.
         """
 
     def read(self, lease: str, offset: int, nbytes: int) -> None:
-        """Send ``nbytes`` from ``offset`` of the segment that holds an open image, on any connection.
+        """Send ``nbytes`` from ``offset`` of the segment that holds an open image.
 
-        The reader only *tells* this call. The bytes come without an ``Answer``.
+        ``lease``: the name of the lease. The reader only *tells* this call, on any of its connections. The bytes come
+        without an ``Answer``.
         """
 
     def end_lease(self, lease: str) -> None:

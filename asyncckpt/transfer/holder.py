@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from asyncckpt.budgets import ANSWER_S, LONG_S, SILENCE_S
+from asyncckpt.errors import CheckpointError
 from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.link.calls import call_of, receive_answer, tell
 from asyncckpt.link.segment_store import ImageKind
@@ -146,14 +147,17 @@ class Holder:
                 while not (answer := receive_answer(self._connection)).number:
                     if time.monotonic() > until:
                         raise TimeoutError(f"{self._connection.peer} has not answered within {within:g} s")
-                result: T = answer.result()
-                return result
             except OSError:
                 self._connection.close()  # the answer may still arrive
                 raise
             except Exception as error:  # the other end may have another version
                 self._connection.close()
                 raise ConnectionAbortedError(f"{self._connection.peer} gave no answer of this version") from error
+        try:
+            result: T = answer.result()
+        except CheckpointError as error:
+            raise ConnectionAbortedError(f"{self._connection.peer} refuses: {error.message}") from error
+        return result
 
     def _ping(self) -> None:
         """Ping the worker regularly, so that each end notices the death of the other. Transports may not notice."""

@@ -125,9 +125,8 @@ class MirrorBuffer:
             slots.owned.close()
 
 
-# Maximum time to wait for the next version before asking again.
-_NEXT_S = 3.0
-_PAUSE_S = 0.2
+# Maximum time to wait for the next version in one call, and the pause after a failure.
+_NEXT_S, _PAUSE_S = 3.0, 0.2
 
 
 class Mirror:

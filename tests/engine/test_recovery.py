@@ -33,13 +33,6 @@ from asyncckpt.storage.local import LocalStorage
 pytestmark = pytest.mark.usefixtures("forkserver")
 
 
-def its_worker(checkpointer: Checkpointer) -> int:
-    """Return the process ID of the checkpointer's worker."""
-    worker = checkpointer._engine.worker
-    assert worker is not None
-    return worker.pid
-
-
 @pytest.mark.parametrize("death", ["kill", "raise", "staged"])
 def test_the_next_trainer_loads_from_memory(root: Path, death: str) -> None:
     worker = train(root, 2, death)

@@ -43,17 +43,11 @@ def answering(trainer: int, answer: Callable[[SocketConnection], None]) -> Itera
         endpoint.close()
 
 
-def _answered(connection: SocketConnection, value: object) -> str:
-    """Answer the next call with ``value``. Return the method."""
-    number, method, *_ = connection.receive()
-    connection.send(Answer(number, value).sent())
-    return str(method)
-
-
 def _show_nothing(connection: SocketConnection) -> None:
     """Answer the calls ``inspect`` and ``segments`` of ``Takeover.find``."""
     for result in (Inventory(os.getpid(), 1, (), (), ()), None):
-        _answered(connection, result)
+        number, *_ = connection.receive()
+        connection.send(Answer(number, result).sent())
 
 
 def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +59,8 @@ def test_one_that_is_too_busy_to_notice_is_waited_for(monkeypatch: pytest.Monkey
 
     def answer(connection: SocketConnection) -> None:
         for _ in range(2):  # inspect, segments
-            _answered(connection, next(answers, None) or Inventory(os.getpid(), 1, (), (), ()))
+            number, *_ = connection.receive()
+            connection.send(Answer(number, next(answers, None) or Inventory(os.getpid(), 1, (), (), ())).sent())
 
     with answering(trainer.pid, answer) as name:
         found = Takeover.find(name, 30)
@@ -167,6 +162,36 @@ def test_what_other_ranks_save_too_is_waited_for_where_all_have_closed(
         assert found is not None
         with found:
             assert found._not_held == ({request.path} if is_closed_in_order else set())
+
+
+@pytest.mark.parametrize(
+    "message", [None, 7, {}, (1, "attach"), (1, "attach", (1,), {}), (0, "retire", (1,), {}), b"\x80"], ids=repr
+)
+def test_a_message_of_another_version_ends_its_connection_alone(message: object) -> None:
+    """An error on a thread of the worker would end the worker."""
+    errors: list[object] = []
+    store, real = SegmentStore(), threading.excepthook
+    service = EndpointService(name := endpoint_name("job", 0), "", 60, store, Serving(store))
+    threading.excepthook = errors.append
+    try:
+        with contextlib.closing(store), contextlib.closing(service):
+            service.open(0)
+            connection = connect(name)
+            assert connection is not None
+            with connection:
+                if isinstance(message, bytes):
+                    connection.send_bytes(message)
+                else:
+                    connection.send(message)
+                assert connection.poll(10)
+                with pytest.raises((EOFError, OSError)):
+                    connection.receive()
+            reader = ReaderClient.connect(name)
+            assert reader is not None and reader.images().images == ()
+            reader.close()
+    finally:
+        threading.excepthook = real
+    assert not errors
 
 
 def test_one_that_could_start_no_thread_can_be_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
