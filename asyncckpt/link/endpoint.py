@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import xxhash
 
@@ -179,14 +178,11 @@ def announce_memory(fd: int, end: int) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
             folder = held.enter_context(_opened_folder(make=True))
-            file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
-            held.callback(os.close, file)
-            lock_alone(file)  # the lock ends with this process
-            remove = partial(_unlink, name, folder)
-            atexit.register(remove)  # for a daemon thread that does not leave the block
-            held.callback(atexit.unregister, remove)
-            held.callback(remove)
-            os.write(file, str(end).encode())
+            file = held.enter_context(contextlib.closing(LockFile(name, folder)))  # the lock ends with this process
+            atexit.register(file.remove)  # for a daemon thread that does not leave the block
+            held.callback(atexit.unregister, file.remove)
+            held.callback(file.remove)
+            file.write({"end": end})
         yield
 
 
@@ -205,7 +201,7 @@ def announced_bytes() -> int:
 def _announced_end(name: str, folder: int) -> int:
     """Return the end of the announced memory, in bytes; 0 if it is not written yet. Raises ``OSError``."""
     with opened(name, os.O_NOFOLLOW, folder) as fd:
-        return int(os.read(fd, 32) or b"0")
+        return int(read_facts(fd).get("end", 0))
 
 
 def _is_stale(name: str, folder: int) -> bool:
@@ -354,11 +350,6 @@ def _sweep(folder: int) -> None:
 
 def _locks(folder: int) -> Iterator[str]:
     return (entry for entry in os.listdir(folder) if entry.endswith(".lock"))
-
-
-def _unlink(name: str, folder: int) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(name, dir_fd=folder)
 
 
 def _remove(folder: int, name: str) -> None:
