@@ -22,6 +22,7 @@ from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError
 from asyncckpt.integrations import torch_file
+from asyncckpt.link.trainer_saves import RunningSaves
 from asyncckpt.staging.device_copy import DeviceCopy
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("forkserver")]
@@ -79,17 +80,26 @@ def test_nothing_is_copied_any_more_when_an_interrupt_is_raised(
 
     def interrupted(real: Callable[..., Any], *args: Any) -> Any:
         if at == "wait":
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-            time.sleep(0.2)
+            interrupt()
         found = real(*args)
         if at == "queue":
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-            time.sleep(0.2)
+            interrupt()
         return found
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        assert posted.wait(60)
+        time.sleep(0.2)  # the listener tells the copy to stop
 
     def handler(*_: object) -> None:
         raise KeyboardInterrupt
 
+    def post(saves: RunningSaves, *given: Any) -> None:
+        post_it(saves, *given)
+        posted.set()
+
+    posted, post_it = threading.Event(), RunningSaves.interrupt
+    monkeypatch.setattr(RunningSaves, "interrupt", post)
     state = _state(device_type)
     device = state["model"]["large"].device
     before = signal.signal(signal.SIGUSR1, handler)

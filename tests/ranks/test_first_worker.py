@@ -182,5 +182,7 @@ def test_another_in_its_place_says_how_saves_ended(tmp_path: Path) -> None:
     """The new worker reports the saves that it does not know as failed, without a wait for their timeout."""
     gate, root = str(tmp_path / "gate"), str(tmp_path / "root")
     for ends, took in run(2, gated, _replace_it, gate, root, folder=tmp_path):
-        assert ends == ["WorkerDiedError", "saved", "WorkerDiedError"]
+        assert ends[:2] == ["WorkerDiedError", "saved"]
+        # RankFailedError: the new worker has removed the files of the save while this rank still wrote them.
+        assert ends[2] in ("WorkerDiedError", "RankFailedError")
         assert took < LONG_S / 2
