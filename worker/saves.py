@@ -59,7 +59,7 @@ from asyncckpt.storage.follow_up import follow_up, remove_rest
 from asyncckpt.storage.history import prune
 from asyncckpt.storage.storage import Storage
 from asyncckpt.storage.uploader import Uploader
-from asyncckpt.threads import Flag, Pool, start
+from asyncckpt.threads import Flag, Pool, start, wait_until
 from asyncckpt.worker.attempt import Attempt, begin_attempt
 from asyncckpt.worker.durable_files import DurableFiles
 from asyncckpt.worker.replica_check import ReplicaCheck
@@ -423,7 +423,10 @@ class SavesOfTrainer:
                 # A removal begins with the files of the attempt, and ends with its folder. So check for both.
                 is_revoked = isinstance(error.__cause__, FileNotFoundError) or attempt.opened.is_revoked()
                 if request.world_size > 1 and isinstance(error, StorageError) and is_revoked:
-                    error = RankFailedError(_REVOKED, rank=0)  # rank 0 removes the files of a failed save
+                    # Rank 0 removes the files of a failed save, and tells the reason, which says more than this error.
+                    error = RankFailedError(_REVOKED, rank=0)
+                    if request.rank > 0:
+                        wait_until(lambda: save not in self._open, NOTICE_S)
             error.__traceback__ = None  # a traceback would keep the image's memory after the segment is released
             self._events.put(commit.PartFailed(save, located_in(request, error)))
         else:
