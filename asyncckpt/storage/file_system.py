@@ -275,7 +275,7 @@ class LockFile:
     when the holder dies, even after a crash.
 
     Attributes:
-        is_held: True: this process holds the lock. False: another process does. None: the file system has no locks.
+        is_held: Whether this process holds the lock (otherwise another process does); None without support for locks.
     """
 
     def __init__(self, name: str, folder: int | None = None) -> None:

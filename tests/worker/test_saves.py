@@ -317,22 +317,31 @@ def test_a_first_worker_that_is_started_again_is_waited_for(tmp_path: Path, told
         assert isinstance(worker.outcome(30), Committed)
 
 
-def test_who_writes_what_another_rank_has_removed_says_that(
-    tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("comes", [True, False], ids=["the reason comes late", "it never comes"])
+def test_who_writes_what_another_rank_has_removed_says_why(
+    tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
     """The first rank has failed the save, and its answer is still on the way."""
     create: Any = PartialFolder.create
 
     def removed(self: PartialFolder, *arguments: Any, **options: Any) -> Any:
         shutil.rmtree(self.path)
+        threading.Timer(0.5, tell_why).start()
         return create(self, *arguments, **options)
+
+    def tell_why() -> None:
+        if comes:
+            rounds.conclude_failed("save-1", StorageError("as the test wants"))
 
     monkeypatch.setattr(PartialFolder, "create", removed)
     with closing(Store(b"secret")) as store:
-        worker = told()
-        worker.saves.join(Rendezvous("127.0.0.1", store.port, "token", b"secret", 1, 2), 30)
-        worker.stage(worker.begin(replace(request_for(tmp_path), rank=1, world_size=2)))
-        assert worker.error().startswith("RankFailedError: the files of this save were removed")
+        first = Rendezvous("127.0.0.1", store.port, "token", b"secret", 0, 2)
+        with closing(Rounds(first, 30)) as rounds:
+            worker = told()
+            worker.saves.join(replace(first, rank=1), 30)
+            worker.stage(worker.begin(replace(request_for(tmp_path), rank=1, world_size=2)))
+            why = "StorageError: as the test wants" if comes else "RankFailedError: the files of this save were removed"
+            assert worker.error().startswith(why)
 
 
 @pytest.fixture
