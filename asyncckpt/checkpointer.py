@@ -27,7 +27,7 @@ from asyncckpt.link.api import Claim, SessionApi
 from asyncckpt.loading.load import load
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet
-from asyncckpt.planning.plan import StateDict
+from asyncckpt.planning.structure import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints
 from asyncckpt.ranks.collectives import from_first, is_first, on_all
 from asyncckpt.save_handle import Save

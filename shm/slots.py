@@ -73,7 +73,7 @@ class PublishedVersion(NamedTuple):
     ranks: int
     """The number of ranks that publish this version, each its own part."""
     folder: int = 0
-    """The number of the image's folder, if the image has several (see ``FileSetLayout``)."""
+    """The number of the image's folder, if the image has several (see ``ImageLayout.metadata``)."""
 
     @property
     def key(self) -> VersionKey:

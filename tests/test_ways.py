@@ -27,8 +27,8 @@ class Limit(NamedTuple):
     calls: int
 
 
-SAVE_IN_TRAINER = Limit(36, 244)
-SAVE_IN_WORKER = Limit(27, 436)
+SAVE_IN_TRAINER = Limit(36, 243)
+SAVE_IN_WORKER = Limit(27, 434)
 LOAD = Limit(42, 530)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from asyncckpt.config import Config
 from asyncckpt.devices.kinds import ready_events
-from asyncckpt.engine.plan_selection import Captured, PlanSelection, check_file_set_place, save_input
+from asyncckpt.engine.plan_selection import Captured, PlanSelection, SaveInput, check_file_set_place, save_input
 from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.saves import Copier, SaveOperation, Saves, check_writable
 from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, interrupts_as_they_are, is_interrupt
@@ -29,15 +29,15 @@ from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.planning.file_set import FileSet
-from asyncckpt.planning.file_set_plan import FileSetPlan
-from asyncckpt.planning.plan import CheckpointPlan, StateDict
+from asyncckpt.planning.plan import Plan
+from asyncckpt.planning.structure import StateDict
 from asyncckpt.planning.torch_file_plan import TorchFileContents
 from asyncckpt.publication import Publication, Versions, VersionState
 from asyncckpt.ranks.group import Group
 from asyncckpt.ranks.rounds import Call
 from asyncckpt.save_handle import Save, wait_for_actions
 from asyncckpt.shm.slots import PublishedVersion
-from asyncckpt.staging.buffer import Plan, StagingBuffer
+from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.buffer_pool import BufferPool
 from asyncckpt.staging.slot_copy import wait_for_copies
 from asyncckpt.storage import absolute, place_to_put, storage_for
@@ -80,28 +80,24 @@ def show(image: tuple[StagingBuffer, int] | None, version: PublishedVersion, fol
 
 
 def _number_of(plan: Plan, folder: str | None) -> int:
-    """Return the number of the part of the image that readers see: 0 for a state dict, or that of a folder in a set.
+    """Return the number of the folder of DCP that readers see.
 
     The worker changes the slot only to complete archives, which readers do not see.
     """
-    match plan:
-        case CheckpointPlan():
-            if folder is not None:
-                raise CheckpointError(f"a state dict is published whole, and has no folder {folder!r}")
-            return 0
-        case FileSetPlan():
-            folders = [name for name, part in plan.parts.items() if isinstance(part, CheckpointPlan)]
-            if folder is None and len(folders) == 1:
-                return 0
-            if folder in folders:
-                return folders.index(folder)
-            wrong = "it has to be named" if folder is None else f"{folder!r} is none"
-            raise CheckpointError(
-                "of a set of files one of the folders of DCP's can be published, and no other file; of those in this"
-                f" set, {folders}, {wrong}"
-            )
-        case _:
-            raise CheckpointError("a file cannot be published, only state dicts; a WeightPublisher publishes tensors")
+    folders = [*plan.folders()]
+    if folder is None and len(folders) == 1:
+        return 0
+    if folder in folders:
+        return folders.index(folder)
+    if not folders:
+        raise CheckpointError("a file cannot be published, only state dicts; a WeightPublisher publishes tensors")
+    if folders == [""]:
+        raise CheckpointError(f"a state dict is published whole, and has no folder {folder!r}")
+    wrong = "it has to be named" if folder is None else f"{folder!r} is none"
+    raise CheckpointError(
+        "of a set of files one of the folders of DCP's can be published, and no other file; of those in this set,"
+        f" {folders}, {wrong}"
+    )
 
 
 class Engine(AbstractContextManager["Engine"]):
@@ -255,7 +251,8 @@ class Engine(AbstractContextManager["Engine"]):
             if not save.group.alone:
                 raise ValueError("a file is of one process: give it an Engine(alone=True)")
             storage_for(final).check_file_place(final)
-            return self._plans.for_file(TorchFileContents(obj, pickle_protocol), save.group, save.number)
+            content = TorchFileContents(obj, pickle_protocol)
+            return self._plans.for_all(SaveInput(save.group, save.number, content, path=final))
 
         return self._carry_out(final, None, Retention(existing="replace"), capture)
 

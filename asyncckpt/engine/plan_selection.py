@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -32,15 +31,13 @@ from asyncckpt.format.write_request import ANY_PLAN, Existing
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.loading.direct_load import some
 from asyncckpt.loading.unpickle import load_object
-from asyncckpt.planning.draft import Draft, DraftInput, StoredPlan, make_plans, restored_plan
-from asyncckpt.planning.file_set import DcpFolder, FileSet
-from asyncckpt.planning.file_set_plan import FileSetContents, FileSetPlan, make_file_set_plan
-from asyncckpt.planning.frozen import frozen_parameters
-from asyncckpt.planning.metadata import flat_names
-from asyncckpt.planning.plan import CheckpointPlan, StateDict
+from asyncckpt.planning.dcp_plan import DcpFolder
+from asyncckpt.planning.draft import StoredPlan
+from asyncckpt.planning.file_set import FileSet
+from asyncckpt.planning.plan import Contents, Plan, make_plan, restore_plan
 from asyncckpt.planning.replicas import Sample
-from asyncckpt.planning.structure import StructureChanged, stateful_to_dict
-from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
+from asyncckpt.planning.structure import StateDict, StructureChanged
+from asyncckpt.planning.torch_file_plan import TorchFileContents
 from asyncckpt.ranks.group import Group, RankPlace, copied_ranks, own_domain
 from asyncckpt.ranks.rounds import Call, check_same_call
 from asyncckpt.staging.buffer import StagingBuffer, copy_bytes
@@ -63,195 +60,64 @@ def check_file_set_place(files: FileSet, path: str, existing: Existing) -> None:
             files.fail(UnsavableStateError(f"{name!r} {reason}", path=path))
 
 
-@dataclass(frozen=True)
-class SaveInput(ABC):
-    """The input of a save of all ranks of ``group``, or of its preparation, under one ``number``.
+@dataclass
+class SaveInput:
+    """The input of a save of all ranks, or of its preparation.
 
-    ``path``: the path of the checkpoint; "": the save is only prepared. ``call``: the call of this rank; all ranks must
-    make the same call. ``check``: called before planning; an error on one rank is raised on all ranks.
+    Attributes:
+        group: The ranks.
+        number: The number of the save.
+        given: The content. The ranks plan its folders of DCP together.
+        path: The path of the checkpoint; "": the save is only prepared.
+        call: The call of this rank; all ranks must make the same call.
+        check: Called before planning; an error on one rank is raised on all ranks.
     """
 
     group: Group
     number: int
-    path: str = field(default="", kw_only=True)
-    call: Call = field(default=PREPARES, kw_only=True)
-    check: Callable[[], object] = field(default=lambda: None, kw_only=True)
+    given: FileSet | DcpFolder | TorchFileContents
+    path: str = ""
+    call: Call = PREPARES
+    check: Callable[[], object] = lambda: None
+    _captured: dict[int, Sequence[torch.Tensor]] = field(default_factory=dict)  # by ``look``, by number of plan
 
     @property
-    @abstractmethod
-    def key(self) -> Any:
-        """Return a key. Inputs with equal keys may fit the same plan."""
+    def asks(self) -> bool:
+        """Whether the ranks agree on a plan in each save, even with ``Config.assume_constant_structure``."""
+        return isinstance(self.given, FileSet)
 
-    @property
-    @abstractmethod
-    def names(self) -> frozenset[str]:
-        """Return the names that a plan of this input will have, as far as they are known."""
+    @cached_property
+    def contents(self) -> Contents:
+        """The contents. Raises the error of this rank's part, if it has one."""
+        return Contents.of(self.given)
 
-    def look(self, plans: Iterable[Any]) -> None:
+    def look(self, plans: Sequence[Plan]) -> None:
         """Ask ``Stateful`` values for their states, unless one of ``plans`` fits. All ``plans`` have the same key.
 
         Call this before the ranks ask each other anything, because a value may run a collective of the caller.
         """
-        return  # there are no ``Stateful`` values
-
-    @abstractmethod
-    def capture(self, plan: Any) -> Sequence[torch.Tensor]:
-        """Return the tensors by a plan with the same key. Raises ``StructureChanged`` if the plan does not fit."""
-
-    def is_frozen_as(self, plan: Any) -> bool:
-        """Return True if the same parameters of modules are frozen as in ``plan``."""
-        return True
-
-    @abstractmethod
-    def make_plan(self, assumed: tuple[str, ...]) -> CheckpointPlan | FileSetPlan:
-        """Make a new plan; ``assumed``: ``Config.assume_unchanged``. Raises as ``make_plans``."""
-
-    def restore_plan(self, stored: StoredPlan, assumed: tuple[str, ...]) -> CheckpointPlan | None:
-        """Return the plan of a checkpoint, or None if the plan does not fit.
-
-        Args:
-            stored: The plan as the checkpoint has it.
-            assumed: ``Config.assume_unchanged``.
-
-        Raises:
-            UnsavableStateError: A value cannot be saved.
-        """
-        return None
-
-    @abstractmethod
-    def sample(self, plan: Any) -> Sample:
-        """Return samples of values that may be replicas. The ranks compare the samples."""
-
-    asks = True
-    """If true, the ranks agree on a plan in each save, even with ``assume_constant_structure``."""
-
-    @property
-    def pickle_bytes(self) -> tuple[int, ...]:
-        """Return the sizes of pickles, see ``WriteRequest``."""
-        return ()
-
-    @property
-    def small_files(self) -> tuple[tuple[str, bytes], ...]:
-        """Return the small files, see ``WriteRequest``."""
-        return ()
-
-
-@dataclass(frozen=True)
-class StateToSave(SaveInput):
-    """A state dict.
-
-    ``given``: this rank's part, with ``Stateful`` values. ``planner``: DCP's or the user's; None: DCP's default.
-    ``separate``: a prefix of names; values with this prefix are stored in a file of their own; "": no prefix.
-    """
-
-    given: StateDict
-    planner: SavePlanner | None
-    separate: str = ""
-    asks = False
-    _captured: dict[int, Sequence[torch.Tensor]] = field(default_factory=dict, init=False)  # by number of plan
-
-    @cached_property
-    def state(self) -> StateDict:
-        """Return the state dict, with each ``Stateful`` value replaced by its state."""
-        return stateful_to_dict(self.given)
-
-    @cached_property
-    def frozen(self) -> frozenset[str]:
-        """Return the names of the frozen parameters of modules."""
-        return frozen_parameters(self.given)
-
-    @property
-    def key(self) -> Any:
-        return DraftInput(self.given, self.planner, self.separate).key
-
-    @property
-    def names(self) -> frozenset[str]:
-        return flat_names(self.state, self.planner)
-
-    def look(self, plans: Iterable[Any]) -> None:
         for plan in plans:
             try:
-                self._captured[plan.number] = plan.capture(self.given, self.planner, is_raw=True)
+                self._captured[plan.number] = plan.capture(self.contents, is_raw=True)
             except StructureChanged:
                 continue
             except unless_interrupt(Exception):  # ``capture`` raises it again, where all ranks learn of it
                 pass
             return
         # Only for another structure, because finding ``Stateful`` values takes as long as comparing the structure.
-        _ = self.state
+        for folder in self.contents.folders().values():
+            _ = folder.state
 
-    def capture(self, plan: Any) -> Sequence[torch.Tensor]:
+    def capture(self, plan: Plan) -> Sequence[torch.Tensor]:
+        """Return the tensors by a plan with the same key. Raises ``StructureChanged`` if the plan does not fit."""
         if (known := self._captured.get(plan.number)) is not None:
             return known
-        tensors: Sequence[torch.Tensor] = plan.capture(self.state, self.planner)
-        return tensors
+        return plan.capture(self.contents)
 
-    def is_frozen_as(self, plan: Any) -> bool:
+    def is_frozen_as(self, plan: Plan) -> bool:
+        """Return True if the same parameters of modules are frozen as in ``plan``."""
         # A state that was captured as given has no modules, and does not tell what is frozen.
-        return plan.number in self._captured or plan.frozen == self.frozen
-
-    def make_plan(self, assumed: tuple[str, ...]) -> CheckpointPlan:
-        draft = self._draft(assumed)
-        make_plans([draft], self.group, self.number)
-        plan: CheckpointPlan = draft.plan
-        return plan
-
-    def restore_plan(self, stored: StoredPlan, assumed: tuple[str, ...]) -> CheckpointPlan | None:
-        return restored_plan(self._draft(assumed), stored, self.number)
-
-    def _draft(self, assumed: tuple[str, ...]) -> Draft:
-        given = DraftInput(self.state, self.planner, self.separate, frozen=self.frozen, assumed=assumed)
-        return Draft(given, self.group.rank, self.group.world_size)
-
-    def sample(self, plan: Any) -> Sample:
-        found: Sample = plan.sample(lambda: self.state, self.number)
-        return found
-
-
-@dataclass(frozen=True)
-class FilesToSave(SaveInput):
-    """A set of files. The ranks plan some of them together."""
-
-    files: FileSet
-
-    def __post_init__(self) -> None:
-        shared = [name for name, content in self.files.contents.items() if isinstance(content, DcpFolder)]
-        words = f"{self.call.words} as files, of which all ranks have {shared}"
-        object.__setattr__(self, "call", Call(words, f"{self.call.key} {shared}"))
-
-    @cached_property
-    def contents(self) -> FileSetContents:
-        """Return the contents of the set. Raises the error of this rank's part, if it has one."""
-        if self.files.error is not None:
-            raise self.files.error
-        return FileSetContents(self.files)
-
-    @property
-    def key(self) -> Any:
-        return "files", *self.contents.key
-
-    @property
-    def names(self) -> frozenset[str]:
-        return self.contents.names
-
-    def capture(self, plan: Any) -> Sequence[torch.Tensor]:
-        tensors: Sequence[torch.Tensor] = plan.capture(self.contents)
-        return tensors
-
-    def make_plan(self, assumed: tuple[str, ...]) -> FileSetPlan:
-        return make_file_set_plan(self.contents, self.group, self.number, assumed)
-
-    def sample(self, plan: Any) -> Sample:
-        found: Sample = plan.sample(self.contents, self.number)
-        return found
-
-    @property
-    def pickle_bytes(self) -> tuple[int, ...]:
-        return self.contents.pickle_bytes
-
-    @property
-    def small_files(self) -> tuple[tuple[str, bytes], ...]:
-        return tuple(self.contents.small.items())
+        return plan.number in self._captured or plan.is_frozen_as(self.contents)
 
 
 def save_input(
@@ -269,11 +135,13 @@ def save_input(
     Args:
         group, number, path, call, check: See ``SaveInput``.
         state: A set of files, or a state dict.
-        planner, separate: See ``StateToSave``; ignored for files.
+        planner, separate: See ``DcpFolder``; ignored for a set of files.
     """
-    if isinstance(state, FileSet):
-        return FilesToSave(group, number, state, path=path, call=call, check=check)
-    return StateToSave(group, number, state, planner, separate, path=path, call=call, check=check)
+    if not isinstance(state, FileSet):
+        return SaveInput(group, number, DcpFolder(state, planner, separate), path, call, check)
+    shared = [name for name, content in state.contents.items() if isinstance(content, DcpFolder)]
+    call = Call(f"{call.words} as files, of which all ranks have {shared}", f"{call.key} {shared}")
+    return SaveInput(group, number, state, path, call, check)
 
 
 # Maximum number of values to try, and bytes of each. Unpickling a value takes some 50 us.
@@ -309,10 +177,10 @@ class _Offer(NamedTuple):
     call: Call
 
 
-def _warn_untrusted(plan: CheckpointPlan | FileSetPlan, path: str) -> None:
+def _warn_untrusted(plan: Plan, path: str) -> None:
     """Log the names of values that a load would refuse to unpickle, so that users learn this before a crash."""
     refused = []
-    for name, data in islice(plan.objects.own_pickles(), _MOST_TRIED):
+    for name, data in islice(plan.own_pickles(), _MOST_TRIED):
         if len(data) > _MOST_BYTES_TRIED:
             continue
         try:
@@ -352,7 +220,8 @@ class PlanSelection:
         """
         try:
             check_not_capturing()
-            wanted.look([known.plan for known in self.buffers.known if known.key == wanted.key])
+            key = wanted.contents.key
+            wanted.look([known.plan for known in self.buffers.known if known.key == key])
         except Exception:
             if not wanted.group.alone:  # the others wait in a collective, without our timeout
                 with contextlib.suppress(CheckpointError):
@@ -371,43 +240,21 @@ class PlanSelection:
             client = wanted.group.connect_worker(self.supervisor.running)
             found = self._found_by_all(wanted, client, prepares)
         if not isinstance(found, Captured):
-            plan = found or wanted.make_plan(tuple(self.config.assume_unchanged))
+            assumed = tuple(self.config.assume_unchanged)
+            plan = found or make_plan(wanted.contents, wanted.group, wanted.number, assumed)
             found = self._placed_by_all(wanted, client, plan)
         if self.stored is not None and self.stored.names <= found.buffer.plan.names:
             self.stored = None  # a save has used the plan, or never will
-        sample = None if wanted.group.alone else wanted.sample(found.buffer.plan)
-        return found._replace(pickle_bytes=wanted.pickle_bytes, small_files=wanted.small_files, sample=sample)
+        contents = wanted.contents
+        sample = None if wanted.group.alone else found.buffer.plan.sample(contents, wanted.number)
+        small = tuple(contents.small.items())
+        return found._replace(pickle_bytes=contents.pickle_bytes, small_files=small, sample=sample)
 
     def plan_as(self, read: Callable[[], StoredPlan | None]) -> None:
         """Use a checkpoint's plan for the first save, if it fits on all ranks. ``read`` returns that plan, or None."""
         self.stored = None if self.buffers.known else read()
 
-    def for_file(self, contents: TorchFileContents, group: Group, number: int) -> Captured:
-        """Capture the contents of a single file.
-
-        Args:
-            contents: The object in the file.
-            group: This process alone.
-            number: The number of the save.
-        """
-        check_not_capturing()
-        client = group.connect_worker(self.supervisor.running)
-        key, pickle_bytes = ("file", *contents.key), (len(contents.pickle),)
-        found = self.buffers.find(key, lambda plan: plan.capture(contents), client)
-        if found is not None:
-            return Captured(*found, pickle_bytes)
-        plan = TorchFilePlan.of(contents, number)
-        buffer = self.buffers.make(key, plan, client)
-        try:
-            self.buffers.keep(key, buffer)
-            return Captured(buffer, plan.capture(contents), pickle_bytes, is_new=True)
-        except BaseException:
-            buffer.close()
-            raise
-
-    def _found_by_all(
-        self, wanted: SaveInput, client: WorkerClient, prepares: bool
-    ) -> Captured | CheckpointPlan | None:
+    def _found_by_all(self, wanted: SaveInput, client: WorkerClient, prepares: bool) -> Captured | Plan | None:
         """Return the state captured by a plan that all ranks keep, or the plan of a checkpoint that fits on all ranks.
 
         Return None if the ranks have to make a new plan. With constant structure the ranks do not ask each other,
@@ -416,7 +263,7 @@ class PlanSelection:
         is_constant = self.config.assume_constant_structure and not (wanted.asks or prepares)
         asks = not (wanted.group.alone or (is_constant and self.buffers.known))
         may_plan = asks or wanted.group.alone
-        found: Captured | CheckpointPlan | None = None
+        found: Captured | Plan | None = None
 
         def find() -> _Offer:
             nonlocal found
@@ -424,7 +271,8 @@ class PlanSelection:
             if (found := self._kept(wanted, client, may_plan=may_plan)) is not None:
                 return _Offer(found.buffer.plan.number, wanted.call)
             if self.stored is not None and may_plan:  # otherwise other ranks may not have it
-                found = wanted.restore_plan(self.stored, tuple(self.config.assume_unchanged))
+                assumed = tuple(self.config.assume_unchanged)
+                found = restore_plan(wanted.contents, self.stored, wanted.group, wanted.number, assumed)
             if self.stored is None or found is None:
                 return _Offer(None, wanted.call)
             return _Offer(self.stored.attempt, wanted.call)
@@ -449,17 +297,17 @@ class PlanSelection:
         names are only a hint, and no part of the structure.
         """
 
-        def capture(plan: Any) -> Sequence[torch.Tensor]:
+        def capture(plan: Plan) -> Sequence[torch.Tensor]:
             if may_plan and not wanted.is_frozen_as(plan):
                 raise StructureChanged("other parameters are frozen now")
             return wanted.capture(plan)
 
-        kept = self.buffers.find(wanted.key, capture, client)
+        kept = self.buffers.find(wanted.contents.key, capture, client)
         return None if kept is None else Captured(*kept)
 
     def _check_new(self, wanted: SaveInput) -> None:
         """Raise if a planned state has another structure now, despite ``assume_constant_structure``."""
-        names = wanted.names
+        names = wanted.contents.names
         if any(names & known.plan.names for known in self.buffers.known):
             raise StructureChangedError(
                 "the state has the names of one that was saved before, in another structure (a name, dtype, shape or"
@@ -467,23 +315,23 @@ class PlanSelection:
                 " first, or do not promise that"
             )
 
-    def _placed_by_all(self, wanted: SaveInput, client: WorkerClient, plan: CheckpointPlan | FileSetPlan) -> Captured:
+    def _placed_by_all(self, wanted: SaveInput, client: WorkerClient, plan: Plan) -> Captured:
         """Capture the state by a new plan, which replaces a kept plan for the same names in another form."""
         group, number = wanted.group, wanted.number
-        if self.config.replicas and isinstance(plan, CheckpointPlan):
+        if self.config.replicas and plan.has_state:
             place = RankPlace(own_domain(self.config.domain), copy_bytes(plan))
             decide = partial(copied_ranks, replicas=self.config.replicas)
             plan.copied_ranks = group.ask_all("copies", number, lambda: place, decide)
         made: list[StagingBuffer] = []
 
         def allocate() -> None:
-            made.append(self.buffers.make(wanted.key, plan, client))
+            made.append(self.buffers.make(wanted.contents.key, plan, client))
 
         _warn_untrusted(plan, wanted.path)
         try:
             group.ask_all("memory", number, allocate, lambda each: each)
             tensors = wanted.capture(plan)
-            self.buffers.keep(wanted.key, made[0])
+            self.buffers.keep(wanted.contents.key, made[0])
         except BaseException as error:
             for buffer in made:
                 buffer.close()

@@ -41,13 +41,10 @@ from asyncckpt.errors import (
 )
 from asyncckpt.events import Event, EventPhase, end_of_save
 from asyncckpt.format.manifest import note, own_version
-from asyncckpt.format.segment_layout import CheckpointLayout
 from asyncckpt.format.write_request import Existing, WriteRequest
 from asyncckpt.interval import Advice
 from asyncckpt.link.api import Committed, SessionApi, Staged
 from asyncckpt.link.client import WorkerClient, longest
-from asyncckpt.planning.plan import CheckpointPlan
-from asyncckpt.planning.torch_file_plan import TorchFilePlan
 from asyncckpt.protocol.trainer import Copied, CopyFailed, Decision, GivenUp, Wanted
 from asyncckpt.ranks.group import Group
 from asyncckpt.save_handle import Save, SaveState
@@ -218,6 +215,7 @@ class SaveOperation(SaveState):
         """
         self._planned_at = time.perf_counter()
         self.buffer = captured.buffer
+        self._is_for_copies = self._config.replicas > 0 and self.buffer.layout.has_state
         tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
         sample = captured.sample
         ready = ready_events(tensors if sample is None else [*tensors, *sample.on_devices])
@@ -261,12 +259,9 @@ class SaveOperation(SaveState):
             # The save waits for earlier saves, as long as each may take.
             slot_s=max(config.timeout, limit_s),
             limit_s=limit_s,
-            is_copied=self._is_to_be_copied(),
+            is_copied=self._is_for_copies,
             step=self.step,
         )
-
-    def _is_to_be_copied(self) -> bool:
-        return self._config.replicas > 0 and isinstance(self.buffer.layout, CheckpointLayout)
 
     # The saves' thread calls the methods from here on.
 
@@ -325,7 +320,7 @@ class SaveOperation(SaveState):
 
     def on_end(self, failure: CheckpointError | None, committed: Committed | None) -> None:
         self.is_durable = committed is not None or failure is None
-        if self.is_begun and not isinstance(self.buffer.plan, TorchFilePlan):
+        if self.is_begun:
             self.buffer.plan.note_end(is_committed=self.is_durable)
         if failure is not None and failure.path is None:
             failure = located(failure, path=self.path, rank=self.group.rank, step=self.step)
@@ -407,8 +402,7 @@ class SaveOperation(SaveState):
     def _copy_tensors(self, what: _ToCopy) -> None:
         begun = time.perf_counter()
         buffer, slot, threads = self.buffer, self.request.slot, what.copier.threads
-        plan = buffer.plan
-        devices = plan.fingerprint.devices if isinstance(plan, CheckpointPlan) else None
+        devices = buffer.plan.devices
         buffer.copy(slot, what.tensors, what.ready, threads, self.copies_queued, devices, self._check_stopped)
         note(self.timings, "copy", begun, self.called_at)
         if what.captured.sample is not None:
@@ -455,7 +449,7 @@ class SaveOperation(SaveState):
             called_at=self.called_at,
             most_links=self._config.rewrite_unchanged_every if self._config.link_unchanged else 0,
             refuses_differing=self._config.differing_replicas == "raise",
-            is_copied=self._is_to_be_copied(),
+            is_copied=self._is_for_copies,
         )
 
 

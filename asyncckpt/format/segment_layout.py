@@ -31,6 +31,10 @@ class LargeFile:
         """Return the file's name in a checkpoint that ``rank`` has saved."""
         raise NotImplementedError
 
+    def constants(self) -> tuple[Region, ...]:
+        """Return the regions that are the same in every save."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class SpannedFile(LargeFile):
@@ -46,6 +50,9 @@ class SpannedFile(LargeFile):
     def checksums(self) -> int:
         """The number of checksums."""
         return self.spans.nbytes // 8 - 1
+
+    def constants(self) -> tuple[Region, ...]:
+        return self.index_head, self.spans
 
 
 @dataclass(frozen=True)
@@ -89,39 +96,20 @@ class ArchiveData(LargeFile):
     def name(self, rank: int) -> str:
         return self.path
 
-
-@dataclass(frozen=True)
-class CheckpointLayout:
-    """The places of a checkpoint's files in a segment.
-
-    ``data_files`` are the files that differ from save to save, one after the other. Each of ``slots`` (offsets in
-    bytes) holds an image of them, of ``data_bytes`` (a multiple of the page). ``metadata`` is DCP's ``.metadata``.
-    """
-
-    data_files: tuple[DataFile, ...]
-    data_bytes: int
-    slots: tuple[int, ...]
-    metadata: Region
-
     def constants(self) -> tuple[Region, ...]:
-        """Return the regions that are the same in every save."""
-        return self.metadata, *(region for file in self.data_files for region in (file.index_head, file.spans))
-
-    def published_files(self, number: int) -> tuple[DataFile, ...]:
-        """Return all data files, because readers of a published image see all of them. ``number`` is 0."""
-        return self.data_files
-
-    def data(self, slot: int, file: DataFile) -> Region:
-        """Return the region of ``file`` in the image of ``slot``."""
-        return Region(self.slots[slot] + file.begin, file.nbytes)
+        return self.index_head, self.sizes
 
 
 @dataclass(frozen=True)
-class FileSetLayout:
-    """The places of the large files of a set in a segment. ``data_bytes`` and ``slots`` are as in ``CheckpointLayout``.
+class ImageLayout:
+    """The places of the large files of a save in a segment.
 
-    ``files`` begins with the files that contain only bytes from the trainer. ``metadata`` has each folder of DCP, and
-    the region of its ``.metadata``. Each of these folders can be published, by its number in ``metadata``.
+    Attributes:
+        files: The files, one after the other. The files that contain only bytes from the trainer come first. A file
+            that is saved alone has the name "".
+        data_bytes: The size of an image of these files, a multiple of the page.
+        slots: The begin of each slot in the segment, in bytes. A slot holds an image.
+        metadata: Each folder of DCP ("" is the top), and the region of its ``.metadata``.
     """
 
     files: tuple[LargeFile, ...]
@@ -129,30 +117,32 @@ class FileSetLayout:
     slots: tuple[int, ...]
     metadata: tuple[tuple[str, Region], ...]
 
-    def constants(self) -> tuple[Region, ...]:
-        """Return no regions, because workers hold no images of a set."""
-        return ()
+    @property
+    def is_single_file(self) -> bool:
+        """Whether a file is saved alone, without a manifest."""
+        return [file.name(0) for file in self.files] == [""]
 
-    def published_files(self, number: int) -> tuple[DataFile, ...]:
-        """Return the files that readers of a published image see: the data files of folder ``number``."""
-        folder, _ = self.metadata[number]
-        return tuple(file for file in self.files if isinstance(file, DataFile) and file.folder == folder)
-
-
-@dataclass(frozen=True)
-class TorchFileLayout:
-    """The place of a single file, an archive, in a segment.
-
-    ``data_bytes`` and ``slots`` are as in ``CheckpointLayout``, ``sizes`` as in ``ArchiveData``.
-    """
-
-    data_bytes: int
-    slots: tuple[int, ...]
-    sizes: Region
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a folder of DCP at the top, which a load can read from an image."""
+        return any(not folder for folder, _ in self.metadata)
 
     def constants(self) -> tuple[Region, ...]:
         """Return the regions that are the same in every save."""
-        return (self.sizes,)
+        regions = (region for file in self.files for region in file.constants())
+        return *(region for _, region in self.metadata), *regions
+
+    def spanned_files(self) -> list[SpannedFile]:
+        """Return the files with constant offsets. The checksums of an image are those of their spans, in this order."""
+        return [file for file in self.files if isinstance(file, SpannedFile)]
+
+    def data_files(self, folder: str = "") -> list[DataFile]:
+        """Return the data files of a folder of DCP, in the order of their numbers."""
+        return [file for file in self.files if isinstance(file, DataFile) and file.folder == folder]
+
+    def data(self, slot: int, file: LargeFile) -> Region:
+        """Return the region of ``file`` in the image of ``slot``."""
+        return Region(self.slots[slot] + file.begin, file.nbytes)
 
 
 @dataclass(frozen=True)
@@ -172,4 +162,4 @@ class WeightsLayout:
         return ()
 
 
-SegmentLayout = CheckpointLayout | FileSetLayout | TorchFileLayout | WeightsLayout
+SegmentLayout = ImageLayout | WeightsLayout

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncckpt.format.manifest import Upload
-from asyncckpt.format.segment_layout import CheckpointLayout
+from asyncckpt.format.segment_layout import ImageLayout
 
 Existing = Literal["refuse", "replace", "join", "set aside"]
 """The rule for a save if its path exists.
@@ -120,7 +120,7 @@ class HeldImage:
     """
 
     request: WriteRequest
-    layout: CheckpointLayout
+    layout: ImageLayout
     constants: tuple[int, ...]
     checksums: bytes
     committed: bool | None

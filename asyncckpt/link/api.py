@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncckpt.errors import CheckpointError
-from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, SegmentLayout, WeightsLayout
+from asyncckpt.format.segment_layout import SegmentLayout
 from asyncckpt.format.write_request import CopiedRank, HeldImage, ImageKey, ImageSummary, WriteRequest
 from asyncckpt.storage.uploads import Uploaded, UploadsUnderWay
 
@@ -53,7 +53,7 @@ class PublishedSegment:
     """A segment with publications. Its header page has the versions and their slots."""
 
     segment: int
-    layout: CheckpointLayout | FileSetLayout | WeightsLayout
+    layout: SegmentLayout
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Inventory:
         session: The number of the last session.
         segments: The numbers of the segments with something in them.
         images: The images.
-        published: The segments with weights or sets of files. They have no images.
+        published: The segments with publications.
         saves: The paths of saves under way without other ranks.
         follows: Whether the worker mirrors a publication of another host.
     """

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from asyncckpt.budgets import ANSWER_S
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.format.manifest import checksum, digest_of
-from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, WeightsLayout
+from asyncckpt.format.segment_layout import ImageLayout, WeightsLayout
 from asyncckpt.format.write_request import HeldImage, ImageKey, ImageSummary, WriteRequest
 from asyncckpt.link.api import PublishedSegment
 from asyncckpt.link.endpoint import announce_memory, announced_bytes, host_lock
@@ -82,7 +82,7 @@ _ENDS = 64
 @dataclass
 class _ImageRecord:
     request: WriteRequest
-    layout: CheckpointLayout
+    layout: ImageLayout
     staged_at: float
     checksums: array[int] | None = None
     committed: bool | None = None
@@ -98,10 +98,10 @@ class _ImageRecord:
 DIGESTED_BYTES = 64 << 20
 
 
-def _spans(hosted: HostedSegment, layout: CheckpointLayout, slot: int, first: int = 0) -> Iterator[memoryview]:
+def _spans(hosted: HostedSegment, layout: ImageLayout, slot: int, first: int = 0) -> Iterator[memoryview]:
     """Yield the spans of the image in ``slot``, from number ``first`` on."""
     before = 0
-    for file in layout.data_files:
+    for file in layout.spanned_files():
         begin = min(max(first - before, 0), file.checksums)
         bounds, data = hosted.region(file.spans).cast("Q")[begin:], hosted.region(layout.data(slot, file))
         yield from (data[start:stop] for start, stop in pairwise(bounds))
@@ -227,9 +227,9 @@ class SegmentStore:
             self._images.pop((request.segment, request.slot), None)
 
     def image_staged(self, request: WriteRequest) -> None:
-        """Note that an image is complete. Images of single files are not held, because no process loads them here."""
+        """Note that an image is complete. It is held if a load can read it."""
         layout = self._hosted[request.segment].layout
-        if isinstance(layout, CheckpointLayout):
+        if isinstance(layout, ImageLayout) and layout.has_state:
             with self._lock:
                 self._images[request.segment, request.slot] = _ImageRecord(request, layout, time.monotonic())
                 self._staged += 1
@@ -259,7 +259,7 @@ class SegmentStore:
         with self._lock:
             self._images.pop((number, slot), None)
 
-    def copy_made(self, request: WriteRequest, layout: CheckpointLayout, checksums: array[int]) -> None:
+    def copy_made(self, request: WriteRequest, layout: ImageLayout, checksums: array[int]) -> None:
         """Note that the copy of another host's image is complete and checked."""
         with self._lock:
             committed = self._ended.get(request.save_id)
@@ -303,7 +303,7 @@ class SegmentStore:
         """Return the numbers of the segments that have images or publications."""
         with self._lock:
             numbers = {number for number, _ in self._images}
-            for each in self.published_alone():
+            for each in self.published():
                 numbers |= {each.segment, *(each.layout.slots if isinstance(each.layout, WeightsLayout) else ())}
             return tuple(sorted(numbers & self._hosted.keys()))
 
@@ -380,13 +380,8 @@ class SegmentStore:
             return tuple(
                 PublishedSegment(number, hosted.layout)
                 for number, hosted in self._hosted.items()
-                if isinstance(hosted.layout, CheckpointLayout | FileSetLayout | WeightsLayout)
-                and hosted.slots.publications(len(hosted.layout.slots))
+                if hosted.layout is not None and hosted.slots.publications(len(hosted.layout.slots))
             )
-
-    def published_alone(self) -> tuple[PublishedSegment, ...]:
-        """Return the segments with publications of weights or of sets of files. No images are held in them."""
-        return tuple(each for each in self.published() if isinstance(each.layout, WeightsLayout | FileSetLayout))
 
     def open(self, number: int, flags: int = os.O_RDWR) -> Descriptor:
         """Return a new descriptor of a segment. ``flags``: for ``os.open``. Raises ``EOFError`` if it was released."""

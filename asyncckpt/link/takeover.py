@@ -15,7 +15,7 @@ import psutil
 
 from asyncckpt.budgets import ANSWER_S, LONG_S, NOTICE_S, POLL_S
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, decode, is_interrupt
-from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout
+from asyncckpt.format.segment_layout import ImageLayout
 from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.link.api import Images, Inventory, PublishedSegments, Served, TrainerAlive, WorkerApi
 from asyncckpt.link.calls import await_answer, call, call_of, receive_answer, tell
@@ -46,7 +46,7 @@ class Takeover:
         segments: The segments that hold something, mapped here, by their numbers in the worker.
         images: The images of the dead trainer.
         copies: The copies of images of other hosts.
-        published: The published weights and sets of files.
+        published: The segments with publications.
     """
 
     def __init__(self, connection: SocketConnection, inventory: Inventory, segments: dict[int, Segment]) -> None:
@@ -113,9 +113,9 @@ class Takeover:
         """Return the images in the segment with that number."""
         return tuple(each for each in self.images if each.request.segment == number)
 
-    def layouts(self) -> dict[int, CheckpointLayout | FileSetLayout]:
+    def layouts(self) -> dict[int, ImageLayout]:
         """Return the layouts of the segments that saves were staged in, by their numbers."""
-        published = {each.segment: each.layout for each in self.published if isinstance(each.layout, FileSetLayout)}
+        published = {each.segment: each.layout for each in self.published if isinstance(each.layout, ImageLayout)}
         return {**published, **{each.request.segment: each.layout for each in self.images}}
 
     def published_versions(self) -> dict[PublishedVersion, bool]:

@@ -44,19 +44,20 @@ class ImageFiles(ABC):
 
         Raises ``DamagedCheckpointError``, ``CheckpointNotFoundError``.
         """
-        return self._constant(self.held.layout.metadata)
+        return self._constant(dict(self.held.layout.metadata)[""])
 
     def has(self, name: str) -> bool:
         """Return whether one of the data files has that name."""
-        return any(each.name(self.held.request.rank) == name for each in self.held.layout.data_files)
+        return any(each.name(self.held.request.rank) == name for each in self.held.layout.data_files())
 
     def file(self, number: int) -> ChecksummedFile:
         """Return the data file of that ``number``. Raises as ``metadata``."""
         held, layout = self.held, self.held.layout
-        each = layout.data_files[number]
+        each = layout.data_files()[number]
         path = os.path.join(held.request.path, each.name(held.request.rank))
         if (index := self._indexes.get(number)) is None:
-            first = sum(file.checksums for file in layout.data_files[:number])
+            files = layout.spanned_files()
+            first = sum(file.checksums for file in files[: files.index(each)])
             checksums = array("Q", held.checksums)[first : first + each.checksums]
             self._constant(each.spans)
             index = Index.parse(self._constant(each.index_head) + Index.tail(each.length, checksums), path)

@@ -1,4 +1,4 @@
-"""Make the plan of a checkpoint, together with all ranks. DCP's own planner decides, with its usual behavior."""
+"""Make the plan of a folder of DCP, together with all ranks. DCP's own planner decides, with its usual behavior."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.format.index import Index, Item, spans
 from asyncckpt.format.manifest import data_name
+from asyncckpt.planning.dcp_plan import (
+    DcpFolder,
+    DcpPlan,
+    FlatCapture,
+    Opaque,
+    PlannerCapture,
+    is_opaque,
+    split_items,
+)
 from asyncckpt.planning.frozen import matcher
 from asyncckpt.planning.layout import DataLayout, PlannedFile, TensorSpec
 from asyncckpt.planning.metadata import (
@@ -31,20 +40,10 @@ from asyncckpt.planning.metadata import (
     fresh,
     is_sharded,
     kept_items,
-    options,
     pickle_metadata,
     planning,
 )
 from asyncckpt.planning.objects import StoredObjects
-from asyncckpt.planning.plan import (
-    CheckpointPlan,
-    FlatCapture,
-    Opaque,
-    PlannerCapture,
-    StateDict,
-    is_opaque,
-    split_items,
-)
 from asyncckpt.planning.replicas import Replicas
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key
 from asyncckpt.ranks.group import Group
@@ -69,7 +68,7 @@ class StoredPlan:
         return frozenset(item.name for index in self.indexes for item in index.items)
 
 
-def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPlan | None:
+def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> DcpPlan | None:
     """Return the plan of a checkpoint for a new state, or None if the plan does not fit.
 
     Use the plan only if all ranks restore a plan of the same attempt.
@@ -97,37 +96,13 @@ def restored_plan(draft: Draft, stored: StoredPlan, number: int) -> CheckpointPl
         draft.lay_out(SavePlan([item for item in final if item is not None]), number)
     except StructureChanged:  # an object has grown
         return None
-    plan: CheckpointPlan = draft.plan
+    plan: DcpPlan = draft.plan
     # Compare all bytes: a tensor may have another place if its device changed, or if it shares bytes with another now.
     heads = [Index.head(index.data, index.items, asked=index.asked) for index in stored.indexes]
-    if heads != [file.index_head for file in plan.files]:
+    if heads != [file.index_head for file in plan.planned]:
         return None
     draft.finish(stored.metadata)
     return plan
-
-
-class DraftInput(NamedTuple):
-    """A state dict to be planned.
-
-    ``state_dict``: this rank's part, without ``Stateful`` values. ``planner``: the user's own planner; None: DCP's
-    default planner. ``separate``: a prefix of names; values with the prefix are stored in a file of their own; "": no
-    prefix. ``folder``: DCP's folder in the checkpoint; "": the top. ``frozen``: the names of the frozen parameters of
-    modules. ``assumed``: patterns of other frozen names (``Config.assume_unchanged``).
-    """
-
-    state_dict: StateDict
-    planner: SavePlanner | None
-    separate: str = ""
-    folder: str = ""
-    frozen: frozenset[str] = frozenset()
-    assumed: tuple[str, ...] = ()
-
-    @property
-    def key(self) -> Any:
-        """A key that is equal for inputs with equal planning options."""
-        if self.planner is None or type(self.planner) is DefaultSavePlanner:
-            return *options(self.planner or DefaultSavePlanner()).values(), self.separate
-        return type(self.planner), self.separate
 
 
 def make_plans(drafts: Sequence[Draft], group: Group, number: int) -> None:
@@ -176,18 +151,21 @@ def _for_each(decide: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callabl
 class Draft:
     """A plan under construction. All ranks take its steps together."""
 
-    def __init__(self, given: DraftInput, rank: int, world_size: int) -> None:
+    def __init__(self, content: DcpFolder, folder: str, assumed: tuple[str, ...], rank: int, world_size: int) -> None:
         """Plan nothing yet.
 
         Args:
-            given: The state dict to plan.
+            content: The state dict to plan.
+            folder: Its folder in the checkpoint; "": the top.
+            assumed: Patterns of frozen names (``Config.assume_unchanged``).
             rank: The number of this rank.
             world_size: The number of ranks.
         """
-        self.plan: Any  # a ``CheckpointPlan``; ``lay_out`` sets it, and ``finish`` adds the metadata
-        self._given, self._state_dict = given, given.state_dict
-        self._separate, self._folder = given.separate, given.folder
-        self._planner, self._rank, self._world_size = fresh(given.planner), rank, world_size
+        self.plan: Any  # a ``DcpPlan``; ``lay_out`` sets it, and ``finish`` adds the metadata
+        self._content = content
+        self._state_dict = content.state
+        self._folder, self._assumed = folder, assumed
+        self._planner, self._rank, self._world_size = fresh(content.planner), rank, world_size
         self._flat: dict[str, Any] | None = None
         self.local = SavePlan([])
         self.asked = ""
@@ -200,7 +178,7 @@ class Draft:
 
     @property
     def is_plain(self) -> bool:
-        """True if DCP's default planner plans the state, and the state is a checkpoint, not a folder in a file set."""
+        """True if DCP's default planner plans the state, and the state stands at the top of its checkpoint."""
         return type(self._planner) is DefaultSavePlanner and not self._folder
 
     @without_gc
@@ -278,16 +256,15 @@ class Draft:
         counts = self._counts([kinds[number] for number in order], items)
         layout = DataLayout.lay_out(specs, stored.reserved, [*counts.values()])
         files = self._planned_files([*counts], layout, tensor_items, object_items)
-        self.plan = CheckpointPlan(
-            number=number,
+        self.plan = DcpPlan(
             layout=layout,
             objects=stored,
             fingerprint=Fingerprint(tensors, sorted(aliases.items())),
             values=values,
             names=frozenset(item.index.fqn for item in self.local.items),
-            files=files,
-            replicas=self.replicas(number),
-            frozen=self._given.frozen,
+            planned=files,
+            compared=self.replicas(number),
+            frozen=self._content.frozen,
         )
         tensor_places, object_places = iter(layout.tensors), iter(layout.objects)
         places = [next(object_places if item.type == WriteItemType.BYTE_IO else tensor_places) for item in items]
@@ -354,7 +331,7 @@ class Draft:
         kinds = []
         for item in items:
             name = item.index.fqn
-            is_separate = bool(self._separate) and name.startswith(self._separate)
+            is_separate = bool(self._content.separate) and name.startswith(self._content.separate)
             if item.type == WriteItemType.BYTE_IO:
                 kinds.append((False, is_separate, True))
             else:
@@ -364,8 +341,8 @@ class Draft:
     def _is_frozen(self) -> Callable[[str], bool]:
         """Return a function that tells whether the tensor with a name is frozen."""
         values = {name: value for name, value in self.values().items() if isinstance(value, torch.nn.Parameter)}
-        frozen = self._given.frozen | {name for name, value in values.items() if not value.requires_grad}
-        is_assumed = matcher(self._given.assumed)
+        frozen = self._content.frozen | {name for name, value in values.items() if not value.requires_grad}
+        is_assumed = matcher(self._assumed)
         return lambda name: name in frozen or is_assumed(name)
 
     def _name(self, item: WriteItem) -> str:
@@ -377,7 +354,7 @@ class Draft:
     ) -> dict[tuple[bool, bool], tuple[int, int]]:
         """Return the number of tensors and the number of objects of each data file."""
         of = Counter((kind[:2], item.type == WriteItemType.BYTE_IO) for kind, item in zip(kinds, items, strict=True))
-        files = {(False, False), (False, bool(self._separate)), *(file for file, _ in of)}
+        files = {(False, False), (False, bool(self._content.separate)), *(file for file, _ in of)}
         return {file: (of[file, False], of[file, True]) for file in sorted(files)}
 
     def _planned_files(
@@ -403,11 +380,11 @@ class Draft:
         for number, items in enumerate(indexed):
             begin, end = [*layout.begins, layout.nbytes][number : number + 2]
             is_frozen, is_separate = which[number]
-            prefix = self._separate if is_separate else ""
+            prefix = self._content.separate if is_separate else ""
             data = os.path.join(self._folder, data_name(self._rank, number, prefix))
             head = Index.head(data, items, asked=self.asked)
             bounds = spans((item.at for item in items), end - begin)
-            files.append(PlannedFile(self._folder, prefix, begin, end - begin, head, bounds, is_frozen))
+            files.append(PlannedFile(prefix, begin, end - begin, head, bounds, is_frozen))
         return files
 
 

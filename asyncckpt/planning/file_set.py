@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from asyncckpt.errors import UnsavableStateError, unless_interrupt
+from asyncckpt.planning.dcp_plan import DcpFolder
+from asyncckpt.planning.safetensors_plan import SafetensorsFile
 from asyncckpt.planning.torch_file_plan import TorchFileContents
 
 if TYPE_CHECKING:
@@ -21,22 +22,6 @@ _OURS = re.compile(r"asyncckpt\.(json|uploaded)|\.metadata|.*__\d+_\d+\.(index\.
 
 # A smaller file of ``torch.save`` is made at once: its pickle may be larger than its tensors, and may grow.
 _LARGE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class SafetensorsFile:
-    """A file with ``tensors`` and ``metadata``, as ``safetensors.torch.save_file`` writes it."""
-
-    tensors: Mapping[str, torch.Tensor]
-    metadata: Mapping[str, str] | None
-
-
-@dataclass(frozen=True)
-class DcpFolder:
-    """A folder with ``state_dict``, as ``torch.distributed.checkpoint.save`` writes it."""
-
-    state_dict: Mapping[str, Any]
-    planner: SavePlanner | None
 
 
 Content: TypeAlias = TorchFileContents | SafetensorsFile | DcpFolder | bytes

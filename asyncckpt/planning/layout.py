@@ -183,6 +183,8 @@ class DataLayout:
     @classmethod
     def joined(cls, layouts: Sequence[DataLayout]) -> DataLayout:
         """Return the layout of an image that holds the images of ``layouts``, one after the other."""
+        if len(layouts) == 1:
+            return layouts[0]
         specs: list[TensorSpec] = []
         tensors: list[Place] = []
         objects: list[Place] = []
@@ -213,7 +215,6 @@ class PlannedFile:
     ``is_frozen``: the file holds the frozen tensors (``planning/frozen.py``).
     """
 
-    folder: str
     prefix: str
     begin: int
     nbytes: int

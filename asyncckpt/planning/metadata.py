@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from asyncckpt.errors import UnsavableStateError, unless_interrupt
 from asyncckpt.format.manifest import data_name
 from asyncckpt.planning.forms import has_shards, is_partial
-from asyncckpt.planning.plan import StateDict
+from asyncckpt.planning.structure import StateDict
 
 # The number of tensor properties in torch 2.6.
 _PROPERTIES = 5

@@ -1,269 +1,243 @@
-"""The plan of a checkpoint: the place of each value of a state dict. ``draft.py`` makes one plan for each structure.
+"""The plan of a save: a set of files. The large files stand in one image, one after the other.
 
-A later save only captures: it checks that the state still has the planned structure, and returns the tensors in the
-order of the layout. With DCP's default planner, tensors are picked by position. A user's own planner runs on each save.
+A state dict is a set of one folder of DCP, at the top of its checkpoint. A file of ``torch.save`` alone is a set of one
+file without a name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
-from asyncckpt.errors import UnsavableStateError
-from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
-from asyncckpt.format.write_request import CopiedRank
-from asyncckpt.planning.layout import DataLayout, PlannedFile
-from asyncckpt.planning.objects import Raw, StoredObjects
-from asyncckpt.planning.replicas import Replicas, Sample
-from asyncckpt.planning.structure import (
-    PLAIN,
-    Fingerprint,
-    Structure,
-    StructureChanged,
-    has_no_bytes,
-    leaf_keys,
-    picker,
-    plain_part,
-    stateful_types,
-)
-from asyncckpt.threads import without_gc
+from asyncckpt.format.segment_layout import ImageLayout, LargeFile, Region
+from asyncckpt.format.write_request import ANY_PLAN, CopiedRank
+from asyncckpt.planning.dcp_plan import DcpFolder, DcpPlan
+from asyncckpt.planning.draft import Draft, StoredPlan, make_plans, restored_plan
+from asyncckpt.planning.file_set import Content, FileSet
+from asyncckpt.planning.layout import DataLayout
+from asyncckpt.planning.part_plan import PartPlan
+from asyncckpt.planning.replicas import Sample
+from asyncckpt.planning.safetensors_plan import SafetensorsFile, SafetensorsPlan
+from asyncckpt.planning.torch_file_plan import TorchFileContents, TorchFilePlan
+from asyncckpt.ranks.group import Group
 
-StateDict = Mapping[str, Any]
+_Large: TypeAlias = DcpFolder | SafetensorsFile | TorchFileContents
 
-_spec, _local_tensor = attrgetter("_spec"), attrgetter("_local_tensor")
+
+class Contents:
+    """The contents of a save: ``large`` files and folders, and ``small`` files, by name.
+
+    Archives of ``torch.save`` come last among the large files, because the worker completes them. All other large files
+    consist of the trainer's bytes alone. ``pickle_bytes``: the length of the pickle of each archive, in bytes.
+    """
+
+    def __init__(self, kind: str, contents: Mapping[str, Content]) -> None:
+        """Divide the ``contents`` of a set. ``kind``: see ``FileSet``."""
+        self.kind = kind
+        found: dict[type, dict[str, _Large]] = {DcpFolder: {}, SafetensorsFile: {}, TorchFileContents: {}}
+        self.small: dict[str, bytes] = {}
+        for name, content in contents.items():
+            if isinstance(content, bytes):
+                self.small[name] = content
+            else:
+                # A folder keeps the states of its values. The next save of the same set has to ask for them again.
+                found[type(content)][name] = replace(content) if isinstance(content, DcpFolder) else content
+        self.large = {name: content for of_kind in found.values() for name, content in of_kind.items()}
+        self.pickle_bytes = tuple(len(each.pickle) for each in contents.values() if isinstance(each, TorchFileContents))
+
+    @classmethod
+    def of(cls, given: FileSet | DcpFolder | TorchFileContents) -> Contents:
+        """Return the contents of a set, of a state dict, or of a single file. Raises the error of a set that has one.
+
+        Single files with storages of other sizes get memory of their own.
+        """
+        match given:
+            case DcpFolder():
+                return cls("", {"": given})
+            case TorchFileContents():
+                return cls(f"{given.alignment} {hash(tuple(given.sizes))}", {"": given})
+            case FileSet():
+                if given.error is not None:
+                    raise given.error
+                return cls(given.kind, given.contents)
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """A key that is equal for contents that may fit the same plan."""
+        return self.kind, *((name, type(content), content.key) for name, content in self.large.items())
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names that a plan for these contents will have, as far as they are known."""
+        return _names(self.kind, {name: its.names for name, its in self.folders().items()}, self.large)
+
+    def folders(self) -> dict[str, DcpFolder]:
+        """Return the folders of DCP, by name."""
+        return {name: content for name, content in self.large.items() if isinstance(content, DcpFolder)}
+
+
+def _names(kind: str, within: Mapping[str, frozenset[str]], parts: Mapping[str, object]) -> frozenset[str]:
+    """Return the names of the values ``within`` folders, and of all other parts, each with the kind of the set."""
+    start = f"{kind}\0" if kind else ""
+    whole = (f"{start}{name}" for name in parts if name not in within)
+    starts = {folder: f"{start}{folder}/" if folder else start for folder in within}
+    values = (f"{starts[folder]}{name}" for folder, names in within.items() for name in names)
+    return frozenset(chain(whole, values))
+
+
+def make_plan(contents: Contents, group: Group, number: int, assumed: tuple[str, ...]) -> Plan:
+    """Plan a save. All ranks plan the folders of DCP together, and all ranks raise an error of any rank there.
+
+    Args:
+        contents: The contents of this rank.
+        group: The ranks, which all call this.
+        number: The number of the plan: new, and the same on all ranks.
+        assumed: ``Config.assume_unchanged``.
+
+    Raises:
+        UnsavableStateError: A value cannot be saved.
+        RankFailedError, SaveTimeoutError: Another rank failed, or the ranks did not meet in time.
+    """
+    drafts = {name: _draft(its, name, group, assumed) for name, its in contents.folders().items()}
+    make_plans(list(drafts.values()), group, number)
+    parts: dict[str, PartPlan] = {}
+    for name, content in contents.large.items():
+        match content:
+            case DcpFolder():
+                parts[name] = drafts[name].plan
+            case SafetensorsFile():
+                parts[name] = SafetensorsPlan.of(content)
+            case TorchFileContents():
+                parts[name] = TorchFilePlan.of(content)
+    return Plan(number if parts else ANY_PLAN, contents.kind, parts)
+
+
+def restore_plan(
+    contents: Contents, stored: StoredPlan, group: Group, number: int, assumed: tuple[str, ...]
+) -> Plan | None:
+    """Return the plan of a checkpoint for a new state dict, or None if the plan does not fit.
+
+    Args:
+        contents, group, number, assumed: See ``make_plan``.
+        stored: The plan as the checkpoint has it.
+
+    Raises:
+        UnsavableStateError: A value cannot be saved.
+    """
+    match contents.large:
+        case {"": DcpFolder() as folder, **others} if not others:
+            plan = restored_plan(_draft(folder, "", group, assumed), stored, number)
+            return None if plan is None else Plan(number, contents.kind, {"": plan})
+        case _:
+            return None
+
+
+def _draft(folder: DcpFolder, name: str, group: Group, assumed: tuple[str, ...]) -> Draft:
+    return Draft(folder, name, assumed, group.rank, group.world_size)
 
 
 @dataclass
-class CheckpointPlan:
-    """The layout of states of one structure, and the bytes of the files that are the same in every save.
+class Plan:
+    """The layout of saves of one structure.
 
-    ``number`` is the same on all ranks, and unique among plans. ``metadata`` is DCP's metadata on the first rank, and
-    empty on all others. A new plan replaces a plan with the same ``names``.
+    Attributes:
+        number: Unique among plans, and the same on all ranks. ``ANY_PLAN`` if there is no part.
+        kind: See ``FileSet``.
+        parts: The plans of the large files and folders, by name, in the order of the image.
+        copied_ranks: The ranks of other hosts that this rank's worker keeps copies of.
     """
 
     number: int
-    layout: DataLayout
-    objects: StoredObjects
-    fingerprint: Fingerprint
-    values: FlatCapture | PlannerCapture
-    names: frozenset[str]
-    files: Sequence[PlannedFile]
-    replicas: Replicas
-    metadata: bytes = b""
+    kind: str
+    parts: Mapping[str, PartPlan]
     copied_ranks: tuple[CopiedRank, ...] = ()
-    """The ranks of other hosts that this rank's worker keeps copies of."""
-    frozen: frozenset[str] = frozenset()
-    """The names of the parameters that were frozen in modules of the state when the plan was made."""
 
-    def capture(
-        self, state_dict: StateDict, planner: SavePlanner | None = None, *, is_raw: bool = False
-    ) -> Sequence[torch.Tensor]:
-        """Return the caller's own tensors, in the order of the layout, and take the objects into ``objects``.
+    @cached_property
+    def layout(self) -> DataLayout:
+        """The places of the items of all parts in the image."""
+        return DataLayout.joined([part.layout for part in self.parts.values()])
 
-        Args:
-            state_dict: The state dict to save.
-            planner: The user's planner for this save, of the type that made the plan.
-            is_raw: Whether the state dict may still have ``Stateful`` values.
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of all values and files. A new plan replaces a plan with the same names."""
+        return _names(self.kind, {name: part.names for name, part in self.folders().items()}, self.parts)
 
-        Raises:
-            StructureChanged: The plan does not fit the state dict, or the state dict may have ``Stateful`` values.
-            UnsavableStateError: A value cannot be saved.
-        """
-        tensors, objects = self.values.take(state_dict, planner, is_raw=is_raw)
-        self.fingerprint.check(tensors)
-        self.objects.refresh(objects)
-        return tensors
+    def folders(self) -> dict[str, DcpPlan]:
+        """Return the plans of the folders of DCP, by name."""
+        return {name: part for name, part in self.parts.items() if isinstance(part, DcpPlan)}
 
-    def sample(self, state: Callable[[], StateDict], number: int) -> Sample:
-        """Return the digests of the ``state`` that ranks compare in save ``number``."""
-        return Sample(self.replicas.values(state, number))
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a folder of DCP at the top, which a load can read from an image."""
+        return isinstance(self.parts.get(""), DcpPlan)
+
+    @property
+    def devices(self) -> object | None:
+        """See ``Forms.devices``; None: unknown."""
+        return next(iter(self.parts.values())).devices if len(self.parts) == 1 else None
+
+    def capture(self, contents: Contents, *, is_raw: bool = False) -> Sequence[torch.Tensor]:
+        """Return the tensors of all parts, in the order of the layout. See ``PartPlan.capture``."""
+        captured = [self.parts[name].capture(content, is_raw=is_raw) for name, content in contents.large.items()]
+        return captured[0] if len(captured) == 1 else list(chain.from_iterable(captured))
+
+    def is_frozen_as(self, contents: Contents) -> bool:
+        """Return True if the same parameters of modules are frozen as when the plan was made."""
+        return all(contents.folders()[name].frozen == part.frozen for name, part in self.folders().items())
+
+    def sample(self, contents: Contents, number: int) -> Sample:
+        """Return the digests that ranks compare in save ``number``, for the folders that they write together."""
+        found: list[tuple[str, object]] = []
+        for part, content in contents.large.items():
+            values = self.parts[part].replicas(content, number)
+            found += [(f"{part}/{name}" if part else name, value) for name, value in values]
+        return Sample(found)
 
     def note_end(self, *, is_committed: bool) -> None:
         """Note that a save by this plan has ended."""
-        self.replicas.on_end(is_committed=is_committed)
+        for part in self.parts.values():
+            part.note_end(is_committed=is_committed)
+
+    def own_pickles(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the names and bytes of the objects that pickle by code of their own, such as classes and arrays."""
+        return chain.from_iterable(part.objects.own_pickles() for part in self.parts.values())
+
+    def forget_slots(self) -> None:
+        """Note that the slots are in other memory now, which holds no objects."""
+        for part in self.parts.values():
+            part.objects.forget_slots()
+
+    def write_objects(self, slot: int, image: memoryview) -> None:
+        """Write the objects that were captured last into a slot with this ``image``."""
+        begin = 0
+        for part in self.parts.values():
+            end = begin + len(part.layout.objects)
+            part.objects.write(slot, image, self.layout.objects[begin:end])
+            begin = end
 
     def constants(self) -> dict[str, bytes | memoryview]:
-        """Return the files that are the same in every save, by the name of their region in the segment."""
-        constants: dict[str, bytes | memoryview] = {"metadata": self.metadata}
-        for number, file in enumerate(self.files):
-            constants |= {f"index_head {number}": file.index_head, f"spans {number}": memoryview(file.spans).cast("B")}
-        return constants
+        """Return the bytes that are the same in every save, by the name of their region in the segment."""
+        return {
+            f"{number} {constant}": data
+            for number, (name, part) in enumerate(self.parts.items())
+            for constant, data in part.constants(name).items()
+        }
 
-    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> CheckpointLayout:
+    def image_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> ImageLayout:
         """Return the layout of a segment with images at ``slots`` (offsets in bytes), for the worker."""
-        return CheckpointLayout(self.large_files(0, regions), self.layout.nbytes, slots, regions["metadata"])
-
-    def large_files(self, begin: int, regions: Mapping[str, Region]) -> tuple[DataFile, ...]:
-        """Return the data files. The first one begins at ``begin`` of the image, in bytes."""
-        return tuple(
-            DataFile(
-                begin=begin + file.begin,
-                nbytes=file.nbytes,
-                length=file.nbytes,
-                index_head=regions[f"index_head {number}"],
-                spans=regions[f"spans {number}"],
-                number=number,
-                prefix=file.prefix,
-                folder=file.folder,
-                is_frozen=file.is_frozen,
-            )
-            for number, file in enumerate(self.files)
-        )
-
-
-class FlatCapture:
-    """Captures values as DCP's default planner would: compares the structure, then picks the values by position."""
-
-    def __init__(
-        self, state_dict: StateDict, flat: Mapping[str, Any], nested: bool, items: Sequence[WriteItem]
-    ) -> None:
-        """Learn where the values are.
-
-        Args:
-            state_dict: The state that was planned.
-            flat: The values of the state by name, as DCP flattened the state.
-            nested: Whether DCP flattened nested containers.
-            items: The items of this rank's final plan.
-        """
-        self._structure = Structure(state_dict, nested)
-        leaves = self._structure.leaves(state_dict)
-        if len(leaves) != len(flat) or any(one is not other for one, other in zip(leaves, flat.values(), strict=True)):
-            # A mapping may make new values on every access. Then only the names tell the order.
-            keys = leaf_keys(state_dict) if nested else zip(state_dict)
-            if [".".join(map(str, each)) for each in keys] != list(map(str, flat)):
-                raise UnsavableStateError("DCP flattens this state dict in an order of its own: please report this")
-        position = {name: number for number, name in enumerate(flat)}
-        tensor_items, object_items = split_items(items)
-        self.tensor_names = [item.index.fqn for item in tensor_items]
-        tensor_at, object_at = ([position[item.index.fqn] for item in its] for its in (tensor_items, object_items))
-        self._pick_tensors, self._pick_objects = picker(tensor_at), picker(object_at)
-        self._types = list(map(type, leaves))
-        self._opaque_at = {at for at in object_at if isinstance(leaves[at], torch.Tensor)}
-        # DTensors, by position among the tensors. Their local bytes are stored. Their specs belong to the structure.
-        self._sharded = [number for number, at in enumerate(tensor_at) if isinstance(leaves[at], DTensor)]
-        self._pick_sharded = picker(self._sharded)
-        self._specs = [_spec(leaves[tensor_at[number]]) for number in self._sharded]
-        # No value is ``Stateful``. A later state with values of the same types has no ``Stateful`` value either.
-        self._is_stateless = nested and not any(stateful_types(state_dict))
-        self._pick_lists = picker([at for at, leaf in enumerate(leaves) if isinstance(leaf, list)])
-
-    def take(
-        self, state_dict: StateDict, planner: SavePlanner | None, *, is_raw: bool = False
-    ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
-        """Return the tensors and the objects of ``state_dict``, in the order of the layout, not copied.
-
-        Raises ``StructureChanged`` if the state differs from the planned one. With ``is_raw``, raises the same error if
-        a value may be ``Stateful``.
-        """
-        leaves = self._structure.leaves(state_dict)
-        types = list(map(type, leaves))
-        if is_raw and not (self._is_stateless and types == self._types):
-            raise StructureChanged("a value may have a state of its own")
-        if is_raw and any(stateful_types({"lists": list(self._pick_lists(leaves))})):
-            raise StructureChanged("a list has a value that has a state of its own")
-        if types != self._types:
-            self._check_types(types)
-        if not all(is_opaque(leaves[at]) for at in self._opaque_at):
-            raise StructureChanged("a tensor has plain bytes now, and had none")
-        tensors = self._pick_tensors(leaves)
-        if self._sharded:
-            tensors = list(tensors)
-            sharded = self._pick_sharded(tensors)
-            if list(map(_spec, sharded)) != self._specs:  # in C; identical objects are equal without a closer look
-                raise StructureChanged("a DTensor is placed differently")
-            for number, local in zip(self._sharded, map(_local_tensor, sharded), strict=True):
-                tensors[number] = local if type(local) is torch.Tensor else plain_part(local, self.tensor_names[number])
-        return tensors, self._pick_objects(leaves)
-
-    def _check_types(self, types: Sequence[type]) -> None:
-        """Raise ``StructureChanged`` if a tensor changed its type, or an object became a tensor."""
-        for old, new in zip(self._types, types, strict=True):
-            if old is not new and (issubclass(old, torch.Tensor) or issubclass(new, torch.Tensor)):
-                raise StructureChanged(f"a {old.__name__} is now a {new.__name__}")
-
-
-class PlannerCapture:
-    """Captures values by running the planner on every save.
-
-    Used with a user's own planner, and for values that only DCP can divide.
-    """
-
-    def __init__(self, planner: SavePlanner, local: SavePlan, items: Sequence[WriteItem], is_coordinator: bool) -> None:
-        """Keep the plan.
-
-        Args:
-            planner: The planner for saves without a planner of their own.
-            local: The planner's local plan for this rank.
-            items: The items of this rank's final plan.
-            is_coordinator: Whether this is the first rank.
-        """
-        self._planner = planner
-        self._is_coordinator = is_coordinator
-        self._local = local
-        self._tensor_items, self._object_items = split_items(items)
-        self.tensor_names = [item.index.fqn for item in self._tensor_items]
-
-    @without_gc
-    def take(
-        self, state_dict: StateDict, planner: SavePlanner | None, *, is_raw: bool = False
-    ) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
-        """Return the tensors and objects, see ``FlatCapture.take``. ``planner``: the planner of this save, if any."""
-        if is_raw:
-            raise StructureChanged("a value may have a state of its own")
-        planner = planner or self._planner
-        planner.set_up_planner(dict(state_dict), StorageMeta(), self._is_coordinator)
-        local = planner.create_local_plan()
-        if local.items != self._local.items or local.planner_data != self._local.planner_data:
-            raise StructureChanged("the planner plans something else now")
-        tensors = []
-        for item in self._tensor_items:
-            tensor = planner.resolve_data(item)
-            if not isinstance(tensor, torch.Tensor) or has_no_bytes(tensor):
-                raise UnsavableStateError(
-                    f"{item.index.fqn!r} has no plain bytes, and its planner does not say how to save it"
-                )
-            tensors.append(plain_part(tensor.detach(), item.index.fqn))
-        values = []
-        for item in self._object_items:
-            buffer = planner.resolve_data(item)
-            if isinstance(buffer, torch.Tensor):
-                raise UnsavableStateError(
-                    f"the planner planned {item.index.fqn!r} as bytes and resolved it to a tensor"
-                )
-            values.append(Raw(buffer.getbuffer()))
-        return tensors, values
-
-
-def is_opaque(value: object) -> bool:
-    """Return True for a tensor without plain bytes of its own: sparse, quantised, a subclass, or on the meta device."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-        return False
-    return type(value) not in PLAIN or has_no_bytes(value)
-
-
-class Opaque:
-    """A placeholder for a tensor without plain bytes, so that DCP plans the tensor as an object."""
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        """Check the tensor. Raises ``UnsavableStateError`` if ``tensor`` cannot be saved as an object either."""
-        if tensor.device.type == "meta":
-            raise UnsavableStateError(
-                f"{name!r} is on the meta device and has no values to save; materialise it first, or leave it out"
-            )
-        if tensor.is_nested and tensor.layout == torch.strided:
-            raise UnsavableStateError(
-                f"{name!r} is a nested tensor of strided layout, which torch cannot reload; use layout=torch.jagged"
-            )
-
-
-def split_items(items: Sequence[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
-    """Return the items for tensors, and the items for objects."""
-    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
-    return [item for item in items if item.type != WriteItemType.BYTE_IO], objects
+        files: list[LargeFile] = []
+        metadata: list[tuple[str, Region]] = []
+        begin = 0
+        for number, (name, part) in enumerate(self.parts.items()):
+            start = f"{number} "
+            its = {key.removeprefix(start): region for key, region in regions.items() if key.startswith(start)}
+            files += part.files(name, begin, its)
+            if isinstance(part, DcpPlan):
+                metadata.append((name, its["metadata"]))
+            begin += part.layout.nbytes
+        return ImageLayout(tuple(files), self.layout.nbytes, slots, tuple(metadata))

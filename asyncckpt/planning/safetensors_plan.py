@@ -12,7 +12,7 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -20,7 +20,10 @@ import torch
 
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.format.index import Index, Item, spans
+from asyncckpt.format.segment_layout import Region, SafetensorsData
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
+from asyncckpt.planning.objects import StoredObjects
+from asyncckpt.planning.part_plan import PartPlan
 from asyncckpt.planning.structure import PLAIN, Fingerprint, StructureChanged, has_no_bytes
 from asyncckpt.shm.segment import round_up
 
@@ -138,18 +141,32 @@ def lay_out(
 
 
 @dataclass(frozen=True)
-class SafetensorsPlan:
-    """The layout of tensors of one structure, in the order of ``names``. ``length``: the size of the file in bytes."""
+class SafetensorsFile:
+    """A file with ``tensors`` and ``metadata``, as ``safetensors.torch.save_file`` writes it."""
+
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str] | None
+
+    @property
+    def key(self) -> None:
+        """Files of all structures have the same key."""
+
+
+@dataclass
+class SafetensorsPlan(PartPlan):
+    """The layout of tensors of one structure, in the ``order`` of the file, which has ``length`` bytes."""
 
     layout: DataLayout
     length: int
-    names: Sequence[str]
+    order: Sequence[str]
     metadata: Mapping[str, str] | None
     fingerprint: Fingerprint
+    objects: StoredObjects = field(default_factory=lambda: StoredObjects([], []))
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> SafetensorsPlan:
-        """Return the plan for ``tensors``. Raises ``UnsavableStateError`` if ``save_file`` would refuse them."""
+    def of(cls, content: SafetensorsFile) -> SafetensorsPlan:
+        """Return the plan for a file. Raises ``UnsavableStateError`` if ``save_file`` would refuse its tensors."""
+        tensors, metadata = content.tensors, content.metadata
         _check(tensors)
         check_metadata(metadata)
         names = in_order({name: tensor.dtype for name, tensor in tensors.items()})
@@ -161,21 +178,16 @@ class SafetensorsPlan:
         return cls(
             layout=DataLayout(specs, places, [], round_up(length), [(0, header)]),
             length=length,
-            names=list(begins),
+            order=list(begins),
             metadata=None if metadata is None else dict(metadata),
             fingerprint=Fingerprint([tensors[name] for name in begins], []),
         )
 
-    def capture(
-        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
-    ) -> Sequence[torch.Tensor]:
-        """Return the tensors in the order of the file, not copied.
-
-        Raises ``StructureChanged`` if the plan does not fit the tensors or the metadata.
-        """
-        if metadata != self.metadata or tensors.keys() != self._known:
+    def capture(self, content: SafetensorsFile, *, is_raw: bool = False) -> Sequence[torch.Tensor]:
+        tensors = content.tensors
+        if content.metadata != self.metadata or tensors.keys() != self._known:
             raise StructureChanged("other names, or another header")
-        taken = [tensors[name] for name in self.names]
+        taken = [tensors[name] for name in self.order]
         if not PLAIN.issuperset(map(type, taken)):
             raise StructureChanged("what was a tensor is something else")
         self.fingerprint.check(taken)
@@ -183,15 +195,18 @@ class SafetensorsPlan:
 
     @cached_property
     def _known(self) -> Set[str]:
-        return set(self.names)
+        return set(self.order)
 
-    def index(self, file: str) -> tuple[bytes, array[int]]:
-        """Return the head of the index for the name ``file``, and the boundaries of the spans in the file."""
+    def constants(self, name: str) -> dict[str, bytes | memoryview]:
         items = [
-            Item(f"{file}/{spec.name}", "tensor", str(spec.dtype).removeprefix("torch."), *_row(spec, place))
+            Item(f"{name}/{spec.name}", "tensor", str(spec.dtype).removeprefix("torch."), *_row(spec, place))
             for spec, place in zip(self.layout.specs, self.layout.tensors, strict=True)
         ]
-        return Index.head(file, items), spans((item.at for item in items), self.length)
+        bounds: array[int] = spans((item.at for item in items), self.length)
+        return {"index_head": Index.head(name, items), "spans": memoryview(bounds).cast("B")}
+
+    def files(self, name: str, begin: int, regions: Mapping[str, Region]) -> Sequence[SafetensorsData]:
+        return [SafetensorsData(begin, self.layout.nbytes, path=name, length=self.length, **regions)]
 
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:

@@ -74,6 +74,7 @@ def plain_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 Keys: TypeAlias = tuple[Any, ...]
+StateDict: TypeAlias = Mapping[str, Any]
 """The keys and list positions on the path to a leaf. DCP has the same paths, with all keys as text."""
 
 

@@ -12,7 +12,7 @@ import io
 import pickle
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch.serialization import location_tag, normalize_storage_type
 from asyncckpt.errors import UnsavableStateError, unless_interrupt
 from asyncckpt.format.archive import header, lay_out, tail_room
 from asyncckpt.format.index import Index, Item
-from asyncckpt.format.segment_layout import Region, TorchFileLayout
+from asyncckpt.format.segment_layout import ArchiveData, Region
 from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.objects import bytes_to_reserve
+from asyncckpt.planning.part_plan import PartPlan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.shm.segment import round_up
 from asyncckpt.threads import without_gc
@@ -84,9 +85,8 @@ class TorchFileContents:
         self.sizes = [tensor.numel() for tensor in self.tensors]
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """A key that is equal for objects that fit the same plan, unless a pickle is too long."""
-        return (self.alignment, *self.sizes)
+    def key(self) -> None:
+        """Objects of all structures have the same key."""
 
 
 class StoragePickler(pickle.Pickler):
@@ -153,49 +153,39 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 @dataclass
-class TorchFilePlan:
-    """The layout of objects with storages of the same sizes, as ``CheckpointPlan`` is the layout of state dicts."""
+class TorchFilePlan(PartPlan):
+    """The layout of objects with storages of the same ``sizes``, if their pickles fit into the reserved bytes."""
 
-    number: int
     layout: DataLayout
     objects: _StoredPickle
     alignment: int
     sizes: Sequence[int]
-    names: frozenset[str] = frozenset()  # if the pickle needs more reserved bytes, a new plan replaces this one
 
     @classmethod
-    def of(cls, contents: TorchFileContents, number: int) -> TorchFilePlan:
-        """Return the plan for ``contents``, and for other contents with the same ``key``."""
-        alignment, sizes = contents.alignment, contents.sizes
-        objects = _StoredPickle(bytes_to_reserve(len(contents.pickle)))
-        return cls(number, _lay_out(alignment, objects.reserved, sizes), objects, alignment, sizes)
+    def of(cls, content: TorchFileContents) -> TorchFilePlan:
+        """Return the plan for an object, and for other objects with storages of the same sizes."""
+        alignment, sizes = content.alignment, content.sizes
+        objects = _StoredPickle(bytes_to_reserve(len(content.pickle)))
+        return cls(_lay_out(alignment, objects.reserved, sizes), objects, alignment, sizes)
 
-    def capture(self, contents: TorchFileContents) -> Sequence[torch.Tensor]:
-        """Return the tensors of ``contents`` in the order of the layout, and take its pickle into ``objects``.
-
-        Raises ``StructureChanged`` if the storages have other sizes, or the pickle does not fit its reserved bytes.
-        """
-        if contents.key != (self.alignment, *self.sizes):
+    def capture(self, content: TorchFileContents, *, is_raw: bool = False) -> Sequence[torch.Tensor]:
+        if content.alignment != self.alignment or content.sizes != self.sizes:
             raise StructureChanged("there are storages of other sizes")
-        if len(contents.pickle) > self.objects.reserved:
+        if len(content.pickle) > self.objects.reserved:
             raise StructureChanged(f"the pickle does not fit its {self.objects.reserved} bytes")
-        self.objects.pickle = contents.pickle
-        return contents.tensors
+        self.objects.pickle = content.pickle
+        return content.tensors
 
-    def constants(self) -> dict[str, bytes | memoryview]:
-        """Return the bytes that are the same in every save, by the name of their region in the segment."""
-        return {"sizes": memoryview(array("Q", [self.alignment, self.objects.reserved, *self.sizes])).cast("B")}
+    def constants(self, name: str) -> dict[str, bytes | memoryview]:
+        """Return the head of the index, with the records as items, and the sizes (see ``ArchiveData``)."""
+        records = [*(f"data/{number}" for number in range(len(self.sizes))), "data.pkl"]
+        rows = zip(records, [*self.layout.tensors, *self.layout.objects], strict=True)
+        items = [Item(f"{name}/{record}", "record", "", [], [], *place) for record, place in rows]
+        sizes = array("Q", [self.alignment, self.objects.reserved, *self.sizes])
+        return {"index_head": Index.head(name, items), "sizes": memoryview(sizes).cast("B")}
 
-    def segment_layout(self, slots: tuple[int, ...], regions: Mapping[str, Region]) -> TorchFileLayout:
-        """Return the layout of a segment with images at ``slots`` (offsets in bytes), for the worker."""
-        return TorchFileLayout(self.layout.nbytes, slots, **regions)
-
-    def index_head(self, file: str) -> bytes:
-        """Return the head of the file's index, if it has the name ``file`` in a set. The items are the records."""
-        names = [*(f"data/{number}" for number in range(len(self.sizes))), "data.pkl"]
-        places = [*self.layout.tensors, *self.layout.objects]
-        rows = zip(names, places, strict=True)
-        return Index.head(file, [Item(f"{file}/{name}", "record", "", [], [], *place) for name, place in rows])
+    def files(self, name: str, begin: int, regions: Mapping[str, Region]) -> Sequence[ArchiveData]:
+        return [ArchiveData(begin, self.layout.nbytes, path=name, **regions)]
 
 
 @dataclass
@@ -204,6 +194,10 @@ class _StoredPickle:
 
     reserved: int
     pickle: bytes = b""
+
+    def own_pickles(self) -> Iterable[tuple[str, bytes]]:
+        """Return nothing: ``torch.load`` reads the file, and its caller decides what to trust."""
+        return ()
 
     def forget_slots(self) -> None:
         """Do nothing, because every save writes the pickle anew."""

@@ -20,14 +20,12 @@ import torch
 from asyncckpt.devices.kinds import ReadyEvents, first_device
 from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import CheckpointError, OutOfMemoryError, SaveTimeoutError
-from asyncckpt.format.segment_layout import CheckpointLayout, FileSetLayout, Region, TorchFileLayout
+from asyncckpt.format.segment_layout import ImageLayout, Region
 from asyncckpt.format.write_request import COPY_SLOTS, HeldImage
 from asyncckpt.link.api import SessionApi
 from asyncckpt.link.client import WorkerClient
-from asyncckpt.planning.file_set_plan import FileSetPlan
 from asyncckpt.planning.layout import DataLayout
-from asyncckpt.planning.plan import CheckpointPlan
-from asyncckpt.planning.torch_file_plan import TorchFilePlan
+from asyncckpt.planning.plan import Plan
 from asyncckpt.shm.segment import Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, OwnedSlots, PublishedVersion, SlotTable, State
 from asyncckpt.staging.device_copy import Fence, pinned_cuts
@@ -49,11 +47,11 @@ class InheritedMemory:
     """
 
     segment: Segment
-    layout: CheckpointLayout | FileSetLayout | TorchFileLayout
+    layout: ImageLayout
     held: tuple[HeldImage, ...]
     number: int = 0
 
-    def fits(self, layout: CheckpointLayout | FileSetLayout | TorchFileLayout, constants: Constants) -> bool:
+    def fits(self, layout: ImageLayout, constants: Constants) -> bool:
         """Return True if the segment belongs to the same plan: the layout and all constant bytes are equal."""
         if self.number == 0 or self.segment.closed or self.layout != layout:
             return False
@@ -156,9 +154,6 @@ class SlotMemory:
         self.is_coming = False
 
 
-Plan: TypeAlias = CheckpointPlan | FileSetPlan | TorchFilePlan
-
-
 class SlotUser(Protocol):
     """A save that uses a slot, or was the last one to use it."""
 
@@ -209,10 +204,10 @@ class StagingBuffer:
         self.client = client
         self.saves: list[SlotUser | None] = [None] * slots
         self._pinned: PinnedMemory | None = None
-        plan.objects.forget_slots()
+        plan.forget_slots()
         regions, fixed, first = _laid_out(plan)
         *self._offsets, nbytes = (first + number * plan.layout.nbytes for number in range(slots + 1))
-        self.layout = plan.segment_layout(tuple(self._offsets), regions)
+        self.layout = plan.image_layout(tuple(self._offsets), regions)
         taken = slots if taken is None else taken
         adopted = next((each for each in inherited if each.fits(self.layout, fixed)), None)
         try:
@@ -286,7 +281,7 @@ class StagingBuffer:
                 self._memory.take_another()
         elif last != self._by_age[-1] and self._is_free(last) and self._owned.claim(last):
             self.saves[last] = None
-            self.plan.objects.forget_slots()
+            self.plan.forget_slots()
             self._blank.add(last)
             if self._pinned is not None:
                 self._pinned.cut_back(self._offsets[last])
@@ -389,7 +384,7 @@ class StagingBuffer:
             self._write_constants(slot)
         begin = self._offsets[slot]
         image = self.segment.view[begin : begin + self.plan.layout.nbytes]
-        self.plan.objects.write(slot, image, self.plan.layout.objects)
+        self.plan.write_objects(slot, image)
 
     def close(self) -> None:
         """Give the memory back. No save may use it, unless the worker is gone. Safe to call twice."""
@@ -412,7 +407,7 @@ class StagingBuffer:
         return save is None or self.client.saves.is_free(save.number)
 
 
-def copy_bytes(plan: CheckpointPlan) -> int:
+def copy_bytes(plan: Plan) -> int:
     """Return the size of a segment, on another host, for copies of the plan's images."""
     return _laid_out(plan)[2] + COPY_SLOTS * plan.layout.nbytes
 

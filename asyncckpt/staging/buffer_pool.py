@@ -14,10 +14,10 @@ from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.link.api import SessionApi
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.takeover import Takeover
-from asyncckpt.planning.plan import CheckpointPlan
+from asyncckpt.planning.plan import Plan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.save_handle import Save
-from asyncckpt.staging.buffer import InheritedMemory, Plan, StagingBuffer
+from asyncckpt.staging.buffer import InheritedMemory, StagingBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ class BufferPool:
         self.inherited: list[InheritedMemory] = []
 
     def find(
-        self, key: Any, capture: Callable[[Any], Sequence[torch.Tensor]], client: WorkerClient
+        self, key: Any, capture: Callable[[Plan], Sequence[torch.Tensor]], client: WorkerClient
     ) -> tuple[StagingBuffer, Sequence[torch.Tensor]] | None:
         """Find the memory for a state, if the state has a plan.
 
         Args:
-            key: Equal for planners with equal plans, and for files with equal layouts.
+            key: Equal for states that may fit the same plan.
             capture: Returns the tensors of the state for a plan; raises ``StructureChanged`` if the plan does not fit.
             client: The worker.
 
@@ -166,7 +166,7 @@ class BufferPool:
 
     def _keep_copies(self, plan: Plan, client: WorkerClient) -> None:
         """Ask the worker to keep copies of images that ranks on other hosts stage for ``plan``."""
-        if not self._config.replicas or not isinstance(plan, CheckpointPlan):
+        if not self._config.replicas or not plan.has_state:
             return
         plans = (plan.number, *(known.plan.number for known in self.known))
         how = self._config.transport, self._config.replica_rate

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.format.manifest import checksum, checksums_in
-from asyncckpt.format.segment_layout import CheckpointLayout
+from asyncckpt.format.segment_layout import ImageLayout
 from asyncckpt.format.write_request import COPY_SLOTS, CopiedRank, HeldImage
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import OwnedSlots, State
@@ -42,7 +42,7 @@ class Incoming:
         self._owner, self._segment = owner, segment
         first = held.layout.slots[0]
         slots = tuple(first + number * held.layout.data_bytes for number in range(COPY_SLOTS))
-        self.layout: CheckpointLayout = replace(held.layout, slots=slots)
+        self.layout: ImageLayout = replace(held.layout, slots=slots)
         self.memory = owner.memory_of(segment.number)
         self.source, self.slot = held, slot
 
@@ -92,9 +92,9 @@ class Incoming:
 class _Spans:
     """The begin and the end of each span of an image."""
 
-    def __init__(self, memory: memoryview, layout: CheckpointLayout) -> None:
+    def __init__(self, memory: memoryview, layout: ImageLayout) -> None:
         self.begins, self.ends = array("Q"), array("Q")
-        for file in layout.data_files:
+        for file in layout.spanned_files():
             bounds = memory[file.spans.offset : file.spans.offset + file.spans.nbytes].cast("Q").tolist()
             self.begins.extend(file.begin + bound for bound in bounds[:-1])
             self.ends.extend(file.begin + bound for bound in bounds[1:])
@@ -176,7 +176,7 @@ class Copies:
         self._store.hosted(segment.number).slots.take(slot, request.save_id)
         return incoming
 
-    def add(self, segment: _CopySegment, slot: int, layout: CheckpointLayout, held: HeldImage) -> None:
+    def add(self, segment: _CopySegment, slot: int, layout: ImageLayout, held: HeldImage) -> None:
         """Hold a complete image. Called by ``Incoming.finish``."""
         hosted = self._store.hosted(segment.number)
         hosted.describe(layout)

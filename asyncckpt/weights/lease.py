@@ -281,7 +281,7 @@ class _MappedSegment:
             regions = layout.files or (Region(0, image.nbytes),)
             return image, [({}, range(each.offset, each.offset + each.nbytes)) for each in regions]
         if files is None:
-            entries = read_indexes(self._segment.view, layout.published_files(folder))
+            entries = read_indexes(self._segment.view, layout.data_files(layout.metadata[folder][0]))
             files = self._files[folder] = [(entries, range(layout.data_bytes))]
         begin = layout.slots[slot]
         return self._segment, [(entries, range(begin, begin + len(span))) for entries, span in files]

@@ -28,13 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncckpt.config import Config
-from asyncckpt.engine import plan_selection
 from asyncckpt.engine.engine import Engine
 from asyncckpt.format.index import Index
 from asyncckpt.link.api import Rendezvous
+from asyncckpt.planning import plan as planning
+from asyncckpt.planning.dcp_plan import DcpPlan
 from asyncckpt.planning.draft import StoredPlan, make_plans
 from asyncckpt.planning.metadata import StoredPlaces
-from asyncckpt.planning.plan import CheckpointPlan
 from asyncckpt.ranks import group
 from asyncckpt.ranks.rounds import Call, Rounds, pack, round_name
 
@@ -123,7 +123,7 @@ def _first_rank(pipe: Connection, world_size: int, items: int, path: str) -> Non
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    plans: list[CheckpointPlan] = []
+    plans: list[DcpPlan] = []
     with tempfile.TemporaryDirectory() as folder, Engine(Config(timeout=_TIMEOUT_S), alone=True) as engine:
         engine.save(os.path.join(folder, "step"), {"a": torch.zeros(1)}).result()  # run all imports of a first save
 
@@ -136,7 +136,7 @@ def _first_rank(pipe: Connection, world_size: int, items: int, path: str) -> Non
         pipe.send(rendezvous)
         return rendezvous, scope
 
-    setattr(plan_selection, "make_plans", noting)  # noqa: B010
+    setattr(planning, "make_plans", noting)  # noqa: B010
     setattr(group, "from_first", telling)  # noqa: B010
     state = _state(world_size, items)
     for stored in (False, True):
@@ -164,10 +164,10 @@ def _state(world_size: int, items: int) -> dict[str, Any]:
     return {"optimizer": {"state": {"layers": layers}}}
 
 
-def _stored(plan: CheckpointPlan) -> StoredPlan:
+def _stored(plan: DcpPlan) -> StoredPlan:
     """Return the plan as read from the checkpoint that ``plan`` saved."""
     indexes = []
-    for file in plan.files:
+    for file in plan.planned:
         tail = Index.tail(file.nbytes, array("Q", bytes(8 * (len(file.spans) - 1))))
         indexes.append(Index.parse(file.index_head + tail, ""))
     return StoredPlan(_ATTEMPT, indexes, plan.metadata)

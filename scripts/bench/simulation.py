@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.format.manifest import data_name, index_name
-from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
+from asyncckpt.format.segment_layout import DataFile, ImageLayout, Region
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link.api import Rendezvous
 from asyncckpt.ranks import store_connection
@@ -69,7 +69,7 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
         segment.view[PAGE : PAGE + 16] = memoryview(bytes(8) + PAGE.to_bytes(8, "little"))
         small = Region(2 * PAGE, 64)
         file = DataFile(0, PAGE, small, PAGE, bounds, number=0, prefix="")
-        layout = CheckpointLayout((file,), PAGE, (3 * PAGE,), metadata=small)
+        layout = ImageLayout((file,), PAGE, (3 * PAGE,), (("", small),))
         hosted = HostedSegment(segment)
         hosted.layout = layout
         for save in range(1, saves + 1):

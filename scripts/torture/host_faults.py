@@ -171,7 +171,7 @@ def _found(place: Path, host: int) -> Iterable[Takeover]:
 def _flip(takeover: Takeover, image: HeldImage, choice: random.Random) -> bool:
     """Flip some bits of an image. Return whether they belong to the constants of its segment."""
     layout, slot = image.layout, image.request.slot
-    data = [Region(layout.data(slot, file).offset, file.length) for file in layout.data_files if file.length]
+    data = [Region(layout.data(slot, file).offset, file.length) for file in layout.data_files() if file.length]
     constants = [region for region in layout.constants() if region.nbytes]
     in_constants = not data or choice.random() < 0.2
     region = choice.choice(constants if in_constants else data)

@@ -38,7 +38,7 @@ from asyncckpt.extension import storage_for
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.root_lock import LOCK_NAME
 from asyncckpt.link.takeover import is_running
-from asyncckpt.planning.plan import CheckpointPlan
+from asyncckpt.planning.plan import Plan
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.storage.partial import attempt_path
@@ -397,7 +397,7 @@ def test_a_state_that_changes_while_it_is_planned_leaves_no_memory(root: Path, m
     with Checkpointer(root) as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr(StagingBuffer, "close", closing)
-            patch.setattr(CheckpointPlan, "capture", changed)
+            patch.setattr(Plan, "capture", changed)
             with pytest.raises(UnsavableStateError, match="while it is looked at"):
                 checkpointer.save(1, small_state())
         (buffer,) = closed

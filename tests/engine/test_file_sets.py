@@ -35,7 +35,7 @@ from asyncckpt.errors import (
     WorkerDiedError,
 )
 from asyncckpt.extension import Engine, storage_for
-from asyncckpt.planning.file_set import SafetensorsFile
+from asyncckpt.planning.safetensors_plan import SafetensorsFile
 
 
 def check(path: Path, seed: float, beside: Path) -> None:
@@ -65,7 +65,7 @@ def check(path: Path, seed: float, beside: Path) -> None:
 def test_each_file_is_what_its_own_function_would_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine() as engine:
         engine.save(tmp_path / "0", make(0.0)).result(60)
-        monkeypatch.setattr("asyncckpt.engine.plan_selection.make_file_set_plan", None)  # now a new plan would fail
+        monkeypatch.setattr("asyncckpt.engine.plan_selection.make_plan", None)  # now a new plan would fail
         for number in range(1, 4):
             save = engine.save(tmp_path / str(number), make(number))
             assert save.result(60) == str(tmp_path / str(number))

@@ -188,7 +188,7 @@ def two_in_turns(training: Any, folder: Path) -> None:
         for number in range(3):
             for name, its in zip("ab", both, strict=True):
                 its.engine.save_checkpoint(folder / name, str(number))
-            patch.setattr("asyncckpt.engine.plan_selection.make_file_set_plan", None)  # any later plan would fail
+            patch.setattr("asyncckpt.engine.plan_selection.make_plan", None)  # any later plan would fail
     engines.shared.get().wait()
     assert (folder / "a" / "latest").read_text() == (folder / "b" / "latest").read_text() == "2"
 

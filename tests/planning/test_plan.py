@@ -16,9 +16,9 @@ from support.states import same, small_state, zeros_like
 from torch.distributed.checkpoint import state_dict_loader
 
 from asyncckpt import Checkpointer
-from asyncckpt.engine import plan_selection
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.extension import load
+from asyncckpt.planning import dcp_plan
 from asyncckpt.planning.draft import make_plans
 from asyncckpt.planning.structure import stateful_types
 
@@ -38,7 +38,7 @@ def test_a_changed_structure_is_planned_anew(
         planned.append(1)
         make_plans(*args)
 
-    monkeypatch.setattr("asyncckpt.engine.plan_selection.make_plans", counting)
+    monkeypatch.setattr("asyncckpt.planning.plan.make_plans", counting)
     base: dict[str, Any] = {"a": torch.ones(4, 6), "b": {"c": torch.zeros(3), "n": 1}, "list": [1, 2]}
     changes: list[tuple[dict[str, Any], bool]] = [
         ({}, True),
@@ -109,7 +109,7 @@ def test_structures_alternate(checkpointer: Checkpointer, monkeypatch: pytest.Mo
     states = [{f"{name} weight": torch.randn(50)} for name in ("model", "average")]
     for step in range(2):
         checkpointer.save(step, states[step])
-    monkeypatch.setattr("asyncckpt.engine.plan_selection.make_plans", None)  # from here on a new plan would fail
+    monkeypatch.setattr("asyncckpt.planning.plan.make_plans", None)  # from here on a new plan would fail
     for step in range(2, 8):
         states[step % 2][next(iter(states[step % 2]))].fill_(step)
         checkpointer.save(step, states[step % 2])
@@ -214,12 +214,12 @@ def test_a_plain_state_is_not_searched(checkpointer: Checkpointer, monkeypatch: 
         raise AssertionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(plan_selection, "stateful_to_dict", search)
+        patch.setattr(dcp_plan, "stateful_to_dict", search)
         checkpointer.save(2, state).result(60)
         with pytest.raises(AssertionError):
             checkpointer.save(3, {**state, "lists": [[1, 2], [Counter()]]})
     with monkeypatch.context() as patch:
-        patch.setattr(plan_selection, "stateful_to_dict", search)
+        patch.setattr(dcp_plan, "stateful_to_dict", search)
         checkpointer.save(4, state).result(60)
 
 

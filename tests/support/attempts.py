@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncckpt.extension import storage_for
 from asyncckpt.format.index import spans
-from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
+from asyncckpt.format.segment_layout import DataFile, ImageLayout, Region
 from asyncckpt.format.write_request import Existing, WriteRequest
 from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.segment import Segment
@@ -31,7 +31,7 @@ def request_for(tmp_path: Path, existing: Existing = "refuse") -> WriteRequest:
     return WriteRequest(1, 1, 0, str(tmp_path / "root" / "final"), "attempt", 5, 0, 1, existing, None, False, 60.0)
 
 
-def checkpoint_image(segment: Segment) -> CheckpointLayout:
+def checkpoint_image(segment: Segment) -> ImageLayout:
     """Make an image of two pages, with constants before it. Return its layout."""
     bounds = spans([0, 100], 2 * PAGE)
     words = memoryview(bounds).cast("B")
@@ -41,4 +41,4 @@ def checkpoint_image(segment: Segment) -> CheckpointLayout:
     segment.view[2 * PAGE : 4 * PAGE] = os.urandom(2 * PAGE)
     head, spans_ = Region(PAGE + 64, 4), Region(PAGE + 128, len(words))
     file = DataFile(0, 2 * PAGE, head, 2 * PAGE, spans_, number=0, prefix="")
-    return CheckpointLayout((file,), 2 * PAGE, (2 * PAGE,), metadata=Region(PAGE, 4))
+    return ImageLayout((file,), 2 * PAGE, (2 * PAGE,), (("", Region(PAGE, 4)),))

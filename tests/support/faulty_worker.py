@@ -43,7 +43,7 @@ from asyncckpt.storage.file_system import translated
 from asyncckpt.storage.history import prune
 from asyncckpt.worker import __main__ as worker
 from asyncckpt.worker import saves
-from asyncckpt.worker.attempt import FolderAttempt
+from asyncckpt.worker.attempt import Attempt
 
 # This file is run as a script, also by trainers that do not have the tests on their path.
 sys.path.append(str(Path(__file__).parent.parent))
@@ -110,9 +110,9 @@ class FaultyRounds(rounds.Rounds):
 class FaultyAttempt:
     """Attempts of the first rank. It reports to itself, without a connection."""
 
-    real_seal = FolderAttempt.seal
+    real_seal = Attempt.seal
 
-    def seal(self: FolderAttempt) -> bytes:  # type: ignore[misc]
+    def seal(self: Attempt) -> bytes:  # type: ignore[misc]
         report = FaultyAttempt.real_seal(self)
         if self.request.rank == 0:
             with contextlib.suppress(errors.WorkerDiedError):
@@ -145,6 +145,6 @@ if __name__ == "__main__":
     faulty = lambda path, **options: FaultyStorage(storage_for(path, **options), reach)  # noqa: E731
     setattr(worker, "storage_for", faulty)  # noqa: B010
     setattr(saves, "Rounds", FaultyRounds)  # noqa: B010
-    setattr(FolderAttempt, "seal", FaultyAttempt.seal)  # noqa: B010
+    setattr(Attempt, "seal", FaultyAttempt.seal)  # noqa: B010
     setattr(saves, "prune", faulty_prune)  # noqa: B010
     sys.exit(worker.main(sys.argv[2:]))

@@ -43,7 +43,7 @@ def damage_images(folder: Path, host: int, step: int, which: str, monkeypatch: p
             of_step = [each for each in images if each.request.step == step]
             assert of_step
             for held in of_step:
-                file = held.layout.data_files[0]
+                file = held.layout.data_files()[0]
                 at = held.layout.data(held.request.slot, file).offset + file.length // 2
                 takeover.segments[held.request.segment].view[at] ^= 1
 

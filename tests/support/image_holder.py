@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncckpt.format.segment_layout import CheckpointLayout, DataFile, Region
+from asyncckpt.format.segment_layout import DataFile, ImageLayout, Region
 from asyncckpt.format.write_request import COPY_SLOTS, ImageKey, WriteRequest
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import State
@@ -57,7 +57,7 @@ def lay_out(store: SegmentStore, nbytes: int, slots: int) -> int:
         segment.view[begin : begin + nbytes] = image_bytes(nbytes)
     spans = Region(constants[1], len(words))
     file = DataFile(0, nbytes, Region(constants[0] + 4, 4), nbytes, spans, number=0, prefix="")
-    store.hosted(number).describe(CheckpointLayout((file,), nbytes, begins, Region(constants[0], 8)))
+    store.hosted(number).describe(ImageLayout((file,), nbytes, begins, (("", Region(constants[0], 8)),)))
     return number
 
 

@@ -9,4 +9,4 @@ from asyncckpt.planning.draft import make_plans
 
 def counting_plans() -> mock._patch[mock.MagicMock]:
     """Return a patch that counts the calls of ``make_plans``, and still calls it."""
-    return mock.patch("asyncckpt.engine.plan_selection.make_plans", wraps=make_plans)
+    return mock.patch("asyncckpt.planning.plan.make_plans", wraps=make_plans)
