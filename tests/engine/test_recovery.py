@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.checkpoints import complete_steps, step_folder, verify
 from support.ranks import alone, say
-from support.recovery import NUMBERS, empty, is_of, source, train
+from support.recovery import NUMBERS, archive, empty, is_of, mixed, source, train
 from support.workers import Faulty
 
 from asyncckpt import Checkpointer
@@ -56,6 +56,41 @@ def test_the_next_trainer_loads_from_memory(root: Path, death: str) -> None:
         assert checkpointer.load(state := empty()) == 3 and is_of(state, 3)
         assert source(checkpointer) == "storage"
     assert complete_steps(str(root)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("death", ["kill", "staged"])
+def test_a_set_with_a_state_at_its_top_is_loaded_from_memory(root: Path, death: str) -> None:
+    worker = train(root, 2, death, files=mixed)
+    with Checkpointer(root) as checkpointer:
+        for step in (2, 1):
+            assert checkpointer.load(state := empty(), step) == step
+            assert source(checkpointer) == "memory" and is_of(state, step)
+        checkpointer.prepare(mixed(state))
+        now = checkpointer._engine.worker
+        assert now is not None and worker is not None and now.pid == worker.pid
+        assert checkpointer.load(state := empty()) == 2 and source(checkpointer) == "memory" and is_of(state, 2)
+        state["w"].fill_(3)
+        state["step"] = 3
+        checkpointer.save(3, mixed(state)).result(60)
+        assert complete_steps(str(root)) == [1, 2, 3]
+    for step in (1, 2, 3):
+        path = step_folder(str(root), step)
+        assert not verify(path).damages
+        assert is_of(torch.load(f"{path}/model/state.pt"), step)
+
+
+def test_damage_of_a_set_in_memory_is_found(root: Path) -> None:
+    train(root, 2, files=mixed)
+    takeover = Takeover.find(endpoint_name(f"{os.path.realpath(root)}\n", 0), 30)
+    assert takeover is not None
+    with takeover:
+        for held in takeover.images:
+            (file,) = held.layout.data_files()
+            place = held.layout.data(held.request.slot, file).offset + file.length // 2
+            takeover.segments[held.request.segment].view[place] ^= 1
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert source(checkpointer) == "storage"
 
 
 _RELATIVE = """
@@ -210,7 +245,7 @@ def test_a_set_of_files_that_the_worker_still_writes_is_waited_for(
 ) -> None:
     """Only the worker holds the set."""
     monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
-    train(root, 1, "staged", "write:hold", as_files=True)
+    train(root, 1, "staged", "write:hold", files=archive)
     attach = Takeover.attach
 
     def attach_soon(found: Takeover, options: WorkerOptions, _: float, longest: float) -> WorkerProcess | None:

@@ -6,8 +6,9 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import torch
@@ -23,9 +24,10 @@ from support.workers import FAULTY
 
 NUMBERS = 3_000_000
 """The number of elements of the state's tensor."""
+Files: TypeAlias = Callable[[dict[str, Any]], FileSet]
 
 
-def _train(root: str, last: int, death: str, fault: str, linger: float, as_files: bool, slots: int | None) -> None:
+def _train(root: str, last: int, death: str, fault: str, linger: float, slots: int | None, files: Files | None) -> None:
     if fault:
         real = worker_process.command()
         script = FAULTY
@@ -37,7 +39,7 @@ def _train(root: str, last: int, death: str, fault: str, linger: float, as_files
         state["step"] = step
         if death == "staging" and step == last:
             staging.SlotStager.copy = _half_a_copy  # type: ignore[method-assign]
-        save = checkpointer.save(step, _files(state) if as_files else state)
+        save = checkpointer.save(step, state if files is None else files(state))
         if death != "staged" or step < last:
             with contextlib.suppress(StorageError):
                 save.result(60)
@@ -53,9 +55,21 @@ def _train(root: str, last: int, death: str, fault: str, linger: float, as_files
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _files(state: dict[str, Any]) -> FileSet:
+def archive(state: dict[str, Any]) -> FileSet:
+    """Return a set of one file."""
     files = FileSet()
     files.add_torch_file("state.pt", state)
+    return files
+
+
+def mixed(state: dict[str, Any]) -> FileSet:
+    """Return a set with files of all kinds. The state is a folder of DCP at the top, but not the first folder."""
+    files = FileSet()
+    files.add_torch_file("model/state.pt", state)
+    files.add_safetensors("model/model.safetensors", {"w": state["w"]})
+    files.add_dcp_folder("optimizer", {"moment": state["w"] + 1})
+    files.add_dcp_folder("", state)
+    files.add_bytes("model/config.json", b"{}")
     return files
 
 
@@ -75,11 +89,14 @@ def train(
     fault: str = "",
     linger: float = 600.0,
     *,
-    as_files: bool = False,
     slots: int | None = 2,
+    files: Files | None = None,
 ) -> psutil.Process | None:
-    """Save the steps up to ``last`` in a trainer that then dies. Return its worker, or None if the worker is gone."""
-    code, worker = alone(_train, str(root), last, death, fault, linger, as_files, slots)
+    """Save the steps up to ``last`` in a trainer that then dies. Return its worker, or None if the worker is gone.
+
+    ``files``: returns the set of files to save in the place of a state.
+    """
+    code, worker = alone(_train, str(root), last, death, fault, linger, slots, files)
     assert code == {"raise": 1, "close": 0}.get(death, -signal.SIGKILL)
     try:
         return psutil.Process(worker) if worker is not None else None
