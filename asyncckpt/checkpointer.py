@@ -24,7 +24,6 @@ from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
 from asyncckpt.interval import Advice, parse_duration
 from asyncckpt.link.api import Claim, SessionApi
-from asyncckpt.loading.load import load
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.structure import StateDict
@@ -212,10 +211,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             MismatchError, UntrustedValueError: The state does not fit the checkpoint, or a value could run code.
         """
         self._engine.check_open()
-        ranks, shows = self._process_group, self.config.progress
-        options: dict[str, Any] = {"verify": verify, "weights_only": weights_only, "strict": strict, "progress": shows}
-        fill = partial(load, state_dict, process_group=ranks, **options)
-        self.loaded = self._loads.load(fill, step, memory=memory, fallback=fallback)
+        options: dict[str, Any] = {"verify": verify, "weights_only": weights_only, "strict": strict}
+        self.loaded = self._loads.load(state_dict, step, memory=memory, fallback=fallback, **options)
         return self.loaded.step
 
     def steps(self) -> list[int]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 
 from asyncckpt.devices.kinds import wait_for as wait_for_device
 from asyncckpt.engine.engine import Engine
@@ -27,7 +26,7 @@ from asyncckpt.link.root_lock import check_job
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.loading.dcp_reader import CheckpointReader, load_by_dcp
 from asyncckpt.loading.load import Filled, load
-from asyncckpt.loading.memory_source import HeldAttempt, chosen_source, find_images, load_image
+from asyncckpt.loading.memory_source import HeldAttempt, MemorySource, find_images, held_candidates
 from asyncckpt.loading.source import StorageSource, is_stock, wait_for_attempts
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.publication import job_of_checkpoints
@@ -67,11 +66,11 @@ __all__ = [
     "from_first",
     "gather",
     "give_up",
+    "held_checkpoints",
     "job_of_checkpoints",
     "is_stock",
     "load",
     "load_by_dcp",
-    "load_held",
     "on_all",
     "replace_or_set_aside",
     "shared_memory",
@@ -96,41 +95,35 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     return absolute(path)
 
 
-def load_held(
-    engine: Engine,
-    choose: Callable[[Sequence[HeldAttempt]], HeldAttempt | None],
-    fill: Callable[..., None],
-) -> int | None:
-    """Load a checkpoint that the workers of dead trainers hold in memory, the same one on all ranks.
+def held_checkpoints(
+    engine: Engine, choose: Callable[[Sequence[HeldAttempt]], HeldAttempt | None]
+) -> Iterator[MemorySource]:
+    """Yield the checkpoints to load from the memory of dead trainers' workers, until one is loaded.
+
+    All ranks get the same checkpoints, and load each within ``with held.tried(), held.opened() as source``. Give
+    ``held.path`` and the ``source`` to ``load``. After an error that shows a checkpoint to be unreadable, the next
+    checkpoint is another copy of it, or an older step.
 
     Args:
         engine: The engine that saves. Workers are found by its ``job``.
         choose: Called on the first rank with the attempts that have the images of all ranks, the newest first. Each
             attempt has the ``request`` of its save (path, step, attempt), and whether the save is ``committed``.
             Returns the attempt to load, or None.
-        fill: Loads the checkpoint. Its arguments are the path and the ``source`` for ``load``.
-
-    Returns:
-        The step that was loaded; None if memory has no such checkpoint, and nothing was loaded.
 
     Raises:
-        CheckpointError: As ``choose`` and ``fill`` raise.
+        CheckpointError: As ``choose`` raises.
     """
     if engine.job is None:
-        return None
+        return
     try:
         memory = engine.held()
     except CheckpointError as error:
         logger.warning("not loaded from memory: %s", error)
         memory = None
     images = find_images(engine.job, memory, engine.config.address)
-    source = chosen_source(
+    yield from held_candidates(
         images, lambda found: choose([each for each in found.attempts() if each.is_whole]), engine.config.transport
     )
-    if source is None:
-        return None
-    with closing(source):
-        return source.request.step if load_image(fill, source) else None
 
 
 def shared_memory(nbytes: int, purpose: str, hint: str) -> Segment:

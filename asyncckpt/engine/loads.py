@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
@@ -15,16 +14,15 @@ from asyncckpt.errors import CheckpointError, ClosedError, interrupts_as_they_ar
 from asyncckpt.events import Event
 from asyncckpt.link.root_lock import check_job
 from asyncckpt.loading.image_files import HeldImages
-from asyncckpt.loading.load import Filled, read_plan
+from asyncckpt.loading.load import Filled, load, read_plan
 from asyncckpt.loading.memory_source import (
     FoundImages,
     MemorySource,
     choose_in_memory,
-    chosen_source,
     find_images,
-    load_image,
+    held_candidates,
 )
-from asyncckpt.loading.source import Source
+from asyncckpt.loading.source import Candidate
 from asyncckpt.loading.tiers import Tiers
 from asyncckpt.ranks.collectives import check_same, from_first, on_all, rank_of
 from asyncckpt.ranks.rounds import Call
@@ -76,20 +74,22 @@ class Loads:
         self.origin: Origin | None = None
         """The point where this run continues; None: the run has loaded nothing."""
 
-    def load(self, fill: Callable[..., Filled], step: SupportsIndex | None, *, memory: bool, fallback: bool) -> Loaded:
-        """Load a checkpoint.
-
-        Args:
-            fill: Loads the checkpoint in a folder, or from a ``source``.
-            step: The step; None: the newest.
-            memory, fallback: See ``Checkpointer.load``.
-
-        Raises:
-            CheckpointError: As ``Checkpointer.load``.
-        """
+    def load(
+        self,
+        state_dict: dict[str, Any],
+        step: SupportsIndex | None,
+        *,
+        memory: bool,
+        fallback: bool,
+        verify: bool,
+        weights_only: bool,
+        strict: bool,
+    ) -> Loaded:
+        """Load a checkpoint. For the arguments and the errors see ``Checkpointer.load``."""
         begun = time.perf_counter()
         about: dict[str, Any] = {"rank": rank_of(self._ranks), "path": self._tiers.root}
         number = None if step is None else whole_number(step, "step")
+        fill = partial(load, state_dict, verify=verify, weights_only=weights_only, strict=strict)
         try:
             with interrupts_as_they_are():
                 # With overlap, a save may still be copying the tensors that the load is about to fill.
@@ -108,37 +108,40 @@ class Loads:
     def latest(self) -> int | None:
         """Return the step that ``load`` would load, or None."""
         self._check_local()
-        if (images := self._images()) is not None and (found := self._chosen(images, None)) is not None:
-            found.close()
-            return found.request.step
+        if (images := self._images()) is not None:
+            held = from_first(lambda: choose_in_memory(self._tiers.roots, None, images), self._ranks)
+            if held is not None:
+                return held.request.step
         return from_first(partial(self._tiers.newest, self._engine.config.timeout), self._ranks)
 
     def _load(
         self, fill: Callable[..., Filled], step: int | None, begun: float, *, memory: bool, fallback: bool
     ) -> Loaded:
-        filled = Filled()
+        """Find a checkpoint, open it, fill the state, and remember the plan for the next save."""
+        config = self._engine.config
         self._engine.plan_as(lambda: None)
-
-        def counted(path: str, source: Source | None = None) -> None:
-            nonlocal filled
-            filled = fill(path, source=source, on_loaded=planned)
-
-        def planned(source: Source | None) -> None:
-            self._engine.plan_as(partial(read_plan, source, rank_of(self._ranks)))
-
-        source: Literal["memory", "local", "storage"] = "memory"
-        found, nbytes_from, began = None, dict[str, int](), None
         images = self._images() if memory else None
-        if images is not None and (held := self._chosen(images, step)) is not None:
-            with closing(held):
-                if load_image(counted, held):
-                    found, nbytes_from, began = held.request.step, held.nbytes_from(), held.request.began
-        if found is None:
-            found, source = self._tiers.load(counted, step, self._engine.config.timeout, self._ranks, fallback=fallback)
+        for found in self._candidates(images, step, fallback=fallback):
+            with found.tried(), found.opened() as source:
+                filled = fill(found.path, source=source, process_group=self._ranks, progress=config.progress)
+                self._engine.plan_as(partial(read_plan, source, rank_of(self._ranks)))
+                nbytes_from = found.nbytes_from()
         goes_back = step is not None or fallback
-        self.origin = from_first(partial(self._origin, found, images, began, goes_back=goes_back), self._ranks)
+        began = found.request.began if isinstance(found, MemorySource) else None
+        self.origin = from_first(partial(self._origin, found.step, images, began, goes_back=goes_back), self._ranks)
         seconds = time.perf_counter() - begun
-        return Loaded(found, source, seconds, filled.nbytes, nbytes_from, filled.missing, filled.unexpected)
+        return Loaded(found.step, found.tier, seconds, filled.nbytes, nbytes_from, filled.missing, filled.unexpected)
+
+    def _candidates(self, images: FoundImages | None, step: int | None, *, fallback: bool) -> Iterator[Candidate]:
+        """Yield the checkpoints to try, until one is loaded. Raises if none is."""
+        config = self._engine.config
+        if images is not None:
+            choose = partial(choose_in_memory, self._tiers.roots, step)
+            for held in held_candidates(images, choose, config.transport, self._ranks):
+                yield held
+                if held.is_loaded:
+                    return
+        yield from self._tiers.candidates(step, config.timeout, self._ranks, fallback=fallback)
 
     def _origin(self, step: int, images: FoundImages | None, began: float | None, *, goes_back: bool) -> Origin:
         """Return the origin of a run that has loaded ``step``, when workers held ``images``. First rank only."""
@@ -160,11 +163,6 @@ class Loads:
         """Return the images that the workers of dead trainers hold; None: the engine has no job to find workers by."""
         config, job = self._engine.config, self._engine.job
         return None if job is None else find_images(job, self._held(), config.address, self._ranks)
-
-    def _chosen(self, images: FoundImages, step: int | None) -> MemorySource | None:
-        """Return the checkpoint to load from memory, the same on all ranks, or None. The caller closes it."""
-        choose = partial(choose_in_memory, self._tiers.roots, step)
-        return chosen_source(images, choose, self._engine.config.transport, self._ranks)
 
     def _held(self) -> HeldImages | None:
         try:

@@ -75,7 +75,6 @@ def load(
     progress: bool = False,
     warns: bool = True,
     strict: bool = True,
-    on_loaded: Callable[[Source | None], object] = lambda source: None,
 ) -> Filled:
     """Load a checkpoint into ``state_dict``, in place, as ``torch.distributed.checkpoint.load`` does.
 
@@ -84,7 +83,7 @@ def load(
 
     Args:
         state_dict: The state to load; its tensors have the shapes to fill.
-        path, source: The folder of the checkpoint. If there is a ``source``, the load reads the source instead, and
+        path, source: The folder of the checkpoint. If there is an open ``source``, the load reads the source, and
             ``path`` is for errors.
         planner: The DCP planner to use; None: the default planner, if a plan is needed at all.
         verify: Check all bytes while they are copied. After an error, parts of ``state_dict`` may have bad bytes.
@@ -94,8 +93,6 @@ def load(
         progress, warns: Whether to show a bar on the terminal; whether to warn about values that were not requested,
             such as the state of a fresh optimizer.
         strict: Raise if the checkpoint lacks a value. With False, the value stays unchanged.
-        on_loaded: Called after the load with the source, while its files are open; with None if the checkpoint is of
-            stock DCP.
 
     Raises:
         CheckpointNotFoundError, StorageError, DamagedCheckpointError: There is no checkpoint, it cannot be read, or it
@@ -112,7 +109,7 @@ def load(
     per_rank = per_rank_values(state_dict)
     with contextlib.ExitStack() as held, _as_ours(path, ranks):
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and is_first(None)))
-        source = source or _open_on_all(path, held, ranks)
+        source = source or held.enter_context(opened(path, ranks))
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
         states = _states(state_dict, per_rank, open_reader, held, ranks)
         increment_version(list(_dtensors(states)))
@@ -125,7 +122,6 @@ def load(
             planner = planner or checking
             load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
             names = checking.missing, checking.unexpected
-        on_loaded(source)
     give_states(state_dict, states)
     return Filled(bar.nbytes, *map(tuple, names))
 
@@ -171,25 +167,29 @@ def _states(
     return on_all(lambda: dict(stateful_to_dict({key: state_dict[key] for key in keys})), ranks)
 
 
-def _open_on_all(path: str, held: contextlib.ExitStack, ranks: Any) -> Source | None:
-    """Open the checkpoint ``path``, and protect it against removal until ``held`` ends; None: stock DCP wrote it.
+@contextlib.contextmanager
+def opened(path: str, ranks: Any) -> Iterator[Source | None]:
+    """Open the checkpoint ``path`` on all ranks, and protect it against removal; None: stock DCP wrote it.
 
     If only some ranks find the checkpoint, wait for the others: a network file system may show a new name late.
     """
 
-    def opened() -> Source | None:
+    def here() -> Source | None:
         held.enter_context(storage_for(path).reading(path))
         return None if is_stock(path) else StorageSource(path)
 
     deadline = time.monotonic() + ANSWER_S
-    while True:
-        try:
-            return on_all(opened, ranks)
-        except CheckpointNotFoundError:
-            is_awaited = time.monotonic() < deadline and stands_there(path, "") != "none"
-            if not any(gather(is_awaited, ranks)):
-                raise
-            time.sleep(_LATE_POLL_S)
+    with contextlib.ExitStack() as held:
+        while True:
+            try:
+                source = on_all(here, ranks)
+                break
+            except CheckpointNotFoundError:
+                is_awaited = time.monotonic() < deadline and stands_there(path, "") != "none"
+                if not any(gather(is_awaited, ranks)):
+                    raise
+                time.sleep(_LATE_POLL_S)
+        yield source
 
 
 def _open_reader(path: str, source: Source | None, bar: Progress, verify: bool, weights_only: bool) -> StorageReader:

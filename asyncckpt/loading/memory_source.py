@@ -20,7 +20,6 @@ from asyncckpt.errors import (
     DamagedCheckpointError,
     FormatError,
     MismatchError,
-    StorageError,
     unless_interrupt,
 )
 from asyncckpt.format.manifest import place_of_data
@@ -31,7 +30,7 @@ from asyncckpt.link.endpoint import endpoint_names, endpoint_scope
 from asyncckpt.link.takeover import ReaderClient, is_running
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.image_files import FetchedImage, HeldImages, ImageFiles, MappedImage
-from asyncckpt.loading.source import StorageSource
+from asyncckpt.loading.source import Candidate, StorageSource
 from asyncckpt.ranks.collectives import from_first, gather, gather_to_first, rank_of
 from asyncckpt.ranks.group import own_address
 from asyncckpt.shm.slots import Readers, lease
@@ -225,13 +224,15 @@ _MOST_LOOKS = 100
 BytesFrom = Literal["memory", "peer", "storage"]
 
 
-def chosen_source(
+def held_candidates(
     found: FoundImages,
     choose: Callable[[FoundImages], HeldAttempt | None],
     transport: str,
     ranks: ProcessGroup | None = None,
-) -> MemorySource | None:
-    """Return the checkpoint to load from memory, the same on all ranks; None: there is none. The caller closes it.
+) -> Iterator[MemorySource]:
+    """Yield the checkpoints to try in memory, one after the other, the same on all ranks, until one is loaded.
+
+    If an image is damaged or unreachable, the next one is another copy of the same checkpoint, or an older step.
 
     Args:
         found: The images that are held.
@@ -240,34 +241,19 @@ def chosen_source(
         ranks: The ranks that load together; None: the whole job.
     """
     attempt = from_first(lambda: choose(found), ranks)
-    return None if attempt is None else MemorySource(found, attempt, choose, transport, ranks)
-
-
-def load_image(fill: Callable[..., None], source: MemorySource) -> bool:
-    """Load the checkpoint ``source``. Return True if the load succeeded. The result is the same on all ranks.
-
-    If an image is damaged or unreachable, try another copy, or an older step. ``source`` changes to that checkpoint.
-
-    ``fill``: loads the checkpoint at a path from its ``source``.
-    """
-    expected: tuple[type[CheckpointError], ...] = (
-        CheckpointNotFoundError,
-        DamagedCheckpointError,
-        FormatError,
-        StorageError,
-    )
-    while True:
-        try:
-            source.prepare()
-            fill(source.request.path, source=source)
-            return True
-        except expected as error:
-            words = str(error)  # keep only the text, because the error has references to the memory
-        if not source.choose_again():
-            logger.warning("not loaded from memory: %s", words)
-            return False
-        logger.warning("step %s is loaded from what else is held, for: %s", source.request.step, words)
-        expected = (*expected, MismatchError)  # the caller prepared the state for the first checkpoint
+    if attempt is None:
+        return
+    with closing(MemorySource(found, attempt, choose, transport, ranks)) as source:
+        while True:
+            yield source
+            if source.is_loaded:
+                return
+            words = str(source.failure)
+            source.failure = None  # the error has references to the memory
+            if not source.choose_again():
+                logger.warning("not loaded from memory: %s", words)
+                return
+            logger.warning("step %s is loaded from what else is held, for: %s", source.step, words)
 
 
 def choose_in_memory(roots: Sequence[str], step: int | None, found: FoundImages) -> HeldAttempt | None:
@@ -325,7 +311,7 @@ def _is_newer(request: WriteRequest, newest: StoredStep | None) -> bool:
     return newest.created is not None and newest.created <= request.since  # the training had gone back before that step
 
 
-class MemorySource:
+class MemorySource(Candidate):
     """One checkpoint in the memory of workers.
 
     Parts that a worker on this host holds are read in place; parts on other hosts are fetched. If no worker holds a
@@ -349,8 +335,8 @@ class MemorySource:
             transport: The kind of transport for bytes of other hosts.
             ranks: The ranks that load together; None: the whole job.
         """
-        self.request = attempt.request
-        self._found, self._places, self._choose = found, attempt.places, choose
+        self._become(attempt)
+        self._found, self._choose = found, choose
         self._transport, self._ranks = transport, ranks
         self._images: dict[int, ImageFiles | None] = {}
         self._origins: dict[int, Unusable] = {}  # by rank: excludes the rank's open image if reading it fails
@@ -360,19 +346,24 @@ class MemorySource:
         self._metadata = b""
         self._opened: list[tuple[BytesFrom, ChecksummedFile]] = []
 
-    @property
-    def attempt(self) -> str:
-        return self.request.attempt
+    tier = "memory"
+    _expected = (*Candidate._expected, FormatError)
 
-    def prepare(self) -> None:
+    def _become(self, attempt: HeldAttempt) -> None:
+        self.request, self._places = attempt.request, attempt.places
+        self.attempt, self.path, self.step = self.request.attempt, self.request.path, self.request.step or 0
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[MemorySource]:
         """Read the metadata of the checkpoint. All ranks call this together. Raises as ``open``."""
         self._metadata = from_first(self._first_metadata, self._ranks)
+        yield self
 
     def choose_again(self) -> bool:
         """Exclude the images that some rank could not load, and choose again. All ranks call this together.
 
         Return True if another checkpoint, or another copy of this checkpoint, is left. This source then changes to that
-        checkpoint; call ``prepare`` next.
+        checkpoint. Its trial may find that the state does not fit, because the caller prepared it for the first one.
         """
         for rank, origin in self._origins.items():
             image = self._images.get(rank)
@@ -386,7 +377,9 @@ class MemorySource:
         attempt = from_first(lambda: self._choose(self._found), self._ranks)
         if attempt is None:
             return False
-        self.request, self._places, self._opened = attempt.request, attempt.places, []
+        self._become(attempt)
+        self._opened = []
+        self._expected = (*MemorySource._expected, MismatchError)
         return True
 
     def metadata(self) -> bytes:

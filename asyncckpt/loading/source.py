@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
@@ -215,6 +216,45 @@ class Source(Protocol):
 
     def open(self, name: str) -> ChecksummedFile:
         """Open the data file ``name``. The caller has to close it."""
+
+
+class Candidate(ABC):
+    """A checkpoint that a load tries: ``with candidate.tried(), candidate.opened() as source``.
+
+    All ranks try the same checkpoint together.
+
+    Attributes:
+        step: The step.
+        path: The folder of the checkpoint in storage.
+        tier: Where the checkpoint is: the memory of workers, the folder in ``Config.local_root``, or the root.
+        is_loaded: Whether the last trial raised no error.
+        failure: Otherwise its error.
+    """
+
+    step: int
+    path: str
+    tier: Literal["memory", "local", "storage"]
+    is_loaded = False
+    failure: CheckpointError | None = None
+    _expected: tuple[type[CheckpointError], ...] = (CheckpointNotFoundError, DamagedCheckpointError, StorageError)
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Note whether the body loads the checkpoint. An error that shows the checkpoint to be unreadable ends here."""
+        self.is_loaded, self.failure = False, None
+        try:
+            yield
+            self.is_loaded = True
+        except self._expected as error:
+            self.failure = error
+
+    @abstractmethod
+    def opened(self) -> AbstractContextManager[Source | None]:
+        """Open the checkpoint on all ranks. None: stock DCP wrote it. Raises an error of any rank on all ranks."""
+
+    def nbytes_from(self) -> dict[str, int]:
+        """Return the bytes read from each kind of memory, if there are several."""
+        return {}
 
 
 class StorageSource:

@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from xxhash import xxh3_64_hexdigest
 
-from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.loading.source import check_root, find_step, read_manifest, settled_step, stands_there
+from asyncckpt.loading.load import opened
+from asyncckpt.loading.source import (
+    Candidate,
+    Source,
+    check_root,
+    find_step,
+    read_manifest,
+    settled_step,
+    stands_there,
+)
 from asyncckpt.ranks.collectives import from_first
 from asyncckpt.storage import absolute, complete_steps, is_address, set_aside, step_folder
 from asyncckpt.storage.file_system import make_folder
@@ -84,51 +94,56 @@ class Tiers:
         """
         return origin_of(step, *self.roots, unfinished=unfinished, goes_back=goes_back, began=began)
 
-    def load(
-        self,
-        fill: Callable[[str], None],
-        step: int | None,
-        timeout: float,
-        ranks: ProcessGroup | None,
-        *,
-        fallback: bool,
-    ) -> tuple[int, Literal["local", "storage"]]:
-        """Load a checkpoint, the same on all ranks.
+    def candidates(
+        self, step: int | None, timeout: float, ranks: ProcessGroup | None, *, fallback: bool
+    ) -> Iterator[Candidate]:
+        """Yield the checkpoints to try, one after the other, the same on all ranks, until one is loaded.
 
         Args:
-            fill: Loads the checkpoint in a folder.
             step: The step; None: the newest.
             timeout: Seconds to wait for workers that are still writing.
             ranks: The ranks that load together; None: the whole job.
             fallback: If a checkpoint cannot be read, try the next older checkpoint, and set a damaged one aside.
 
-        Returns:
-            The step that was loaded, and its tier.
-
         Raises:
-            CheckpointError: There is no checkpoint, or ``fill`` raises.
+            CheckpointError: There is no checkpoint, or nothing else can be tried.
         """
         look = partial(find_step, step, timeout, *self.roots)
         copies = from_first(look, ranks)
         while True:
             step, root = copies.pop(0)
-            path, attempt = step_folder(root, step), None
-            try:
-                attempt = from_first(lambda: read_manifest(path).attempt, ranks)  # noqa: B023
-                fill(path)
-                return step, "local" if root == self.local else "storage"
-            except (CheckpointNotFoundError, DamagedCheckpointError, StorageError) as error:
-                if attempt and from_first(partial(stands_there, path, attempt), ranks) != "still":
-                    logger.warning("step %d was saved again or removed while it was loaded: %s", step, error)
-                    copies = from_first(look, ranks)
-                    continue
-                if not copies and fallback:
-                    copies = _copies(from_first(partial(older_step, step, *self.roots), ranks))
-                if not copies:
-                    raise
-                if fallback and isinstance(error, DamagedCheckpointError):
-                    from_first(partial(set_aside, root, step), ranks)
-                logger.error("step %d cannot be loaded, falling back to step %d in %s: %s", step, *copies[0], error)
+            found = _StoredCheckpoint(step, root, "local" if root == self.local else "storage", ranks)
+            attempt = None
+            with found.tried():
+                attempt = from_first(lambda: read_manifest(found.path).attempt, ranks)  # noqa: B023
+            if attempt is not None:
+                yield found
+            if found.is_loaded:
+                return
+            error = found.failure
+            if attempt and from_first(partial(stands_there, found.path, attempt), ranks) != "still":
+                logger.warning("step %d was saved again or removed while it was loaded: %s", step, error)
+                copies = from_first(look, ranks)
+                continue
+            if not copies and fallback:
+                copies = _copies(from_first(partial(older_step, step, *self.roots), ranks))
+            if not copies and error is not None:
+                raise error
+            if fallback and isinstance(error, DamagedCheckpointError):
+                from_first(partial(set_aside, root, step), ranks)
+            logger.error("step %d cannot be loaded, falling back to step %d in %s: %s", step, *copies[0], error)
+
+
+class _StoredCheckpoint(Candidate):
+    """A checkpoint in a tier."""
+
+    def __init__(self, step: int, root: str, tier: Literal["local", "storage"], ranks: ProcessGroup | None) -> None:
+        self.step, self.path = step, step_folder(root, step)
+        self.tier = tier
+        self._ranks = ranks
+
+    def opened(self) -> AbstractContextManager[Source | None]:
+        return opened(self.path, self._ranks)
 
 
 def _copies(found: StoredStep | None) -> list[tuple[int, str]]:

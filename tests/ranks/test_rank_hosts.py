@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,13 @@ def test_what_is_damaged_is_loaded_from_elsewhere(
 
 def _stop_and_load(folder: str, places: list[int], worker: int) -> tuple[int, str, bool]:
     """Load, and stop the ``worker`` when all ranks know its images."""
-    prepare = MemorySource.prepare
+    opened = MemorySource.opened
 
-    def stop(source: MemorySource) -> None:
+    def stop(source: MemorySource) -> AbstractContextManager[MemorySource]:
         os.kill(worker, signal.SIGSTOP)
-        prepare(source)
+        return opened(source)
 
-    MemorySource.prepare = stop  # type: ignore[assignment, method-assign]
+    MemorySource.opened = stop  # type: ignore[assignment, method-assign]
     return _load_unwritten(folder, places)
 
 

@@ -30,10 +30,10 @@ from asyncckpt.extension import (
     absolute_path,
     check_job,
     from_first,
+    held_checkpoints,
     is_stock,
     job_of_checkpoints,
     load,
-    load_held,
     replace_or_set_aside,
     storage_for,
     synchronize_staging,
@@ -83,7 +83,7 @@ def newest_held(folder: str, images: Sequence[Any]) -> Any:
 
     Args:
         folder: The folder with the checkpoints.
-        images: The images, from ``load_held``.
+        images: The images, from ``held_checkpoints``.
 
     Raises:
         StorageError: The folder cannot be listed.
@@ -254,13 +254,12 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
     def _load_from_memory(self) -> bool:
         """Load the image that a dead trainer's worker holds, if it is the newest state. Return whether it is."""
 
-        def fill(path: str, source: Any) -> None:
-            self._fill(self._states_to_load(model_only=source.request.step == 0), path, source)
-
-        step = load_held(self._engine, partial(newest_held, self.folder), fill)
-        if step is not None:
-            logger.info("loaded step %s from memory", step)
-        return step is not None
+        for held in held_checkpoints(self._engine, partial(newest_held, self.folder)):
+            with held.tried(), held.opened() as source:
+                self._fill(self._states_to_load(model_only=held.step == 0), held.path, source)
+                logger.info("loaded step %s from memory", held.step)
+                return True
+        return False
 
     def _close(self) -> None:
         engine, error = getattr(self, "_engine", None), sys.exc_info()[1]
