@@ -28,7 +28,7 @@ from asyncckpt.loading.tiers import Tiers
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.planning.structure import StateDict
 from asyncckpt.publication import Publication, job_of_checkpoints
-from asyncckpt.ranks.collectives import from_first, is_first, on_all
+from asyncckpt.ranks.ranks import ranks_of
 from asyncckpt.save_handle import Save
 from asyncckpt.storage import absolute, is_address, step_folder, whole_number
 from asyncckpt.storage.history import StoredStep, history
@@ -122,7 +122,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         step = whole_number(step, "step")
         origin = self._loads.origin
-        if not self._has_saved and origin is None and is_first(self._process_group):
+        if not self._has_saved and origin is None and ranks_of(self._process_group).rank == 0:
             self._began = _begin(self._tiers.roots)
         self._has_saved = True
         if self._tiers.local is not None and isinstance(state_dict, FileSet):
@@ -241,9 +241,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         ``SaveTimeoutError`` after ``timeout`` seconds (None: ``Config.timeout``).
         """
         limit = self.config.timeout if timeout is None else timeout
-        on_all(partial(self._engine.wait, limit), self._process_group)
+        ranks = ranks_of(self._process_group)
+        ranks.on_all(partial(self._engine.wait, limit))
         if self._tiers.local is not None:
-            from_first(partial(self._wait_uploads, limit), self._process_group)
+            ranks.from_first(partial(self._wait_uploads, limit))
 
     def _wait_uploads(self, timeout: float) -> None:
         if self._engine.worker is None:

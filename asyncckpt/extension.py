@@ -26,11 +26,11 @@ from asyncckpt.link.root_lock import check_job
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.loading.dcp_reader import CheckpointReader, load_by_dcp
 from asyncckpt.loading.load import Filled, load
-from asyncckpt.loading.memory_source import HeldAttempt, MemorySource, find_images, held_candidates
+from asyncckpt.loading.memory_source import FoundImages, HeldAttempt, MemorySource, find_images, held_candidates
 from asyncckpt.loading.source import StorageSource, is_stock, wait_for_attempts
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.publication import job_of_checkpoints
-from asyncckpt.ranks.collectives import extremes, from_first, gather, on_all
+from asyncckpt.ranks.ranks import Ranks, ranks_of
 from asyncckpt.ranks.rounds import Rounds
 from asyncckpt.ranks.store import Store
 from asyncckpt.save_handle import Save
@@ -50,6 +50,7 @@ __all__ = [
     "FileSet",
     "Filled",
     "Pointer",
+    "Ranks",
     "Rendezvous",
     "Rotation",
     "Rounds",
@@ -62,16 +63,13 @@ __all__ = [
     "check_job",
     "endpoint_scope",
     "engines",
-    "extremes",
-    "from_first",
-    "gather",
     "give_up",
     "held_checkpoints",
     "job_of_checkpoints",
     "is_stock",
     "load",
     "load_by_dcp",
-    "on_all",
+    "ranks_of",
     "replace_or_set_aside",
     "shared_memory",
     "start_module",
@@ -120,10 +118,13 @@ def held_checkpoints(
     except CheckpointError as error:
         logger.warning("not loaded from memory: %s", error)
         memory = None
-    images = find_images(engine.job, memory, engine.config.address)
-    yield from held_candidates(
-        images, lambda found: choose([each for each in found.attempts() if each.is_whole]), engine.config.transport
-    )
+    ranks = ranks_of()
+    images = find_images(engine.job, memory, engine.config.address, ranks)
+
+    def chosen(found: FoundImages) -> HeldAttempt | None:
+        return choose([each for each in found.attempts() if each.is_whole])
+
+    yield from held_candidates(images, chosen, engine.config.transport, ranks)
 
 
 def shared_memory(nbytes: int, purpose: str, hint: str) -> Segment:

@@ -58,7 +58,7 @@ _has_lost = False
 _given_up: dict[int, Supervisor] = {}
 
 
-class Ranks(Protocol):
+class RanksOfSaves(Protocol):
     """The ranks that save together."""
 
     @property
@@ -84,7 +84,7 @@ class Supervisor:
         close: Callable[[bool], object],
         replace: Callable[[], object],
         claim: Claim | None = None,
-        ranks: Callable[[], Ranks | None] | None = None,
+        ranks: Callable[[], RanksOfSaves | None] | None = None,
     ) -> None:
         """Start nothing yet. The caller has to ``register`` the supervisor.
 

@@ -28,7 +28,7 @@ class Limit(NamedTuple):
 
 
 SAVE_IN_TRAINER = Limit(36, 243)
-SAVE_IN_WORKER = Limit(27, 434)
+SAVE_IN_WORKER = Limit(27, 436)
 LOAD = Limit(42, 530)
 
 

@@ -24,7 +24,7 @@ from asyncckpt.loading.memory_source import (
 )
 from asyncckpt.loading.source import Candidate
 from asyncckpt.loading.tiers import Tiers
-from asyncckpt.ranks.collectives import check_same, from_first, on_all, rank_of
+from asyncckpt.ranks.ranks import Ranks, ranks_of
 from asyncckpt.ranks.rounds import Call
 from asyncckpt.staging.slot_copy import wait_for_copies
 from asyncckpt.storage import whole_number
@@ -62,17 +62,21 @@ class Loaded:
 class Loads:
     """Load the newest checkpoint, the same one on all ranks, from memory or from storage."""
 
-    def __init__(self, engine: Engine, tiers: Tiers, ranks: ProcessGroup | None) -> None:
+    def __init__(self, engine: Engine, tiers: Tiers, process_group: ProcessGroup | None) -> None:
         """Load nothing yet.
 
         Args:
             engine: The engine that saves. It finds the images of a dead trainer's worker, and has the listeners.
             tiers: The folders of the checkpoints.
-            ranks: The ranks that load together; None: the whole job.
+            process_group: The ranks that load together; None: the whole job.
         """
-        self._engine, self._tiers, self._ranks = engine, tiers, ranks
+        self._engine, self._tiers, self._process_group = engine, tiers, process_group
         self.origin: Origin | None = None
         """The point where this run continues; None: the run has loaded nothing."""
+
+    @property
+    def _ranks(self) -> Ranks:
+        return ranks_of(self._process_group)
 
     def load(
         self,
@@ -87,13 +91,13 @@ class Loads:
     ) -> Loaded:
         """Load a checkpoint. For the arguments and the errors see ``Checkpointer.load``."""
         begun = time.perf_counter()
-        about: dict[str, Any] = {"rank": rank_of(self._ranks), "path": self._tiers.root}
+        about: dict[str, Any] = {"rank": self._ranks.rank, "path": self._tiers.root}
         number = None if step is None else whole_number(step, "step")
         fill = partial(load, state_dict, verify=verify, weights_only=weights_only, strict=strict)
         try:
             with interrupts_as_they_are():
                 # With overlap, a save may still be copying the tensors that the load is about to fill.
-                on_all(partial(wait_for_copies, self._engine.config.timeout), self._ranks)
+                self._ranks.on_all(partial(wait_for_copies, self._engine.config.timeout))
                 self._check_asked_by_all(number)
                 loaded = self._load(fill, number, begun, memory=memory, fallback=fallback)
         except BaseException as error:
@@ -109,10 +113,10 @@ class Loads:
         """Return the step that ``load`` would load, or None."""
         self._check_local()
         if (images := self._images()) is not None:
-            held = from_first(lambda: choose_in_memory(self._tiers.roots, None, images), self._ranks)
+            held = self._ranks.from_first(lambda: choose_in_memory(self._tiers.roots, None, images))
             if held is not None:
                 return held.request.step
-        return from_first(partial(self._tiers.newest, self._engine.config.timeout), self._ranks)
+        return self._ranks.from_first(partial(self._tiers.newest, self._engine.config.timeout))
 
     def _load(
         self, fill: Callable[..., Filled], step: int | None, begun: float, *, memory: bool, fallback: bool
@@ -123,12 +127,12 @@ class Loads:
         images = self._images() if memory else None
         for found in self._candidates(images, step, fallback=fallback):
             with found.tried(), found.opened() as source:
-                filled = fill(found.path, source=source, process_group=self._ranks, progress=config.progress)
-                self._engine.plan_as(partial(read_plan, source, rank_of(self._ranks)))
+                filled = fill(found.path, source=source, process_group=self._process_group, progress=config.progress)
+                self._engine.plan_as(partial(read_plan, source, self._ranks.rank))
                 nbytes_from = found.nbytes_from()
         goes_back = step is not None or fallback
         began = found.request.began if isinstance(found, MemorySource) else None
-        self.origin = from_first(partial(self._origin, found.step, images, began, goes_back=goes_back), self._ranks)
+        self.origin = self._ranks.from_first(partial(self._origin, found.step, images, began, goes_back=goes_back))
         seconds = time.perf_counter() - begun
         return Loaded(found.step, found.tier, seconds, filled.nbytes, nbytes_from, filled.missing, filled.unexpected)
 
@@ -151,13 +155,13 @@ class Loads:
     def _check_asked_by_all(self, step: int | None) -> None:
         """Raise if the ranks do not load the same step, or if the root belongs to another job."""
         words = "loads the newest step" if step is None else f"loads step {step}"
-        check_same(Call(words, words), self._ranks)
-        from_first(partial(check_job, self._tiers.root, self._engine.config.job_id), self._ranks)
+        self._ranks.check_same(Call(words, words))
+        self._ranks.from_first(partial(check_job, self._tiers.root, self._engine.config.job_id))
         self._check_local()
 
     def _check_local(self) -> None:
         if self._tiers.local is not None:
-            from_first(self._tiers.check_local, self._ranks)
+            self._ranks.from_first(self._tiers.check_local)
 
     def _images(self) -> FoundImages | None:
         """Return the images that the workers of dead trainers hold; None: the engine has no job to find workers by."""

@@ -35,7 +35,7 @@ from asyncckpt.extension import (
     Save,
     absolute_path,
     engines,
-    from_first,
+    ranks_of,
     replace_or_set_aside,
     wait_for_attempts,
 )
@@ -237,7 +237,8 @@ def wait_for_dead_trainer(root: str, config: Config | None) -> None:
     ``Config.timeout`` seconds it logs a warning that training may resume from an older checkpoint.
     """
     try:
-        from_first(partial(wait_for_attempts, absolute_path(root), Config.given(config).timeout, _locked(root)))
+        wait = partial(wait_for_attempts, absolute_path(root), Config.given(config).timeout, _locked(root))
+        ranks_of().from_first(wait)
     except StorageError as error:
         logger.warning("training may resume from a checkpoint that is not the newest: %s", error)
 

@@ -38,7 +38,7 @@ from asyncckpt.extension import (
     absolute_path,
     engines,
     load_by_dcp,
-    on_all,
+    ranks_of,
     storage_for,
 )
 from asyncckpt.extension import load as load_checkpoint
@@ -128,8 +128,8 @@ def save(
     with _as_dcp_refuses(storage_writer):
         path = begin_save(state_dict, checkpoint_id, storage_writer, **ranks).result()
     # No rank returns before all have read the metadata, because afterwards any rank may remove the checkpoint.
-    of_save = False if no_dist else process_group
-    metadata: Metadata = on_all(lambda: CheckpointReader(path).read_metadata(), of_save)
+    ranks_of_save = ranks_of(False if no_dist else process_group)
+    metadata: Metadata = ranks_of_save.on_all(lambda: CheckpointReader(path).read_metadata())
     if isinstance(storage_writer, FileSystemWriter) and metadata.storage_meta is not None:
         storage_writer.save_id = metadata.storage_meta.save_id or storage_writer.save_id
     return metadata

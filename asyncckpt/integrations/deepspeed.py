@@ -20,7 +20,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from asyncckpt.config import Config
-from asyncckpt.extension import FileSet, Pointer, engines, on_all, replace_or_set_aside
+from asyncckpt.extension import FileSet, Pointer, engines, ranks_of, replace_or_set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ class _Saves:
 
     def load_checkpoint(self, load_dir: Any, *args: Any, **options: Any) -> Any:
         """Wait until all saves have ended, then call the engine's own method."""
-        on_all(engines.get(config=self._config).wait)  # only the first rank knows whether ``latest`` is written
+        # Only the first rank knows whether ``latest`` is written.
+        ranks_of().on_all(engines.get(config=self._config).wait)
         return self._stock_load(load_dir, *args, **options)
 
 

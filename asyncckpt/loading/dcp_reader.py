@@ -53,7 +53,7 @@ from asyncckpt.loading.source import Source, StorageSource
 from asyncckpt.loading.unpickle import load_metadata, load_object
 from asyncckpt.planning.forms import has_shards, is_partial
 from asyncckpt.planning.structure import PLAIN, Keys, has_no_bytes, leaf_keys, put_leaf
-from asyncckpt.ranks.collectives import cpu_group, many
+from asyncckpt.ranks.ranks import cpu_group, many
 from asyncckpt.storage import absolute, is_address, storage_for
 from asyncckpt.storage.storage import FileStamp
 

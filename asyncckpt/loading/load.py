@@ -35,7 +35,7 @@ from asyncckpt.loading.source import Source, StorageSource, is_stock, stands_the
 from asyncckpt.planning.draft import StoredPlan
 from asyncckpt.planning.per_rank import PerRank, per_rank_values
 from asyncckpt.planning.structure import give_states, stateful_to_dict, stateful_types
-from asyncckpt.ranks.collectives import gather, is_first, many, on_all, rank_of
+from asyncckpt.ranks.ranks import Ranks, ranks_of
 from asyncckpt.storage import absolute, storage_for
 from asyncckpt.threads import without_gc
 
@@ -105,19 +105,19 @@ def load(
         raise ValueError(
             "strict=False is for loads without a planner: DefaultLoadPlanner(allow_partial_load=True) is one"
         )
-    path, ranks = absolute(path), False if no_dist else process_group
+    path, ranks = absolute(path), ranks_of(False if no_dist else process_group)
     per_rank = per_rank_values(state_dict)
     with contextlib.ExitStack() as held, _as_ours(path, ranks):
-        bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and is_first(None)))
+        bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and ranks_of().rank == 0))
         source = source or held.enter_context(opened(path, ranks))
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
         states = _states(state_dict, per_rank, open_reader, held, ranks)
         increment_version(list(_dtensors(states)))
         if planner is None and (direct := _drafted_by_all(states, source, path, held, ranks)) is not None:
-            on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only, warns=warns and strict), ranks)
+            ranks.on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only, warns=warns and strict))
             names: tuple[Iterable[str], Iterable[str]] = (), direct.unexpected
         else:
-            reader = on_all(open_reader, ranks)
+            reader = ranks.on_all(open_reader)
             checking = CheckingPlanner(path, weights_only=weights_only, warns=warns and strict, strict=strict)
             planner = planner or checking
             load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
@@ -139,11 +139,11 @@ def _dtensors(container: Any) -> Iterator[DTensor]:
 
 
 def _drafted_by_all(
-    states: dict[str, Any], source: Source | None, path: str, held: contextlib.ExitStack, ranks: Any
+    states: dict[str, Any], source: Source | None, path: str, held: contextlib.ExitStack, ranks: Ranks
 ) -> DirectLoad | None:
     """Return the prepared load without DCP; None: some rank needs DCP."""
-    direct = on_all(lambda: draft(states, source, path, held) if source else None, ranks)
-    return direct if all(gather(direct is not None, ranks)) else None
+    direct = ranks.on_all(lambda: draft(states, source, path, held) if source else None)
+    return direct if all(ranks.gather(direct is not None)) else None
 
 
 def _states(
@@ -151,7 +151,7 @@ def _states(
     per_rank: Mapping[str, PerRank],
     open_reader: Callable[[], StorageReader],
     held: contextlib.ExitStack,
-    ranks: Any,
+    ranks: Ranks,
 ) -> dict[str, Any]:
     """Return the values to fill, with states for ``Stateful`` values. Per-rank values look up the stored metadata."""
 
@@ -160,15 +160,15 @@ def _states(
         for name, value in per_rank.items():
             held.enter_context(value.loaded_from(metadata, name))
 
-    on_all(ask_for_stored, ranks)  # before ``Stateful`` values are called, because they may communicate
+    ranks.on_all(ask_for_stored)  # before ``Stateful`` values are called, because they may communicate
     keys: Iterable[str] = state_dict
     if any(stateful_types(state_dict)):
         keys = sorted(keys, key=str)  # the same order on all ranks
-    return on_all(lambda: dict(stateful_to_dict({key: state_dict[key] for key in keys})), ranks)
+    return ranks.on_all(lambda: dict(stateful_to_dict({key: state_dict[key] for key in keys})))
 
 
 @contextlib.contextmanager
-def opened(path: str, ranks: Any) -> Iterator[Source | None]:
+def opened(path: str, ranks: Ranks) -> Iterator[Source | None]:
     """Open the checkpoint ``path`` on all ranks, and protect it against removal; None: stock DCP wrote it.
 
     If only some ranks find the checkpoint, wait for the others: a network file system may show a new name late.
@@ -182,11 +182,11 @@ def opened(path: str, ranks: Any) -> Iterator[Source | None]:
     with contextlib.ExitStack() as held:
         while True:
             try:
-                source = on_all(here, ranks)
+                source = ranks.on_all(here)
                 break
             except CheckpointNotFoundError:
                 is_awaited = time.monotonic() < deadline and stands_there(path, "") != "none"
-                if not any(gather(is_awaited, ranks)):
+                if not any(ranks.gather(is_awaited)):
                     raise
                 time.sleep(_LATE_POLL_S)
         yield source
@@ -204,7 +204,7 @@ def _open_reader(path: str, source: Source | None, bar: Progress, verify: bool, 
 
 
 @contextlib.contextmanager
-def _as_ours(path: str, ranks: Any) -> Iterator[None]:
+def _as_ours(path: str, ranks: Ranks) -> Iterator[None]:
     """Raise every failure as an error of this package.
 
     DCP wraps the errors of ranks in an error that does not derive from ``Exception``.
@@ -219,10 +219,10 @@ def _as_ours(path: str, ranks: Any) -> Iterator[None]:
         for cause in causes.values():
             if isinstance(cause, CheckpointError):
                 raise cause from None
-        if (me := rank_of(ranks)) in causes and is_interrupt(causes[me]):
-            raise causes[me] from None  # e.g. Ctrl-C
+        if ranks.rank in causes and is_interrupt(causes[ranks.rank]):
+            raise causes[ranks.rank] from None  # e.g. Ctrl-C
         rank, cause = next(iter(causes.items()))
-        raise located(cause, path=path, rank=rank if many(ranks) else None) from error
+        raise located(cause, path=path, rank=rank if ranks.size > 1 else None) from error
     except unless_interrupt(Exception) as error:
         raise located(error, path=path) from error
 

@@ -31,8 +31,8 @@ from asyncckpt.link.takeover import ReaderClient, is_running
 from asyncckpt.loading.data_file import ChecksummedFile
 from asyncckpt.loading.image_files import FetchedImage, HeldImages, ImageFiles, MappedImage
 from asyncckpt.loading.source import Candidate, StorageSource
-from asyncckpt.ranks.collectives import from_first, gather, gather_to_first, rank_of
 from asyncckpt.ranks.group import own_address
+from asyncckpt.ranks.ranks import Ranks
 from asyncckpt.shm.slots import Readers, lease
 from asyncckpt.storage import step_folder, storage_for
 from asyncckpt.storage.history import StoredStep, history
@@ -40,9 +40,6 @@ from asyncckpt.threads import Pool
 from asyncckpt.transfer.api import TransferAddress
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _KEY_BYTES = 32
 # Number of workers to ask in parallel. A question to a stopped worker takes until its timeout.
@@ -141,24 +138,22 @@ class FoundImages:
             yield HeldAttempt(request, any(place.summary.committed for place in of[attempt]), dict(places))
 
 
-def find_images(
-    job: str, own: HeldImages | None, address: str | None, ranks: ProcessGroup | None = None
-) -> FoundImages:
+def find_images(job: str, own: HeldImages | None, address: str | None, ranks: Ranks) -> FoundImages:
     """Find the images that workers hold. All ranks call this together.
 
     Args:
         job: The job of the images.
         own: The images that a worker holds for this rank, mapped here; None: there are none.
         address: The address of this host for other hosts; None: determine the address.
-        ranks: The ranks that search together; None: the whole job.
+        ranks: The ranks that search together.
     """
     scope = _scope()
-    scopes = gather(scope, ranks)
-    key = from_first(lambda: secrets.token_bytes(_KEY_BYTES), ranks)
-    is_first_here = scopes.index(scope) == rank_of(ranks)
+    scopes = ranks.gather(scope)
+    key = ranks.from_first(lambda: secrets.token_bytes(_KEY_BYTES))
+    is_first_here = scopes.index(scope) == ranks.rank
     host = own_address(address) if len({*scopes}) > 1 else None
     here = list(_held_here(job, scope, key, host)) if is_first_here else []
-    return FoundImages(own, scope, key, tuple(place for places in gather_to_first(here, ranks) for place in places))
+    return FoundImages(own, scope, key, tuple(place for places in ranks.gather_to_first(here) for place in places))
 
 
 def _age(request: WriteRequest) -> tuple[float, int]:
@@ -214,8 +209,6 @@ def _scope() -> str:
 
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from asyncckpt.transfer.holder import Holder
 
 # Maximum number of times to list storage. Each commit of a worker that is finishing changes the list.
@@ -228,7 +221,7 @@ def held_candidates(
     found: FoundImages,
     choose: Callable[[FoundImages], HeldAttempt | None],
     transport: str,
-    ranks: ProcessGroup | None = None,
+    ranks: Ranks,
 ) -> Iterator[MemorySource]:
     """Yield the checkpoints to try in memory, one after the other, the same on all ranks, until one is loaded.
 
@@ -238,9 +231,9 @@ def held_candidates(
         found: The images that are held.
         choose: Chooses the attempt to load. Called on the first rank.
         transport: The kind of transport for bytes of other hosts.
-        ranks: The ranks that load together; None: the whole job.
+        ranks: The ranks that load together.
     """
-    attempt = from_first(lambda: choose(found), ranks)
+    attempt = ranks.from_first(lambda: choose(found))
     if attempt is None:
         return
     with closing(MemorySource(found, attempt, choose, transport, ranks)) as source:
@@ -324,7 +317,7 @@ class MemorySource(Candidate):
         attempt: HeldAttempt,
         choose: Callable[[FoundImages], HeldAttempt | None],
         transport: str,
-        ranks: ProcessGroup | None = None,
+        ranks: Ranks,
     ) -> None:
         """Read nothing yet.
 
@@ -333,7 +326,7 @@ class MemorySource(Candidate):
             attempt: The attempt to load, the same on all ranks.
             choose: Chooses another attempt if this one cannot be loaded. Called on the first rank.
             transport: The kind of transport for bytes of other hosts.
-            ranks: The ranks that load together; None: the whole job.
+            ranks: The ranks that load together.
         """
         self._become(attempt)
         self._found, self._choose = found, choose
@@ -356,7 +349,7 @@ class MemorySource(Candidate):
     @contextlib.contextmanager
     def opened(self) -> Iterator[MemorySource]:
         """Read the metadata of the checkpoint. All ranks call this together. Raises as ``open``."""
-        self._metadata = from_first(self._first_metadata, self._ranks)
+        self._metadata = self._ranks.from_first(self._first_metadata)
         yield self
 
     def choose_again(self) -> bool:
@@ -369,12 +362,12 @@ class MemorySource(Candidate):
             image = self._images.get(rank)
             if image is not None and (image.is_damaged or image.is_gone):
                 self._unusable.add(origin._replace(key=None) if image.is_gone else origin)
-        unusable = {each for of_rank in gather(self._unusable, self._ranks) for each in of_rank}
+        unusable = {each for of_rank in self._ranks.gather(self._unusable) for each in of_rank}
         self.close()
         if not unusable:
             return False
         self._found = self._found.without(unusable)
-        attempt = from_first(lambda: self._choose(self._found), self._ranks)
+        attempt = self._ranks.from_first(lambda: self._choose(self._found))
         if attempt is None:
             return False
         self._become(attempt)

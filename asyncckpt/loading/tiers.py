@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from xxhash import xxh3_64_hexdigest
 
@@ -26,14 +26,11 @@ from asyncckpt.loading.source import (
     settled_step,
     stands_there,
 )
-from asyncckpt.ranks.collectives import from_first
+from asyncckpt.ranks.ranks import Ranks
 from asyncckpt.storage import absolute, complete_steps, is_address, set_aside, step_folder
 from asyncckpt.storage.file_system import make_folder
 from asyncckpt.storage.history import Origin, StoredStep, older_step, origin_of
 from asyncckpt.storage.uploader import has_uploaded
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -94,50 +91,48 @@ class Tiers:
         """
         return origin_of(step, *self.roots, unfinished=unfinished, goes_back=goes_back, began=began)
 
-    def candidates(
-        self, step: int | None, timeout: float, ranks: ProcessGroup | None, *, fallback: bool
-    ) -> Iterator[Candidate]:
+    def candidates(self, step: int | None, timeout: float, ranks: Ranks, *, fallback: bool) -> Iterator[Candidate]:
         """Yield the checkpoints to try, one after the other, the same on all ranks, until one is loaded.
 
         Args:
             step: The step; None: the newest.
             timeout: Seconds to wait for workers that are still writing.
-            ranks: The ranks that load together; None: the whole job.
+            ranks: The ranks that load together.
             fallback: If a checkpoint cannot be read, try the next older checkpoint, and set a damaged one aside.
 
         Raises:
             CheckpointError: There is no checkpoint, or nothing else can be tried.
         """
         look = partial(find_step, step, timeout, *self.roots)
-        copies = from_first(look, ranks)
+        copies = ranks.from_first(look)
         while True:
             step, root = copies.pop(0)
             found = _StoredCheckpoint(step, root, "local" if root == self.local else "storage", ranks)
             attempt = None
             with found.tried():
-                attempt = from_first(lambda: read_manifest(found.path).attempt, ranks)  # noqa: B023
+                attempt = ranks.from_first(lambda: read_manifest(found.path).attempt)  # noqa: B023
             if attempt is not None:
                 yield found
             if found.is_loaded:
                 return
             error = found.failure
-            if attempt and from_first(partial(stands_there, found.path, attempt), ranks) != "still":
+            if attempt and ranks.from_first(partial(stands_there, found.path, attempt)) != "still":
                 logger.warning("step %d was saved again or removed while it was loaded: %s", step, error)
-                copies = from_first(look, ranks)
+                copies = ranks.from_first(look)
                 continue
             if not copies and fallback:
-                copies = _copies(from_first(partial(older_step, step, *self.roots), ranks))
+                copies = _copies(ranks.from_first(partial(older_step, step, *self.roots)))
             if not copies and error is not None:
                 raise error
             if fallback and isinstance(error, DamagedCheckpointError):
-                from_first(partial(set_aside, root, step), ranks)
+                ranks.from_first(partial(set_aside, root, step))
             logger.error("step %d cannot be loaded, falling back to step %d in %s: %s", step, *copies[0], error)
 
 
 class _StoredCheckpoint(Candidate):
     """A checkpoint in a tier."""
 
-    def __init__(self, step: int, root: str, tier: Literal["local", "storage"], ranks: ProcessGroup | None) -> None:
+    def __init__(self, step: int, root: str, tier: Literal["local", "storage"], ranks: Ranks) -> None:
         self.step, self.path = step, step_folder(root, step)
         self.tier = tier
         self._ranks = ranks

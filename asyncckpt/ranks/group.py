@@ -37,7 +37,7 @@ from asyncckpt.format.write_request import CopiedRank, WriteRequest
 from asyncckpt.link.api import Hosting, Rendezvous, SessionApi
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.protocol.commit import grace
-from asyncckpt.ranks.collectives import from_first
+from asyncckpt.ranks.ranks import ranks_of
 from asyncckpt.ranks.rounds import COMMITTED, PATIENCE_S, UNKNOWN, Rounds, pack, round_name, unpack
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.storage import resolve
@@ -426,15 +426,12 @@ class Group:
             rendezvous = Rendezvous(address, hosting.port, self.token, self._secret, 0, self.world_size)
             return rendezvous, "" if hosting.address else loopback_scope()
 
-        limits = self._config.timeout, self._config.start_timeout  # the first rank may be starting its worker
-        try:
-            rendezvous, scope = from_first(host, self._process_group, *limits)
-        except RuntimeError as error:
-            raise RankFailedError(
-                f"the rendezvous of the ranks failed: {str(error).splitlines()[0]}; one of them has died, or has"
-                f" not made this call in {sum(limits):g} s (look for one under `if rank == 0`)",
-                rank=self.rank,
-            ) from error
+        timeout, first_s = self._config.timeout, self._config.start_timeout  # the first rank may be starting its worker
+        lost = (
+            "the rendezvous of the ranks failed: {}; one of them has died, or has not made this call in"
+            f" {timeout + first_s:g} s (look for one under `if rank == 0`)"
+        )
+        rendezvous, scope = ranks_of(self._process_group, timeout, first_s=first_s, lost=lost).from_first(host)
         # Use the loopback address on the first rank's own host, because a host cannot always resolve its own name.
         address = "127.0.0.1" if scope == loopback_scope() else rendezvous.address
         mine: Rendezvous = replace(rendezvous, rank=self.rank, address=address)

@@ -23,6 +23,7 @@ from asyncckpt.link.takeover import Takeover
 from asyncckpt.planning.structure import StructureChanged
 from asyncckpt.publication import Publication, Versions, job_of_weights
 from asyncckpt.ranks.group import own_address
+from asyncckpt.ranks.ranks import Ranks
 from asyncckpt.shm.slots import MAX_SLOTS, PublishedVersion
 from asyncckpt.staging.host_copy import copy_threads
 from asyncckpt.supervisor import Supervisor
@@ -32,7 +33,7 @@ from asyncckpt.transfer.locator import Locator
 from asyncckpt.weights.buffer import WeightBuffer
 from asyncckpt.weights.layout import copied_as
 from asyncckpt.weights.plan import WeightPlan
-from asyncckpt.weights.shards import PublishingRanks, Sharding, ranks_of
+from asyncckpt.weights.shards import Sharding, publishing_ranks
 from asyncckpt.weights.streamed_copies import StreamCopy, StreamedCopies
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class WeightPublisher:
         *,
         slots: int = 3,
         when_busy: Literal["skip", "wait"] = "skip",
-        process_group: ProcessGroup | PublishingRanks | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         config: Config | None = None,
     ) -> None:
         """Allocate no memory and start no worker yet. Raises ``ValueError`` for an argument that is out of range.
@@ -132,7 +133,7 @@ class WeightPublisher:
                 unused extra slots is given back.
             when_busy: The behavior if readers hold all slots except the slot of the newest version. "skip": skip the
                 publication. "wait": wait until a slot is free, at most ``Config.timeout`` seconds.
-            process_group: The ranks that publish together, or other ``PublishingRanks``. All ranks make the same calls,
+            process_group: The ranks that publish together, or other ``Ranks``. All ranks make the same calls,
                 and each rank publishes its part of sharded weights (DTensors). Readers need all ranks on their host. If
                 None, this process publishes alone.
             config: Supplies ``timeout``, ``linger`` and the options of the worker process. Default: the environment.
@@ -147,7 +148,7 @@ class WeightPublisher:
         self._slots = slots
         self._when_busy = when_busy
         self._config = replace(Config.given(config), metrics_folder=None)  # metrics are only for saves
-        self._sharding = Sharding(ranks_of(process_group))
+        self._sharding = Sharding(publishing_ranks(process_group))
         self._supervisor = Supervisor(
             self._config,
             job_of_weights(address),

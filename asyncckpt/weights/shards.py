@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,68 +15,32 @@ from xxhash import xxh3_64_hexdigest
 
 from asyncckpt.errors import RankFailedError, UnsavableStateError, decode, encode, located
 from asyncckpt.planning.structure import PLAIN, has_no_bytes, plain_part, stateful_to_dict
+from asyncckpt.ranks.ranks import Ranks, ranks_of
 from asyncckpt.weights.layout import Ranges, TensorEntry, common, missing, shown
 
-
-class PublishingRanks(Protocol):
-    """The ranks that publish together, with the same calls in the same order. This process is ``rank`` of ``ranks``."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of each rank, by rank. Raises ``RankFailedError`` if a rank is gone or silent."""
-
-
-class OneRank:
-    """A process that publishes alone."""
-
-    rank, ranks = 0, 1
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value]
-
-
-class ProcessGroupRanks:
-    """The ranks of a process group of ``torch.distributed``."""
-
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        """Use ``process_group``. Raises ``ValueError`` if this process is not in the group."""
-        self._process_group = process_group
-        self.rank, self.ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-        if self.rank < 0:
-            raise ValueError("this process is not in the process group it should publish with")
-
-    def all_gather(self, value: Any) -> list[Any]:
-        told: list[Any] = [None] * self.ranks
-        try:
-            dist.all_gather_object(told, value, group=self._process_group)
-        except RuntimeError as error:
-            raise RankFailedError(f"the ranks that publish together lost each other: {error}") from error
-        return told
-
-
-def ranks_of(process_group: dist.ProcessGroup | PublishingRanks | None) -> PublishingRanks:
-    """Return the ranks of ``process_group``; for None, this process alone."""
-    if process_group is None:
-        return OneRank()
-    return ProcessGroupRanks(process_group) if isinstance(process_group, dist.ProcessGroup) else process_group
-
-
 T = TypeVar("T")
+
+
+def publishing_ranks(given: dist.ProcessGroup | Ranks | None) -> Ranks:
+    """Return the ranks that publish together; for None, this process alone.
+
+    Raises ``ValueError`` if this process is not in the process group.
+    """
+    if isinstance(given, Ranks):
+        return given
+    if given is not None and dist.get_rank(given) < 0:
+        raise ValueError("this process is not in the process group it should publish with")
+    return ranks_of(False if given is None else given)
 
 
 class Sharding:
     """Decides which parts of the weights this process publishes, as ``rank`` of ``ranks``."""
 
-    def __init__(self, together: PublishingRanks) -> None:
+    def __init__(self, together: Ranks) -> None:
         """Decide for the ranks in ``together``."""
         self._together = together
         self._in_step = True
-        self.rank, self.ranks = together.rank, together.ranks
+        self.rank, self.ranks = together.rank, together.size
         # For the current stream: the names of tensors that all ranks have, and the bytes assigned to each rank.
         self._common: list[str] = []
         self._shares = [0] * self.ranks
@@ -111,7 +75,7 @@ class Sharding:
 
     def _exchange(self, value: Any, failure: bytes | None) -> list[tuple[Any, bytes | None]]:
         in_step, self._in_step = self._in_step, False
-        told = self._together.all_gather((value, failure))
+        told = self._together.gather((value, failure))
         self._in_step = in_step
         return told
 

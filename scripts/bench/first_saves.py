@@ -36,6 +36,7 @@ from asyncckpt.planning.dcp_plan import DcpPlan
 from asyncckpt.planning.draft import StoredPlan, make_plans
 from asyncckpt.planning.metadata import StoredPlaces
 from asyncckpt.ranks import group
+from asyncckpt.ranks.ranks import OneRank
 from asyncckpt.ranks.rounds import Call, Rounds, pack, round_name
 
 _TIMEOUT_S = 300.0
@@ -131,13 +132,14 @@ def _first_rank(pipe: Connection, world_size: int, items: int, path: str) -> Non
         make_plans(*args)
         plans.append(args[0][0].plan)
 
-    def telling(host: Callable[[], tuple[Rendezvous, str]], *_: object) -> tuple[Rendezvous, str]:
-        rendezvous, scope = host()
-        pipe.send(rendezvous)
-        return rendezvous, scope
+    class FirstRank(OneRank):
+        def from_first(self, do: Callable[[], Any]) -> Any:
+            rendezvous, scope = do()
+            pipe.send(rendezvous)
+            return rendezvous, scope
 
     setattr(planning, "make_plans", noting)  # noqa: B010
-    setattr(group, "from_first", telling)  # noqa: B010
+    setattr(group, "ranks_of", lambda *_, **__: FirstRank())  # noqa: B010
     state = _state(world_size, items)
     for stored in (False, True):
         engine = Engine(Config(timeout=_TIMEOUT_S))

@@ -9,6 +9,7 @@ import pytest
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.loading import memory_source as memory_search
+from asyncckpt.ranks.ranks import OneRank
 
 
 def test_workers_are_asked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,5 +22,5 @@ def test_workers_are_asked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(memory_search, "endpoint_names", lambda job: [f"{job}-{number}" for number in range(12)])
     monkeypatch.setattr(ReaderClient, "connect", connect)
-    assert memory_search.find_images("job", None, None).places == ()
+    assert memory_search.find_images("job", None, None, OneRank()).places == ()
     assert not all_asked.broken

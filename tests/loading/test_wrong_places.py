@@ -28,6 +28,7 @@ from asyncckpt.format.manifest import data_name, index_name
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.loading import source
 from asyncckpt.loading.memory_source import FoundImages, HeldAttempt, MemorySource
+from asyncckpt.ranks.ranks import OneRank
 from asyncckpt.storage.local import LocalStorage
 
 
@@ -222,7 +223,8 @@ def test_what_replaces_a_checkpoint_is_no_part_of_what_is_held_of_it(
     attempt = source.read_manifest(path).attempt
     request = WriteRequest(1, 0, 0, path, attempt, 3, 0, 2, "set aside", None, False, 20.0)
     held = HeldAttempt(request, True, {})
-    with closing(MemorySource(FoundImages(None, "here", b"", ()), held, lambda found: None, "sockets")) as memory:
+    images = FoundImages(None, "here", b"", ())
+    with closing(MemorySource(images, held, lambda found: None, "sockets", OneRank())) as memory:
         memory.open(data_name(0)).close()
         is_finalized = LocalStorage.is_finalized
 

@@ -311,8 +311,8 @@ def _save_on_one(root: str, folder: str, ready: str) -> tuple[str, float]:
         _wait_for_file(Path(folder, ready))
         return "", 0.0
     patched: Any = group
-    real = patched.from_first
-    patched.from_first = lambda do, process_group, *_: real(do, process_group, 1.0)
+    real = patched.ranks_of
+    patched.ranks_of = lambda process_group, timeout, *, first_s, lost: real(process_group, 1.0, lost=lost)
     begun = time.monotonic()
     try:
         with Checkpointer(root, QUICK) as checkpointer:

@@ -27,7 +27,7 @@ from asyncckpt.errors import CheckpointError
 from asyncckpt.extension import StorageSource
 from asyncckpt.loading import bar
 from asyncckpt.loading import load as reader
-from asyncckpt.ranks import collectives
+from asyncckpt.ranks import ranks
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -161,7 +161,7 @@ def _on_the_host(root: str) -> list[int]:
     into = replicas(99)
     with Checkpointer(root, QUICK) as checkpointer:
         checkpointer.load(into)
-    return [len(dist.distributed_c10d._world.pg_names), len(collectives._cpu_groups)]
+    return [len(dist.distributed_c10d._world.pg_names), len(ranks._cpu_groups)]
 
 
 def test_where_the_host_is_sent_already_no_group_is_made(tmp_path: Path) -> None:

@@ -12,20 +12,21 @@ import torch.distributed as dist
 from support.ranks import run
 
 from asyncckpt.errors import UnsavableStateError
+from asyncckpt.extension import Ranks
 from asyncckpt.weights import WeightPublisher, WeightSubscriber
 from asyncckpt.weights.shards import Sharding
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
 
-class _Ranks:
-    """Ranks without communication. ``all_gather`` repeats this rank's value."""
+class _Ranks(Ranks):
+    """Ranks without communication. ``gather`` repeats this rank's value."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
 
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value] * self.ranks
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

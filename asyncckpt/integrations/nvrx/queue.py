@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.config import Config
 from asyncckpt.errors import RankFailedError
-from asyncckpt.extension import Save, extremes, gather, give_up
+from asyncckpt.extension import Save, give_up, ranks_of
 from asyncckpt.integrations.nvrx.filesystem import (
     StagedWrite,
     engine,
@@ -122,7 +122,7 @@ class AsyncCall:
         """
         mine = self.failures()
         values = [self.request.call_idx, int(mine is not None), len(mine or ())]
-        least, most = extremes(values, self.process_group, Config().timeout)
+        least, most = ranks_of(self.process_group, Config().timeout).extremes(values)
         if least[0] != most[0]:
             raise RankFailedError(
                 f"the ranks have scheduled different requests: one finalizes call {least[0]}, another {most[0]}",
@@ -132,7 +132,7 @@ class AsyncCall:
             return None
         if self.is_save or not most[2]:
             return mine
-        return {rank: error for each in gather(mine or {}) for rank, error in each.items()}
+        return {rank: error for each in ranks_of().gather(mine or {}) for rank, error in each.items()}
 
 
 class AsyncCallsQueue:

@@ -29,11 +29,11 @@ from asyncckpt.extension import (
     Save,
     absolute_path,
     check_job,
-    from_first,
     held_checkpoints,
     is_stock,
     job_of_checkpoints,
     load,
+    ranks_of,
     replace_or_set_aside,
     storage_for,
     synchronize_staging,
@@ -220,11 +220,11 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
 
     def _load(self, step: int = -1) -> bool:
         with torch.no_grad():
-            from_first(partial(check_job, self.folder, self._config.job_id))
+            ranks_of().from_first(partial(check_job, self.folder, self._config.job_id))
             if not self.load_only:  # otherwise the worker belongs to another job
                 if step == -1 and self._load_from_memory():
                     return True
-                from_first(partial(wait_for_attempts, self.folder, self._config.timeout))
+                ranks_of().from_first(partial(wait_for_attempts, self.folder, self._config.timeout))
             found: bool = super()._load(step)
             return found
 
@@ -237,7 +237,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         Raises:
             CheckpointError: As ``loading.load`` raises.
         """
-        if from_hf or filesystem.is_remote(checkpoint_id) or from_first(partial(is_stock, checkpoint_id)):
+        if from_hf or filesystem.is_remote(checkpoint_id) or ranks_of().from_first(partial(is_stock, checkpoint_id)):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         self._fill(state_dict, checkpoint_id)
@@ -248,7 +248,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         self.states[MODEL].load_state_dict(states)
 
     def _find_load_step(self, folder: str = "") -> int:
-        complete = from_first(lambda: complete_steps(folder or self.folder))
+        complete = ranks_of().from_first(lambda: complete_steps(folder or self.folder))
         return complete[-1] if complete else -1
 
     def _load_from_memory(self) -> bool:

@@ -90,12 +90,12 @@ class LocalPublication:
             key: Key of the readers.
         """
         publisher = self._publisher if actors is self._actors else None
-        told = actors.all_gather((version, None if publisher is None else self._last))
+        told: list[Any] = actors.gather((version, None if publisher is None else self._last))
         # Make a new publisher if any actor is new or missed the end of the last sync: all must agree on the state.
         if publisher is None or any(last is None or last != self._last for _, last in told):
             if self._actors is not None and self._actors.rank != actors.rank:
                 self.withdraw()
-            actors.all_gather(None)  # wait until all have withdrawn, because no two actors may have one rank
+            actors.gather(None)  # wait until all have withdrawn, because no two actors may have one rank
             publisher = self._begin(actors, host, key)
         published = publisher.publish(weights, told[0][0], dtype=dtype, roll_back=True)
         self._last = published.version, published.epoch

@@ -15,10 +15,12 @@ import pickle
 import select
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from asyncckpt.errors import CheckpointError, RankFailedError, WorkerDiedError, located
-from asyncckpt.extension import Rendezvous, Rounds
+from asyncckpt.extension import Ranks, Rendezvous, Rounds
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -224,18 +226,18 @@ class Processes:
             os.close(self._fds.popitem()[1])
 
 
-class PublishingActors:
+class PublishingActors(Ranks):
     """The publishing actors, as the ranks of a ``WeightPublisher``. One object serves several syncs."""
 
     def __init__(self, notices: NoticeBoard, own: Member) -> None:
         self.members = notices.role.publishers
-        self.rank, self.ranks = notices.role.rendezvous.rank, len(self.members)
+        self.rank, self.size = notices.role.rendezvous.rank, len(self.members)
         self.notices = notices
         """The board of the current sync."""
         self._processes = Processes(self.members, own)
 
-    def all_gather(self, value: Any) -> list[Any]:
-        if self.ranks == 1:
+    def gather(self, value: T) -> list[T]:
+        if self.size == 1:
             return [value]
         return [pickle.loads(each) for each in self.notices.gather(pickle.dumps(value), self._processes)]
 

@@ -41,10 +41,9 @@ from asyncckpt.extension import (
     StorageSource,
     absolute_path,
     engines,
-    from_first,
     job_of_checkpoints,
     load,
-    on_all,
+    ranks_of,
     storage_for,
 )
 from asyncckpt.integrations.capture import begin_save, capturing, replaced, told_to_all
@@ -331,7 +330,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
             ValueError: The checkpoint has adapters that the model lacks.
         """
         path = None if local_path is None or is_non_local(local_path) else absolute_path(local_path)
-        names = None if path is None else from_first(partial(stored_names, path))
+        names = None if path is None else ranks_of().from_first(partial(stored_names, path))
         if path is None or names is None:
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
             return
@@ -396,7 +395,7 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         """Make verl write its other files: configuration, tokenizer, weights for Hugging Face."""
         if self.should_save_hf_model:
             # Write these before all ranks gather the weights, because a failed rank would not take part in that.
-            on_all(partial(self._have_verl_write, folder, step, []))
+            ranks_of().on_all(partial(self._have_verl_write, folder, step, []))
             self._have_verl_write(folder, step, ["hf_model"])
         else:
             self._have_verl_write(folder, step, [])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from asyncckpt.errors import CheckpointError, VersionError, located
+from asyncckpt.extension import ranks_of
 from asyncckpt.weights import Weights, WeightSubscriber
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _leased(subscriber: WeightSubscriber, wanted: dict[str, Any]) -> tuple[Weigh
 def _of_the_first(said: object, groups: Sequence[ProcessGroup]) -> Any:
     """Return the first worker's value: pass it along the outermost line of that worker, then along the next lines."""
     for group in reversed(groups):
-        said = _gather(said, group)[0]
+        said = ranks_of(group).gather(said)[0]
     return said
 
 
@@ -92,11 +93,5 @@ def _of_all(said: object, groups: Sequence[ProcessGroup]) -> list[Any]:
     """Return the values of all workers, in their order."""
     each = [said]
     for group in groups:
-        each = [one for line in _gather(each, group) for one in line]
-    return each
-
-
-def _gather(said: object, group: ProcessGroup) -> list[Any]:
-    each: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(each, said, group=group)
+        each = [one for line in ranks_of(group).gather(each) for one in line]
     return each

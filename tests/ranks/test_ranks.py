@@ -12,8 +12,7 @@ from support.ranks import QUICK, run
 
 from asyncckpt import Checkpointer
 from asyncckpt.errors import CheckpointError
-from asyncckpt.extension import from_first, gather, on_all
-from asyncckpt.ranks.collectives import gather_to_first
+from asyncckpt.extension import ranks_of
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -22,12 +21,13 @@ _LENGTHS = (0, 1, 230, 248, 249, 5000)
 
 def _ask() -> list[str]:
     rank, said = dist.get_rank(), list[str]()
+    ranks = ranks_of()
     for length in _LENGTHS:
         of_each = [b"x" * (length + other) for other in range(3)]
-        assert gather(of_each[rank]) == of_each
-        assert gather_to_first(of_each[rank]) == (of_each if rank == 0 else [])
-        assert from_first(lambda: of_each[rank]) == of_each[0]  # noqa: B023
-        assert on_all(lambda: rank) == rank
+        assert ranks.gather(of_each[rank]) == of_each
+        assert ranks.gather_to_first(of_each[rank]) == (of_each if rank == 0 else [])
+        assert ranks.from_first(lambda: of_each[rank]) == of_each[0]  # noqa: B023
+        assert ranks.on_all(lambda: rank) == rank
         for which in (0, 2):
             words = "no" * length
 
@@ -35,7 +35,7 @@ def _ask() -> list[str]:
                 if rank == which:
                     raise ValueError(words)
 
-            for ask in (on_all, from_first):
+            for ask in (ranks.on_all, ranks.from_first):
                 try:
                     ask(fail)
                 except CheckpointError as error:
