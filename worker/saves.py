@@ -22,7 +22,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncckpt.budgets import ANSWER_S, NOTICE_S, SILENCE_S
+from asyncckpt.budgets import ANSWER_S, NOTICE_S, SILENCE_S, TELL_S
 from asyncckpt.errors import (
     CheckpointError,
     RankFailedError,
@@ -70,8 +70,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds to tell the first rank's worker that this rank has left, which is less important than its failures.
-_TELL_LEFT_S = 1.0
 # Interval at which the machines look at the time while a save is under way.
 _TICK_S = 0.25
 # Maximum number of events that the machines handle before a due tick. Waiting events come before the tick, so that a
@@ -251,7 +249,7 @@ class SavesOfTrainer:
             thread.join()
         if self._rounds is not None:
             # If this fails, the first rank's worker only waits a little longer.
-            with _logged("leaving", logging.INFO), self._rounds.probe(_TELL_LEFT_S) as rounds:
+            with _logged("leaving", logging.INFO), self._rounds.probe(TELL_S) as rounds:
                 rounds.leave()
         if self._store is not None:
             self._store.close()

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncckpt.budgets import CHECK_S
 from asyncckpt.config import Config
 from asyncckpt.devices.captures import check_guarded_capture
 from asyncckpt.devices.kinds import ReadyEvents, ready_events
@@ -133,8 +134,6 @@ class Copier:
 
 
 _INTERRUPTED = "it was interrupted"
-# Seconds between checks of the first rank's worker by a rank that waits for a slot.
-_CHECK_FIRST_S = 0.5
 
 
 class _ToCopy(NamedTuple):
@@ -227,7 +226,7 @@ class SaveOperation(SaveState):
         try:
             self.is_posted = True
             client.saves.begin(self._wanted(decision), self)
-            while not client.wait_while_it_lives(self.returned, _CHECK_FIRST_S):
+            while not client.wait_while_it_lives(self.returned, CHECK_S):
                 if self._slot is None:
                     group.check_first()
         except BaseException as error:

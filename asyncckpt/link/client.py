@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from asyncckpt.budgets import ANSWER_S, LONG_S, NOTICE_S
+from asyncckpt.budgets import ANSWER_S, CHECK_S, LONG_S, NOTICE_S, TELL_S
 from asyncckpt.errors import (
     CheckpointError,
     ClosedError,
@@ -156,9 +156,7 @@ def _taken(items: list[bool]) -> bool:
         return False
 
 
-_CHECK_S = 0.5  # interval at which a wait checks that the worker lives
 _LISTEN_S = 1.0  # interval at which the listener looks for overdue saves
-_TELL_S = 1.0  # maximum time to tell the other ranks of a failure
 _SLOT_S = 0.25  # ``_LISTEN_S`` while a save waits for a slot, because a reader may end its lease at any time
 
 
@@ -305,7 +303,7 @@ class WorkerClient:
         Raises the ``WorkerDiedError`` of the worker if the flag will never be set.
         """
         deadline = time.monotonic() + timeout
-        while not flag.wait(max(0.0, min(deadline - time.monotonic(), _CHECK_S))):
+        while not flag.wait(max(0.0, min(deadline - time.monotonic(), CHECK_S))):
             if not self._listener.is_alive() and not flag.is_set():
                 raise self._death or ClosedError("the worker was left")
             if time.monotonic() >= deadline:
@@ -320,7 +318,7 @@ class WorkerClient:
 
     def wait_told(self) -> None:
         """Wait for a short time until the other ranks have been told of failures."""
-        self.saves.wait_for_jobs(_TELL_S)
+        self.saves.wait_for_jobs(TELL_S)
 
     def wait_for_end(self, timeout: float) -> None:
         """Wait until the end of the worker is noticed, at most ``timeout`` seconds."""

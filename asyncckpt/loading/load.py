@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from asyncckpt.budgets import ANSWER_S
+from asyncckpt.budgets import ANSWER_S, CHECK_S
 from asyncckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 # Loads that take longer than this, in seconds, show a progress bar.
 _LONG_S = 3.0
-# Pause before all ranks look for a checkpoint again that some of them do not see yet.
-_LATE_POLL_S = 0.5
 
 
 class Filled(NamedTuple):
@@ -188,7 +186,7 @@ def opened(path: str, ranks: Ranks) -> Iterator[Source | None]:
                 is_awaited = time.monotonic() < deadline and stands_there(path, "") != "none"
                 if not any(ranks.gather(is_awaited)):
                     raise
-                time.sleep(_LATE_POLL_S)
+                time.sleep(CHECK_S)
         yield source
 
 

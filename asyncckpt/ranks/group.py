@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from asyncckpt.budgets import ANSWER_S, SILENCE_S
+from asyncckpt.budgets import ANSWER_S, SILENCE_S, TELL_S
 from asyncckpt.config import Config
 from asyncckpt.errors import (
     CheckpointError,
@@ -117,8 +117,6 @@ _OWN_PATIENCE_S = 1.0
 # Timeout for a store that does not answer at all, for questions that storage can answer as well, with the same answer
 # for all ranks. For other questions it is longer, because ranks would act differently if only some got an answer.
 _SHORT_SILENCE_S = 2.0
-# Time to wait until a failure is reported. After that, a background thread still reports it while this process lives.
-_TELL_S = 1.0
 # The kinds of rounds of the trainers in a save, in their order.
 KINDS = ("agree", "plan", "layout", "copies", "memory", "slot")
 
@@ -326,7 +324,7 @@ class Group:
             self._untold[number] = found  # reported when the next worker hosts a store
         elif self.rank > 0 or begun:
             telling = rounds.fail_soon(name, found, self._config.commit_timeout)
-            wait_done(telling, 0.0 if is_lost else _TELL_S)
+            wait_done(telling, 0.0 if is_lost else TELL_S)
         else:
             with _logged("telling the other ranks of a failure"):
                 self._conclude_failed(rounds, number, found)
@@ -391,7 +389,7 @@ class Group:
             value = pack(local())
         except Exception as error:
             found = self._located(error)
-            wait_done(rounds.fail_soon(name, found, self._config.timeout), _TELL_S)
+            wait_done(rounds.fail_soon(name, found, self._config.timeout), TELL_S)
             raise found from error
         try:
             rounds.report(name, value)

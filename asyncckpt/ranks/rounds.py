@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from asyncckpt.budgets import ANSWER_S
+from asyncckpt.budgets import ANSWER_S, CHECK_S
 from asyncckpt.errors import (
     CheckpointError,
     RankFailedError,
@@ -59,8 +59,6 @@ COMMITTED, UNKNOWN = b"", b"unknown"
 KEPT_ROUNDS = KEPT_SAVES
 """Number of rounds to keep in the store for each kind, for ranks that lag behind."""
 
-# Interval at which the first rank checks whether a missing rank has reported that it is gone.
-_CHECK_GONE_S = 0.5
 _SEAL_CHARACTERS = 32
 # Seconds to look for the store, because the first rank may be restarting it. All saves under way share this time.
 PATIENCE_S = 20.0
@@ -208,7 +206,7 @@ class Rounds:
         until = time.monotonic() + timeout
         while True:
             left = until - time.monotonic()
-            slice_s = max(0.0, min(left, _CHECK_GONE_S))
+            slice_s = max(0.0, min(left, CHECK_S))
             waiting = partial(StoreClient.wait, key=f"{keys}/reports", count=every, timeout=slice_s)
             reports = self._call(waiting)
             if reports is not None:

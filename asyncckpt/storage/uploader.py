@@ -24,6 +24,7 @@ from functools import partial
 
 from xxhash import xxh3_64
 
+from asyncckpt.budgets import CHECK_S
 from asyncckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -52,8 +53,6 @@ _READ_BYTES = 16 << 20  # bytes of one read; a multiple of the page
 _FILES_AT_ONCE = 4
 # Pause before the retry of a failed upload, unless a save comes first.
 _RETRY_S = 60.0
-# Polling interval for the lock, which the worker of an earlier trainer may hold until its upload ends.
-_LOCK_S = 0.5
 # Minimum age of a leftover of a killed worker at the root before a later upload removes it.
 _ORPHAN_S = 60.0
 # Errors that a retry cannot help.
@@ -160,7 +159,7 @@ class Uploader:
         is_elsewhere = False
         while True:
             with self._changed:
-                limit = _LOCK_S if is_elsewhere else _RETRY_S
+                limit = CHECK_S if is_elsewhere else _RETRY_S
                 self._changed.wait_for(lambda: self._is_wanted or self._is_ending, limit)
                 is_last, self._is_wanted = self._is_ending, False
             try:

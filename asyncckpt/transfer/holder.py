@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 # Interval between pings of the other end.
 _PING_S = SILENCE_S / 3
+NEXT_S = 3.0
+"""The longest wait for the next image or version in one question."""
 
 
 class Holder:

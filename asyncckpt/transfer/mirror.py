@@ -25,7 +25,7 @@ from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.shm.slots import HEADER_BYTES, LASTING, OwnedSlots, PublishedVersion
 from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.fetch import Fetch, ImagePart, Previous
-from asyncckpt.transfer.holder import Holder, RemoteImage
+from asyncckpt.transfer.holder import NEXT_S, Holder, RemoteImage
 from asyncckpt.transfer.locator import Locator
 from asyncckpt.transfer.sealed_connection import KeyRefusedError
 from asyncckpt.transfer.server import TransferServer
@@ -125,8 +125,8 @@ class MirrorBuffer:
             slots.owned.close()
 
 
-# Maximum time to wait for the next version in one call, and the pause after a failure.
-_NEXT_S, _PAUSE_S = 3.0, 0.2
+# The pause after a failure.
+_PAUSE_S = 0.2
 
 
 class Mirror:
@@ -190,7 +190,7 @@ class Mirror:
         refused: tuple[TransferAddress, ...] = ()
         while not self._closed.is_set() and self._is_current(locator):
             after = None if self._last is None else self._last.version
-            found = publisher.next_version(after, _NEXT_S, self._own, refused)
+            found = publisher.next_version(after, NEXT_S, self._own, refused)
             self.trouble = ""
             if (version := found.version) is None:
                 continue

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
-from asyncckpt.budgets import NOTICE_S
+from asyncckpt.budgets import CHECK_S, NOTICE_S
 from asyncckpt.errors import CheckpointError, SaveTimeoutError, WorkerDiedError
 from asyncckpt.format.write_request import CopiedRank, HeldImage, ImageKey
 from asyncckpt.link.api import Rendezvous, TrainerApi
@@ -27,17 +27,12 @@ from asyncckpt.threads import start
 from asyncckpt.transfer.api import TransferAddress
 from asyncckpt.transfer.copies import Copies
 from asyncckpt.transfer.fetch import RateLimit
-from asyncckpt.transfer.holder import Holder, RemoteImage
+from asyncckpt.transfer.holder import NEXT_S, Holder, RemoteImage
 from asyncckpt.transfer.sockets import CONNECTIONS
 
 logger = logging.getLogger(__name__)
 
 _ADDRESS = "serves"
-# Maximum time to wait for the next image in one question, and the pause before a failed puller retries.
-_NEXT_S = 3.0
-_PAUSE_S = 0.5
-# Interval between requests for a missing outcome.
-_OUTCOME_S = 5.0
 
 
 class Replicator:
@@ -162,14 +157,14 @@ class Replicator:
                 except SaveTimeoutError:
                     continue
                 except WorkerDiedError:  # retry, because the first rank may only be unreachable
-                    self._closed.wait(_PAUSE_S)
+                    self._closed.wait(CHECK_S)
                 except CheckpointError:  # the first rank will not report an outcome
                     event = replication.OutcomeLost(save)
             if event is not None:
                 self._post(event)
 
     def _outcome(self, save: int) -> replication.OfCopies:
-        outcome = self._outcomes.outcome(round_name(REPLICATED, save), _OUTCOME_S)
+        outcome = self._outcomes.outcome(round_name(REPLICATED, save), NOTICE_S)
         return replication.CopiesOutcome(save, outcome if isinstance(outcome, CheckpointError) else None)
 
 
@@ -220,7 +215,7 @@ class _Puller:
                     logger.info("rank %d cannot be copied from, for now: %s", self._rank, error)
                 except Exception:
                     logger.exception("copying from rank %d has failed: please report this", self._rank)
-                self._closed.wait(_PAUSE_S)
+                self._closed.wait(CHECK_S)
 
     def _follow(self, holder: Holder, pool: ThreadPoolExecutor) -> None:
         """Fetch image after image. Raises ``OSError`` when the holder is gone."""
@@ -228,7 +223,7 @@ class _Puller:
         with holder:
             count = 0
             while not self._closed.is_set():
-                if (found := holder.next_image(count, _NEXT_S)) is None:
+                if (found := holder.next_image(count, NEXT_S)) is None:
                     continue
                 count, key = found
                 self._post(replication.CopyWanted(self._rank))

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.budgets import NOTICE_S, POLL_S, SILENCE_S
+from asyncckpt.budgets import CHECK_S, NOTICE_S, POLL_S, SILENCE_S
 from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.link.calls import Answer, carry_out
 from asyncckpt.link.segment_store import Leased, SegmentStore
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of strangers. A stranger has not proved the key yet.
 _STRANGERS = 512
-# Interval between signs of life before an answer that takes time.
-BUSY_S = 0.5
 _NOT_HELD = NotHeld("it is not held any more, or not yet")
 
 
@@ -259,7 +257,7 @@ def _heard(peer: SealedConnection) -> Iterator[None]:
 
     def say() -> None:
         with contextlib.suppress(OSError):
-            while not is_done.wait(BUSY_S):
+            while not is_done.wait(CHECK_S):
                 peer.send(Answer(0).sent())
 
     thread = threading.Thread(target=say, name="asyncckpt-transfer", daemon=True)

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from asyncckpt.budgets import ANSWER_S
+from asyncckpt.budgets import ANSWER_S, NOTICE_S
 from asyncckpt.config import Config
 from asyncckpt.errors import (
     CheckpointError,
@@ -35,9 +35,6 @@ from asyncckpt.weights.lease import Access, Lease, RankPublications
 from asyncckpt.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
-
-# Minimum time for a mirror to linger, because the reader that starts it needs time to connect.
-_LEAST_LINGER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class MirrorOptions:
             nice=config.nice,
             io_class=config.io_class,
             start_timeout=config.start_timeout,
-            linger=max(config.linger, _LEAST_LINGER_S),
+            linger=max(config.linger, NOTICE_S),
             endpoint=endpoint,
             job=self.job,
         )
