@@ -99,7 +99,7 @@ def held_checkpoints(
     """Yield the checkpoints to load from the memory of dead trainers' workers, until one is loaded.
 
     All ranks get the same checkpoints, and load each within ``with held.tried(), held.opened() as source``. Give
-    ``held.path`` and the ``source`` to ``load``. If a checkpoint is unreadable, another copy or an older step comes next.
+    ``held.path`` and the ``source`` to ``load``. If a checkpoint is unreadable, another copy or an older step follows.
 
     Args:
         engine: The engine that saves. Workers are found by its ``job``.

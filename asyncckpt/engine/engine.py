@@ -147,6 +147,11 @@ class Engine(AbstractContextManager["Engine"]):
         return self._supervisor.client
 
     @property
+    def has_plans(self) -> bool:
+        """Return whether a save was planned."""
+        return self._plans.has_plans
+
+    @property
     def failures(self) -> int:
         """Return the number of saves that have failed so far."""
         return self._saves.failures

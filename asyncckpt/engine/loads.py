@@ -123,13 +123,15 @@ class Loads:
     ) -> Loaded:
         """Find a checkpoint, open it, fill the state, and remember the plan for the next save."""
         config = self._engine.config
-        self._engine.plan_as(lambda: None)
+        self._engine.plan_as(None)
         images = self._images() if memory else None
         for found in self._candidates(images, step, fallback=fallback):
             with found.tried(), found.opened() as source:
+                # Read the plan first: it keeps the indexes of this rank, which the load reads too.
+                plan = None if self._engine.has_plans else read_plan(source, self._ranks.rank)
                 filled = fill(found.path, source=source, process_group=self._process_group, progress=config.progress)
-                self._engine.plan_as(partial(read_plan, source, self._ranks.rank))
                 nbytes_from = found.nbytes_from()
+        self._engine.plan_as(plan)
         goes_back = step is not None or fallback
         began = found.request.began if isinstance(found, MemorySource) else None
         self.origin = self._ranks.from_first(partial(self._origin, found.step, images, began, goes_back=goes_back))

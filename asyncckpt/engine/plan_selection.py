@@ -250,9 +250,14 @@ class PlanSelection:
         small = tuple(contents.small.items())
         return found._replace(pickle_bytes=contents.pickle_bytes, small_files=small, sample=sample)
 
-    def plan_as(self, read: Callable[[], StoredPlan | None]) -> None:
-        """Use a checkpoint's plan for the first save, if it fits on all ranks. ``read`` returns that plan, or None."""
-        self.stored = None if self.buffers.known else read()
+    @property
+    def has_plans(self) -> bool:
+        """Whether a save was planned."""
+        return bool(self.buffers.known)
+
+    def plan_as(self, stored: StoredPlan | None) -> None:
+        """Use a checkpoint's plan for the first save, if it fits on all ranks."""
+        self.stored = None if self.has_plans else stored
 
     def _found_by_all(self, wanted: SaveInput, client: WorkerClient, prepares: bool) -> Captured | Plan | None:
         """Return the state captured by a plan that all ranks keep, or the plan of a checkpoint that fits on all ranks.

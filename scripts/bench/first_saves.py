@@ -16,7 +16,6 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -145,7 +144,7 @@ def _first_rank(pipe: Connection, world_size: int, items: int, path: str) -> Non
         engine = Engine(Config(timeout=_TIMEOUT_S))
         engine.start()
         if stored:
-            engine.plan_as(partial(_stored, plans[0]))
+            engine.plan_as(_stored(plans[0]))
         gc.collect()  # otherwise the second save pays for the garbage of the first
         pipe.recv()
         begun = time.perf_counter()

@@ -105,10 +105,10 @@ def test_several_data_files_and_what_is_no_plain_tensor(tmp_path: Path, planned:
         engine.save(tmp_path / "one", state, separate="optimizer").result(60)
     planned.reset_mock()
     with Engine() as engine:
-        engine.plan_as(lambda: read_plan(StorageSource(str(tmp_path / "one")), 0))
+        engine.plan_as(read_plan(StorageSource(str(tmp_path / "one")), 0))
         engine.save(tmp_path / "two", state, separate="optimizer").result(60)
         assert planned.call_count == 0
-        engine.plan_as(lambda: read_plan(StorageSource(str(tmp_path / "one")), 0))
+        engine.plan_as(read_plan(StorageSource(str(tmp_path / "one")), 0))
         engine.save(tmp_path / "three", state).result(60)
         assert planned.call_count == 1
     files = [sorted(each.name for each in (tmp_path / name).iterdir()) for name in ("one", "two", "three")]
