@@ -10,7 +10,7 @@ POLL_S = 0.02
 CHECK_S = 0.5
 """The pause between two looks at another process or host, between two signs of life, and before another attempt."""
 TELL_S = 1.0
-"""The time that a call of the user waits until other ranks know of a failure."""
+"""The time to tell another rank of a failure or of an end, while somebody waits."""
 NOTICE_S = 5.0
 """The time for a process to notice the end of another one, to end after it is killed, to connect and prove who it is,
 and to deliver what is left when it closes. A rank of a restarted job that is silent for so long counts as lost."""

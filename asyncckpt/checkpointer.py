@@ -103,7 +103,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._engine.prepare(state_dict, path=step_folder(self._tiers.roots[0], 0))
 
     def save(self, step: SupportsIndex, state_dict: StateDict | FileSet, *, upload: bool | None = None) -> Save:
-        """Save ``state_dict`` as the checkpoint of ``step``. A ``FileSet`` is saved too, but ``load`` does not read it.
+        """Save ``state_dict`` as the checkpoint of ``step``.
+
+        A ``FileSet`` is saved too. ``load`` reads the state dict at the top of a set, and no other file.
 
         Returns when the tensors are copied. The checkpoint holds their values of this moment, and the caller may change
         them. (With ``Config.overlap`` the copy goes on: see ``guard``.) The worker writes in the background. The handle
@@ -207,7 +209,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is no checkpoint, or it cannot be read.
             FormatError: Another version of asyncckpt has written the checkpoint.
             JobTakenError: The root belongs to another ``Config.job_id``.
-            RankFailedError: The ranks do not load the same step.
+            RankFailedError: The ranks do not load the same step, or one of them is gone.
             MismatchError, UntrustedValueError: The state does not fit the checkpoint, or a value could run code.
         """
         self._engine.check_open()

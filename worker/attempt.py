@@ -117,8 +117,9 @@ class Attempt:
         checksums = array("Q")
         if not self.layout.data_bytes:
             self.staged_image.wait_beyond(-1, 0)  # wait until the image is staged
-        if not (self._is_file or all(map(is_checkpoint_file, self._large_names))):
-            # The index marks the folder as ours, while only files of other formats are in it.
+        is_plain = not self.request.small_files and all(map(is_checkpoint_file, self._large_names))
+        if self._large_names and not self._is_file and not is_plain:
+            # The index marks the folder as ours: files of other formats look like those of another program.
             self._first_index = self.opened.create(self._index_name(0), large=False)
         with contextlib.ExitStack() as opened:
             written: list[tuple[_LargeFile, ImageFile | None]] = []

@@ -285,7 +285,7 @@ class EndpointService:
         if self._has_trainer:
             return TrainerAlive(os.getpid(), self._trainer)
         images = self._segment_store.held_images()
-        published, held = self._segment_store.published(), self._segment_store.held_segments()
+        published, held = self._segment_store.published_alone(), self._segment_store.held_segments()
         # If one of several trainers has died, its host may be lost. So the next trainer must not wait for their saves.
         waited_for = [each for each in self._unended_saves() if each.world_size == 1 or self._life.is_closed]
         saves = tuple(each.path for each in waited_for)

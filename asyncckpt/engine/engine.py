@@ -85,14 +85,14 @@ def _number_of(plan: Plan, folder: str | None) -> int:
     The worker changes the slot only to complete archives, which readers do not see.
     """
     folders = [*plan.folders()]
+    if plan.is_state and folder is not None:
+        raise CheckpointError(f"a state dict is published whole, and has no folder {folder!r}")
     if folder is None and len(folders) == 1:
         return 0
     if folder in folders:
         return folders.index(folder)
-    if not folders:
+    if "" in plan.parts and not folders:
         raise CheckpointError("a file cannot be published, only state dicts; a WeightPublisher publishes tensors")
-    if folders == [""]:
-        raise CheckpointError(f"a state dict is published whole, and has no folder {folder!r}")
     wrong = "it has to be named" if folder is None else f"{folder!r} is none"
     raise CheckpointError(
         "of a set of files one of the folders of DCP's can be published, and no other file; of those in this set,"

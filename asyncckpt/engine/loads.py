@@ -29,6 +29,7 @@ from asyncckpt.ranks.rounds import Call
 from asyncckpt.staging.slot_copy import wait_for_copies
 from asyncckpt.storage import whole_number
 from asyncckpt.storage.history import Origin
+from asyncckpt.threads import without_gc
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -118,6 +119,7 @@ class Loads:
                 return held.request.step
         return self._ranks.from_first(partial(self._tiers.newest, self._engine.config.timeout))
 
+    @without_gc
     def _load(
         self, fill: Callable[..., Filled], step: int | None, begun: float, *, memory: bool, fallback: bool
     ) -> Loaded:

@@ -83,7 +83,7 @@ class SaveInput:
 
     @property
     def asks(self) -> bool:
-        """Whether the ranks agree on a plan in each save, even with ``Config.assume_constant_structure``."""
+        """Whether the ranks agree on a plan in each save despite ``Config.assume_constant_structure``."""
         return isinstance(self.given, FileSet)
 
     @cached_property
@@ -323,7 +323,7 @@ class PlanSelection:
     def _placed_by_all(self, wanted: SaveInput, client: WorkerClient, plan: Plan) -> Captured:
         """Capture the state by a new plan, which replaces a kept plan for the same names in another form."""
         group, number = wanted.group, wanted.number
-        if self.config.replicas and plan.has_state:
+        if self.config.replicas and plan.is_state:
             place = RankPlace(own_domain(self.config.domain), copy_bytes(plan))
             decide = partial(copied_ranks, replicas=self.config.replicas)
             plan.copied_ranks = group.ask_all("copies", number, lambda: place, decide)

@@ -214,7 +214,7 @@ class SaveOperation(SaveState):
         """
         self._planned_at = time.perf_counter()
         self.buffer = captured.buffer
-        self._is_for_copies = self._config.replicas > 0 and self.buffer.layout.has_state
+        self._is_for_copies = self._config.replicas > 0 and self.buffer.plan.is_state
         tensors = held_memory(captured.tensors) if copier.overlaps else captured.tensors
         sample = captured.sample
         ready = ready_events(tensors if sample is None else [*tensors, *sample.on_devices])

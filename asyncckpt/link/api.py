@@ -65,7 +65,7 @@ class Inventory:
         session: The number of the last session.
         segments: The numbers of the segments with something in them.
         images: The images.
-        published: The segments with publications.
+        published: The segments with publications of weights, or of sets of files without images.
         saves: The paths of saves under way without other ranks.
         follows: Whether the worker mirrors a publication of another host.
     """

@@ -230,8 +230,9 @@ class SegmentStore:
         """Note that an image is complete. It is held if a load can read it."""
         layout = self._hosted[request.segment].layout
         if isinstance(layout, ImageLayout) and layout.has_state:
+            kept = replace(request, small_files=())
             with self._lock:
-                self._images[request.segment, request.slot] = _ImageRecord(request, layout, time.monotonic())
+                self._images[request.segment, request.slot] = _ImageRecord(kept, layout, time.monotonic())
                 self._staged += 1
                 self._is_staged.notify_all()
 
@@ -269,7 +270,8 @@ class SegmentStore:
     def image_written(self, request: WriteRequest, checksums: array[int]) -> None:
         """Note the checksums of an image after it is written."""
         with self._lock:
-            if (image := self._images.get((request.segment, request.slot))) and image.request == request:
+            image = self._images.get((request.segment, request.slot))
+            if image is not None and image.key == ImageKey(request.attempt, request.rank):
                 image.checksums = checksums
 
     def save_ended(self, save_id: int, *, committed: bool) -> None:
@@ -303,7 +305,7 @@ class SegmentStore:
         """Return the numbers of the segments that have images or publications."""
         with self._lock:
             numbers = {number for number, _ in self._images}
-            for each in self.published():
+            for each in self.published_alone():
                 numbers |= {each.segment, *(each.layout.slots if isinstance(each.layout, WeightsLayout) else ())}
             return tuple(sorted(numbers & self._hosted.keys()))
 
@@ -340,7 +342,7 @@ class SegmentStore:
             whole = [each for each in self._images.values() if self._is_whole(each)]
             whole = [each for each in whole if each.adopted or with_own]
             whole.sort(key=lambda image: image.staged_at)
-            return tuple(ImageSummary(replace(each.request, small_files=()), each.committed) for each in whole)
+            return tuple(ImageSummary(each.request, each.committed) for each in whole)
 
     def lease(self, key: ImageKey, *, with_checksums: bool = True) -> Leased[HeldImage] | None:
         """Let another process read an image. Return None if the image is not here, or is being overwritten.
@@ -382,6 +384,12 @@ class SegmentStore:
                 for number, hosted in self._hosted.items()
                 if hosted.layout is not None and hosted.slots.publications(len(hosted.layout.slots))
             )
+
+    def published_alone(self) -> tuple[PublishedSegment, ...]:
+        """Return the segments with publications of weights, or of sets of files without images."""
+        return tuple(
+            each for each in self.published() if isinstance(each.layout, WeightsLayout) or not each.layout.has_state
+        )
 
     def open(self, number: int, flags: int = os.O_RDWR) -> Descriptor:
         """Return a new descriptor of a segment. ``flags``: for ``os.open``. Raises ``EOFError`` if it was released."""

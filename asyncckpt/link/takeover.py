@@ -46,7 +46,7 @@ class Takeover:
         segments: The segments that hold something, mapped here, by their numbers in the worker.
         images: The images of the dead trainer.
         copies: The copies of images of other hosts.
-        published: The segments with publications.
+        published: The segments with publications of weights, or of sets of files without images.
     """
 
     def __init__(self, connection: SocketConnection, inventory: Inventory, segments: dict[int, Segment]) -> None:
@@ -175,7 +175,7 @@ class Takeover:
         Args:
             timeout: Seconds after which the worker is killed, because storage may be stalled, or a host may be lost.
             longest: The least timeout in seconds if the worker writes saves without holding their images: sets of
-                files, and saves of a trainer that has closed.
+                files without a state at their top, and saves of a trainer that has closed.
 
         Raises:
             SaveTimeoutError: The worker cannot be killed.

@@ -166,21 +166,24 @@ def _states(
 
 
 @contextlib.contextmanager
-def opened(path: str, ranks: Ranks) -> Iterator[Source | None]:
+def opened(path: str, ranks: Ranks, *, may_be_stock: bool = True) -> Iterator[Source | None]:
     """Open the checkpoint ``path`` on all ranks, and protect it against removal; None: stock DCP wrote it.
+
+    Raises ``DamagedCheckpointError`` for a checkpoint of stock DCP unless it ``may_be_stock``.
 
     If only some ranks find the checkpoint, wait for the others: a network file system may show a new name late.
     """
 
     def here() -> Source | None:
         held.enter_context(storage_for(path).reading(path))
-        return None if is_stock(path) else StorageSource(path)
+        return None if may_be_stock and is_stock(path) else StorageSource(path)
 
     deadline = time.monotonic() + ANSWER_S
     with contextlib.ExitStack() as held:
         while True:
             try:
-                source = ranks.on_all(here)
+                with _as_ours(path, ranks):
+                    source = ranks.on_all(here)
                 break
             except CheckpointNotFoundError:
                 is_awaited = time.monotonic() < deadline and stands_there(path, "") != "none"
@@ -235,7 +238,7 @@ def read_plan(source: Source | None, rank: int) -> StoredPlan | None:
         return None
     try:
         return _read(source, rank)
-    # Ignore all errors, because the load has ended: the other ranks go on.
+    # Ignore all errors, because the load meets them too, together with the other ranks.
     except unless_interrupt(Exception) as error:
         logger.info("the next save is planned anew, as the plan of attempt %s is not known: %s", source.attempt, error)
         return None

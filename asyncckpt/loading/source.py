@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
 from asyncckpt.budgets import POLL_S
@@ -248,9 +248,19 @@ class Candidate(ABC):
         except self._expected as error:
             self.failure = error
 
+    def raise_failure(self) -> NoReturn:
+        """Raise the error of the last trial, and keep no reference to it: its traceback has the states of the load."""
+        failure, self.failure = self.failure, None
+        if failure is None:
+            raise CheckpointError("this checkpoint was not tried: please report this", path=self.path)
+        try:
+            raise failure
+        finally:
+            del failure
+
     @abstractmethod
     def opened(self) -> AbstractContextManager[Source | None]:
-        """Open the checkpoint on all ranks. None: stock DCP wrote it. Raises an error of any rank on all ranks."""
+        """Open the checkpoint on all ranks. Raises an error of any rank on all ranks."""
 
     def nbytes_from(self) -> dict[str, int]:
         """Return the bytes read from each kind of memory, if there are several."""

@@ -115,18 +115,20 @@ class Tiers:
                 yield found
             if found.is_loaded:
                 return
-            error = found.failure
+            words, is_damaged = str(found.failure), isinstance(found.failure, DamagedCheckpointError)
             if attempt and ranks.from_first(partial(stands_there, found.path, attempt)) != "still":
-                logger.warning("step %d was saved again or removed while it was loaded: %s", step, error)
+                logger.warning("step %d was saved again or removed while it was loaded: %s", step, words)
+                found.failure = None  # its traceback has the states of the load
                 copies = ranks.from_first(look)
                 continue
             if not copies and fallback:
                 copies = _copies(ranks.from_first(partial(older_step, step, *self.roots)))
-            if not copies and error is not None:
-                raise error
-            if fallback and isinstance(error, DamagedCheckpointError):
+            if not copies:
+                found.raise_failure()
+            found.failure = None
+            if fallback and is_damaged:
                 ranks.from_first(partial(set_aside, root, step))
-            logger.error("step %d cannot be loaded, falling back to step %d in %s: %s", step, *copies[0], error)
+            logger.error("step %d cannot be loaded, falling back to step %d in %s: %s", step, *copies[0], words)
 
 
 class _StoredCheckpoint(Candidate):
@@ -138,7 +140,7 @@ class _StoredCheckpoint(Candidate):
         self._ranks = ranks
 
     def opened(self) -> AbstractContextManager[Source | None]:
-        return opened(self.path, self._ranks)
+        return opened(self.path, self._ranks, may_be_stock=False)
 
 
 def _copies(found: StoredStep | None) -> list[tuple[int, str]]:

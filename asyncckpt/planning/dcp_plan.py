@@ -99,7 +99,7 @@ class DcpPlan(PartPlan):
     metadata: bytes = b""
 
     @property
-    def devices(self) -> object | None:  # type: ignore[override]
+    def devices(self) -> object | None:
         return self.fingerprint.devices
 
     def capture(self, content: DcpFolder, *, is_raw: bool = False) -> Sequence[torch.Tensor]:

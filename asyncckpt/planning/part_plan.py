@@ -31,12 +31,15 @@ class PartPlan(ABC):
     Attributes:
         layout: The places of the items, in bytes from the start of the part.
         objects: The pickled values.
-        devices: See ``Forms.devices``; None: unknown.
     """
 
     layout: DataLayout
     objects: PlannedObjects
-    devices: object | None = None
+
+    @property
+    def devices(self) -> object | None:
+        """See ``Forms.devices``; None: unknown."""
+        return None
 
     @abstractmethod
     def capture(self, content: Any, *, is_raw: bool = False) -> Sequence[torch.Tensor]:

@@ -6,7 +6,7 @@ file without a name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -36,8 +36,8 @@ class Contents:
     consist of the trainer's bytes alone. ``pickle_bytes``: the length of the pickle of each archive, in bytes.
     """
 
-    def __init__(self, kind: str, contents: Mapping[str, Content]) -> None:
-        """Divide the ``contents`` of a set. ``kind``: see ``FileSet``."""
+    def __init__(self, kind: str | None, contents: Mapping[str, Content]) -> None:
+        """Divide the ``contents`` of a set. ``kind``: see ``FileSet``; None: this is a state dict."""
         self.kind = kind
         found: dict[type, dict[str, _Large]] = {DcpFolder: {}, SafetensorsFile: {}, TorchFileContents: {}}
         self.small: dict[str, bytes] = {}
@@ -58,7 +58,7 @@ class Contents:
         """
         match given:
             case DcpFolder():
-                return cls("", {"": given})
+                return cls(None, {"": given})
             case TorchFileContents():
                 return cls(f"{given.alignment} {hash(tuple(given.sizes))}", {"": given})
             case FileSet():
@@ -74,20 +74,16 @@ class Contents:
     @property
     def names(self) -> frozenset[str]:
         """The names that a plan for these contents will have, as far as they are known."""
-        return _names(self.kind, {name: its.names for name, its in self.folders().items()}, self.large)
+        return _names(self.kind, self.large, lambda: self.folders()[""].names)
 
     def folders(self) -> dict[str, DcpFolder]:
         """Return the folders of DCP, by name."""
         return {name: content for name, content in self.large.items() if isinstance(content, DcpFolder)}
 
 
-def _names(kind: str, within: Mapping[str, frozenset[str]], parts: Mapping[str, object]) -> frozenset[str]:
-    """Return the names of the values ``within`` folders, and of all other parts, each with the kind of the set."""
-    start = f"{kind}\0" if kind else ""
-    whole = (f"{start}{name}" for name in parts if name not in within)
-    starts = {folder: f"{start}{folder}/" if folder else start for folder in within}
-    values = (f"{starts[folder]}{name}" for folder, names in within.items() for name in names)
-    return frozenset(chain(whole, values))
+def _names(kind: str | None, parts: Iterable[str], of_state: Callable[[], frozenset[str]]) -> frozenset[str]:
+    """Return the names of the values of a state dict, or of the parts of a set, each with the kind of the set."""
+    return of_state() if kind is None else frozenset(f"{kind}\0{name}" for name in parts)
 
 
 def make_plan(contents: Contents, group: Group, number: int, assumed: tuple[str, ...]) -> Plan:
@@ -129,12 +125,10 @@ def restore_plan(
     Raises:
         UnsavableStateError: A value cannot be saved.
     """
-    match contents.large:
-        case {"": DcpFolder() as folder, **others} if not others:
-            plan = restored_plan(_draft(folder, "", group, assumed), stored, number)
-            return None if plan is None else Plan(number, contents.kind, {"": plan})
-        case _:
-            return None
+    if contents.kind is not None:
+        return None
+    plan = restored_plan(_draft(contents.folders()[""], "", group, assumed), stored, number)
+    return None if plan is None else Plan(number, None, {"": plan})
 
 
 def _draft(folder: DcpFolder, name: str, group: Group, assumed: tuple[str, ...]) -> Draft:
@@ -147,13 +141,13 @@ class Plan:
 
     Attributes:
         number: Unique among plans, and the same on all ranks. ``ANY_PLAN`` if there is no part.
-        kind: See ``FileSet``.
+        kind: See ``FileSet``; None: this is the plan of a state dict.
         parts: The plans of the large files and folders, by name, in the order of the image.
         copied_ranks: The ranks of other hosts that this rank's worker keeps copies of.
     """
 
     number: int
-    kind: str
+    kind: str | None
     parts: Mapping[str, PartPlan]
     copied_ranks: tuple[CopiedRank, ...] = ()
 
@@ -164,17 +158,17 @@ class Plan:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names of all values and files. A new plan replaces a plan with the same names."""
-        return _names(self.kind, {name: part.names for name, part in self.folders().items()}, self.parts)
+        """The names of the values of a state dict, or of the parts of a set. A new plan replaces one of these names."""
+        return _names(self.kind, self.parts, lambda: self.folders()[""].names)
 
     def folders(self) -> dict[str, DcpPlan]:
         """Return the plans of the folders of DCP, by name."""
         return {name: part for name, part in self.parts.items() if isinstance(part, DcpPlan)}
 
     @property
-    def has_state(self) -> bool:
-        """Whether there is a folder of DCP at the top, which a load can read from an image."""
-        return isinstance(self.parts.get(""), DcpPlan)
+    def is_state(self) -> bool:
+        """Whether this is the plan of a state dict. Then other hosts can keep copies of the whole checkpoint."""
+        return self.kind is None
 
     @property
     def devices(self) -> object | None:

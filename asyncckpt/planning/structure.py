@@ -73,8 +73,8 @@ def plain_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor
 
 
-Keys: TypeAlias = tuple[Any, ...]
 StateDict: TypeAlias = Mapping[str, Any]
+Keys: TypeAlias = tuple[Any, ...]
 """The keys and list positions on the path to a leaf. DCP has the same paths, with all keys as text."""
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from asyncckpt.errors import CheckpointError, RankFailedError, located
+from asyncckpt.errors import CheckpointError, RankFailedError, located, unless_interrupt
 from asyncckpt.ranks.rounds import Call, check_same_call
 
 T = TypeVar("T")
@@ -117,14 +117,17 @@ class ProcessGroupRanks(Ranks):
         self._first_s, self._lost = first_s, lost
 
     def gather(self, value: T) -> list[T]:
+        mine = pickle.dumps(value)
         with self._asking() as group:
-            return [pickle.loads(each) for each in _gathered(pickle.dumps(value), group)]
+            told = _gathered(mine, group)
+        return [pickle.loads(each) for each in told]
 
     def gather_to_first(self, value: T) -> list[T]:
-        values: list[Any] = [None] * self.size if self.rank == 0 else []
+        mine = pickle.dumps(value)
+        told: list[Any] = [None] * self.size if self.rank == 0 else []
         with self._asking() as group:
-            dist.gather_object(value, values or None, dst=dist.get_global_rank(group, 0), group=group)
-        return values
+            dist.gather_object(mine, told or None, dst=dist.get_global_rank(group, 0), group=group)
+        return [pickle.loads(each) for each in told]
 
     def extremes(self, values: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the same as ``Ranks.extremes``, by one small collective."""
@@ -134,17 +137,20 @@ class ProcessGroupRanks(Ranks):
         return (-both[len(values) :]).tolist(), both[: len(values)].tolist()
 
     def _of_first(self, value: T) -> T:
+        mine = pickle.dumps(value)
+        limit = timedelta(seconds=self._timeout + self._first_s)
         with self._asking() as group:
-            limit = timedelta(seconds=self._timeout + self._first_s)
-            found: T = pickle.loads(_broadcast(pickle.dumps(value), group, limit))
+            told = _broadcast(mine, group, limit)
+        found: T = pickle.loads(told)
         return found
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[ProcessGroup]:
         try:
             yield cpu_group(self._process_group, self._timeout)
-        except RuntimeError as error:
-            raise RankFailedError(self._lost.format(str(error).splitlines()[0]), rank=self.rank) from error
+        except unless_interrupt(RuntimeError) as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise RankFailedError(self._lost.format(reason)) from error
 
 
 def ranks_of(

@@ -166,7 +166,7 @@ class BufferPool:
 
     def _keep_copies(self, plan: Plan, client: WorkerClient) -> None:
         """Ask the worker to keep copies of images that ranks on other hosts stage for ``plan``."""
-        if not self._config.replicas or not plan.has_state:
+        if not self._config.replicas or not plan.is_state:
             return
         plans = (plan.number, *(known.plan.number for known in self.known))
         how = self._config.transport, self._config.replica_rate

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import random
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +197,41 @@ def test_an_older_one_is_loaded_when_that_is_asked_for(root: Path, how: str, cap
             checkpointer.load(into, fallback=True)
         with pytest.raises(MismatchError):  # an error of the caller, not of the checkpoint
             checkpointer.load({"v": torch.zeros(3)}, 1, fallback=True)
+
+
+class _Copied:
+    """A ``Stateful`` value whose states are copies, as of a model that is sharded otherwise. Counts the live ones."""
+
+    def __init__(self) -> None:
+        self.states = weakref.WeakSet[torch.Tensor]()
+        self.alive: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.alive.append(len(self.states))
+        state = torch.zeros(300_000)
+        self.states.add(state)
+        return {"w": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_failed_trial_keeps_no_state(root: Path) -> None:
+    """Each state may be as large as the model. The collector of garbage may run late."""
+    value = _Copied()
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"its": value}).result(60)
+    for step in (2, 1):
+        value.alive.clear()
+        data = root / f"step-{step:08d}" / "__0_0.distcp"
+        _flip(data, data.stat().st_size // 2, 1)
+        gc.collect()
+        gc.disable()
+        try:
+            with Checkpointer(root) as checkpointer:
+                with contextlib.suppress(DamagedCheckpointError):
+                    checkpointer.load({"its": value}, fallback=True)
+                assert value.alive == [0] * step and not value.states
+        finally:
+            gc.enable()

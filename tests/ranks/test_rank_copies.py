@@ -9,13 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 from support.hosts import enter_host, host_folder
 from support.ranks import Job, faulty, run, say
 from support.states import equal, replicas
 
-from asyncckpt import Checkpointer, FileSet
+from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointError, OutOfMemoryError, UnsavableStateError
 
@@ -66,38 +65,6 @@ def test_what_was_on_a_lost_host_is_read_from_the_next(hosts: Path, then: list[i
     assert [each[:3] for each in found] == [(3, "memory", True)] * len(then)
     for host, each in zip(then, found, strict=True):
         assert each[3] == ({"memory"} if host == 0 else {"peer"})
-
-
-def _files(step: int) -> FileSet:
-    """Return a set that has a state at its top, and a file of this rank alone."""
-    files = FileSet()
-    files.add_dcp_folder("", replicas(step))
-    files.add_torch_file(f"rank-{dist.get_rank()}.pt", torch.full((1 << 19,), float(step)))
-    return files
-
-
-def _save_sets(folder: str, places: list[int]) -> None:
-    enter_host(folder, places[dist.get_rank()])
-    checkpointer = Checkpointer(f"{folder}/root", Config(replicas=1, timeout=30))
-    for step in (1, 2):
-        save = checkpointer.save(step, _files(step))
-        save.wait_replicated(30)
-        assert save.replicated()
-        save.result(30)
-    assert checkpointer._engine.worker is not None
-    say(checkpointer._engine.worker.pid)
-    dist.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_set_with_a_state_at_its_top_has_copies(hosts: Path) -> None:
-    job = Job(2, _save_sets, str(hosts), [0, 1], folder=hosts)
-    workers = [job.hear(rank) for rank in range(2)]
-    job.wait()
-    lose(hosts, 1, workers, [0, 1])
-    found = run(2, _load, str(hosts), [0, 2], folder=hosts)
-    assert [each[:3] for each in found] == [(2, "memory", True)] * 2
-    assert found[0][3] == {"memory"} and found[1][3] == {"peer"}
 
 
 def _prepare_and_die(folder: str, places: list[int]) -> None:

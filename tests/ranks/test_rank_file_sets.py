@@ -70,6 +70,29 @@ def test_all_ranks_add_to_it(tmp_path: Path, config: Config) -> None:
         assert names - {*read_manifest(str(path)).files} == {"asyncckpt.json"}
 
 
+def _save_in_turns(root: str) -> list[int]:
+    """Save a state, and a set with that state at its top and a file of one rank, in turns."""
+    with Engine(CONSTANT) as engine:
+        for step in range(4):
+            state = {"w": _sharded(step)}
+            files = FileSet()
+            files.add_dcp_folder("", state)
+            if dist.get_rank() == 0:
+                files.add_torch_file("large.pt", torch.full((LARGE,), float(step)))
+            engine.save(os.path.join(root, f"set {step}"), files).result(60)
+            engine.save(os.path.join(root, f"state {step}"), state).result(60)
+        return [len(known.plan.parts) for known in engine._buffers.known]
+
+
+def test_a_set_and_the_state_at_its_top_are_saved_in_turns(tmp_path: Path) -> None:
+    """Each has a plan of its own, although the names are the same."""
+    assert run(2, _save_in_turns, str(tmp_path / "root"), folder=tmp_path) == [[1, 2], [1, 1]]
+    for step in range(4):
+        for kind in ("set", "state"):
+            stock_load(into := {"w": torch.zeros(8, 50_000)}, tmp_path / "root" / f"{kind} {step}")
+            assert same(into, {"w": _whole(step)})
+
+
 def _save_own_weights(root: str) -> None:
     """A save is refused if ranks give different weights one name in a folder that all ranks write."""
     own = {"w": torch.full((100,), float(dist.get_rank())), "all": torch.arange(9.0)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,43 @@ def _ask() -> list[str]:
 def test_all_hear_what_each_says(tmp_path: Path) -> None:
     expected = ["on_all 0", "from_first 0", "on_all 2"] * len(_LENGTHS)
     assert run(3, _ask, folder=tmp_path) == [expected] * 3
+
+
+class _Unpicklable:
+    def __reduce__(self) -> str:
+        raise RuntimeError("as the test wants")
+
+
+def _interrupted() -> list[str]:
+    """Gather a value that fails to pickle. Then have a signal handler raise while the other rank is late."""
+    ranks, said = ranks_of(), list[str]()
+    for ask in (ranks.gather, ranks.gather_to_first):
+        try:
+            ask(_Unpicklable())
+        except RuntimeError as error:
+            said.append(str(error))
+    if dist.get_rank() == 0:
+
+        def handle(*_: object) -> None:
+            raise RuntimeError("the job is preempted")
+
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    else:
+        time.sleep(3)
+    try:
+        ranks.gather("here")
+    except RuntimeError as error:
+        said.append(str(error))
+    except CheckpointError as error:
+        said.append(type(error).__name__)
+    return said
+
+
+def test_an_error_of_this_rank_is_no_loss_of_another(tmp_path: Path) -> None:
+    first, second = run(2, _interrupted, folder=tmp_path)
+    assert first == ["as the test wants"] * 2 + ["the job is preempted"]
+    assert second[:2] == ["as the test wants"] * 2
 
 
 def _ask_of_another_default_device() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from asyncckpt.extension import storage_for
@@ -17,11 +18,14 @@ from asyncckpt.worker.staged_image import StagedImage
 from support.checkpoints import PAGE
 
 
-def checkpoint_attempt(tmp_path: Path, segment: Segment, existing: Existing = "refuse") -> Attempt:
+def checkpoint_attempt(
+    tmp_path: Path, segment: Segment, existing: Existing = "refuse", small_files: tuple[tuple[str, bytes], ...] = ()
+) -> Attempt:
     """Begin an attempt to write a hand-made image."""
     hosted = HostedSegment(segment)
     hosted.layout = checkpoint_image(segment)
-    staged_image = StagedImage(request_for(tmp_path, existing), hosted, lambda: True)
+    request = replace(request_for(tmp_path, existing), small_files=small_files)
+    staged_image = StagedImage(request, hosted, lambda: True)
     staged_image.complete()
     return begin_attempt(storage_for(staged_image.request.path), staged_image, DurableFiles())
 

@@ -66,6 +66,19 @@ def test_everything_is_durable_before_it_is_finalized(tmp_path: Path, monkeypatc
     assert sorted(os.listdir(root)) == ["final"]
 
 
+def test_the_mark_of_a_set_is_durable_before_its_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power cut, nobody would remove files of other formats from an attempt without an index."""
+    with Segment.create("test", 4 * PAGE) as segment, ThreadPoolExecutor(2) as pool:
+        recorder = Recorder(monkeypatch)
+        attempt = checkpoint_attempt(tmp_path, segment, small_files=(("config.json", b"{}"),))
+        hidden = attempt.opened.path
+        attempt.write(pool)
+        attempt.seal()
+        attempt.discard()
+    its = [path for _, path, _ in recorder.events if path.startswith(hidden)]
+    assert its[0] == hidden and its[-1] == f"{hidden}/config.json"
+
+
 def test_the_entry_of_a_root_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The creator of an existing root may have been killed before its fsync, so each process syncs the entry once."""
     recorder = Recorder(monkeypatch)
