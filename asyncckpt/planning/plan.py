@@ -6,7 +6,7 @@ file without a name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -74,16 +74,16 @@ class Contents:
     @property
     def names(self) -> frozenset[str]:
         """The names that a plan for these contents will have, as far as they are known."""
-        return _names(self.kind, self.large, lambda: self.folders()[""].names)
+        return self.folders()[""].names if self.kind is None else _names_of_set(self.kind, self.large)
 
     def folders(self) -> dict[str, DcpFolder]:
         """Return the folders of DCP, by name."""
         return {name: content for name, content in self.large.items() if isinstance(content, DcpFolder)}
 
 
-def _names(kind: str | None, parts: Iterable[str], of_state: Callable[[], frozenset[str]]) -> frozenset[str]:
-    """Return the names of the values of a state dict, or of the parts of a set, each with the kind of the set."""
-    return of_state() if kind is None else frozenset(f"{kind}\0{name}" for name in parts)
+def _names_of_set(kind: str, parts: Iterable[str]) -> frozenset[str]:
+    """Return the names of the parts of a set, each with the kind of the set."""
+    return frozenset(f"{kind}\0{name}" for name in parts)
 
 
 def make_plan(contents: Contents, group: Group, number: int, assumed: tuple[str, ...]) -> Plan:
@@ -159,7 +159,7 @@ class Plan:
     @cached_property
     def names(self) -> frozenset[str]:
         """The names of the values of a state dict, or of the parts of a set. A new plan replaces one of these names."""
-        return _names(self.kind, self.parts, lambda: self.folders()[""].names)
+        return self.folders()[""].names if self.kind is None else _names_of_set(self.kind, self.parts)
 
     def folders(self) -> dict[str, DcpPlan]:
         """Return the plans of the folders of DCP, by name."""
