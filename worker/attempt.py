@@ -33,7 +33,6 @@ from asyncckpt.format.manifest import (
     checksums_in,
     digest_of,
     index_name,
-    is_checkpoint_file,
     merged,
     note,
     of_all_ranks,
@@ -117,8 +116,8 @@ class Attempt:
         checksums = array("Q")
         if not self.layout.data_bytes:
             self.staged_image.wait_beyond(-1, 0)  # wait until the image is staged
-        is_plain = not self.request.small_files and all(map(is_checkpoint_file, self._large_names))
-        if self._large_names and not self._is_file and not is_plain:
+        is_state = all(isinstance(file, DataFile) and not file.folder for file in self.layout.files)
+        if self.layout.files and not (self._is_file or (is_state and not self.request.small_files)):
             # The index marks the folder as ours: files of other formats look like those of another program.
             self._first_index = self.opened.create(self._index_name(0), large=False)
         with contextlib.ExitStack() as opened:
