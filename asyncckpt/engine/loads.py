@@ -24,7 +24,7 @@ from asyncckpt.loading.memory_source import (
 )
 from asyncckpt.loading.source import Candidate
 from asyncckpt.loading.tiers import Tiers
-from asyncckpt.ranks.ranks import Ranks, ranks_of
+from asyncckpt.ranks.ranks import OneRank, Ranks, ranks_of
 from asyncckpt.ranks.rounds import Call
 from asyncckpt.staging.slot_copy import wait_for_copies
 from asyncckpt.storage import whole_number
@@ -72,12 +72,9 @@ class Loads:
             process_group: The ranks that load together; None: the whole job.
         """
         self._engine, self._tiers, self._process_group = engine, tiers, process_group
+        self._ranks: Ranks = OneRank()  # each call asks anew, because the job may begin after this
         self.origin: Origin | None = None
         """The point where this run continues; None: the run has loaded nothing."""
-
-    @property
-    def _ranks(self) -> Ranks:
-        return ranks_of(self._process_group)
 
     def load(
         self,
@@ -92,6 +89,7 @@ class Loads:
     ) -> Loaded:
         """Load a checkpoint. For the arguments and the errors see ``Checkpointer.load``."""
         begun = time.perf_counter()
+        self._ranks = ranks_of(self._process_group)
         about: dict[str, Any] = {"rank": self._ranks.rank, "path": self._tiers.root}
         number = None if step is None else whole_number(step, "step")
         fill = partial(load, state_dict, verify=verify, weights_only=weights_only, strict=strict)
@@ -112,6 +110,7 @@ class Loads:
 
     def latest(self) -> int | None:
         """Return the step that ``load`` would load, or None."""
+        self._ranks = ranks_of(self._process_group)
         self._check_local()
         if (images := self._images()) is not None:
             held = self._ranks.from_first(lambda: choose_in_memory(self._tiers.roots, None, images))
