@@ -93,7 +93,7 @@ class Attempt:
         self.written_at = 0.0
         self.begun: float | None = None  # stays None if there is nothing to write
         self._large_names = [file.name(self.request.rank) for file in self.layout.files]
-        self._is_file = self._large_names == [""]
+        self._is_file = self.layout.is_single_file
         self._most_links = 0 if self._is_file else self.request.most_links
         self._first_index: OutputFile | None = None
         self._pickle_bytes = iter(self.request.pickle_bytes)

@@ -120,7 +120,7 @@ class ImageLayout:
     @property
     def is_single_file(self) -> bool:
         """Whether a file is saved alone, without a manifest."""
-        return [file.name(0) for file in self.files] == [""]
+        return [file.path for file in self.files if isinstance(file, ArchiveData)] == [""]
 
     @property
     def has_state(self) -> bool:

@@ -311,6 +311,9 @@ class MemorySource(Candidate):
     part, it is read from the checkpoint in storage, if that is committed.
     """
 
+    tier = "memory"
+    _expected = (*Candidate._expected, FormatError)
+
     def __init__(
         self,
         found: FoundImages,
@@ -338,9 +341,6 @@ class MemorySource(Candidate):
         self._held = ExitStack()
         self._metadata = b""
         self._opened: list[tuple[BytesFrom, ChecksummedFile]] = []
-
-    tier = "memory"
-    _expected = (*Candidate._expected, FormatError)
 
     def _become(self, attempt: HeldAttempt) -> None:
         self.request, self._places = attempt.request, attempt.places

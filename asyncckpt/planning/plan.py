@@ -69,7 +69,8 @@ class Contents:
     @cached_property
     def key(self) -> tuple[object, ...]:
         """A key that is equal for contents that may fit the same plan."""
-        return self.kind, *((name, type(content), content.key) for name, content in self.large.items())
+        options = (content.key if isinstance(content, DcpFolder) else None for content in self.large.values())
+        return self.kind, *zip(self.large, map(type, self.large.values()), options, strict=True)
 
     @property
     def names(self) -> frozenset[str]:

@@ -147,10 +147,6 @@ class SafetensorsFile:
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str] | None
 
-    @property
-    def key(self) -> None:
-        """Files of all structures have the same key."""
-
 
 @dataclass
 class SafetensorsPlan(PartPlan):

@@ -84,10 +84,6 @@ class TorchFileContents:
         self.alignment = storage_alignment()
         self.sizes = [tensor.numel() for tensor in self.tensors]
 
-    @property
-    def key(self) -> None:
-        """Objects of all structures have the same key."""
-
 
 class StoragePickler(pickle.Pickler):
     """Collects the storages, in the order of the pickle, and writes a reference in the place of each."""

@@ -200,7 +200,7 @@ def test_an_older_one_is_loaded_when_that_is_asked_for(root: Path, how: str, cap
 
 
 class _Copied:
-    """A ``Stateful`` value whose states are copies, as of a model that is sharded otherwise. Counts the live ones."""
+    """A ``Stateful`` value. It returns copies, as a model with another sharding does, and counts the live copies."""
 
     def __init__(self) -> None:
         self.states = weakref.WeakSet[torch.Tensor]()
