@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from asyncckpt.doctor.diagnosis import Diagnosis
+
 logger = logging.getLogger(__name__)
 
 
@@ -94,6 +96,24 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def config(self) -> Config:
         """Return the configuration, with all listeners."""
         return self._engine.config
+
+    def check(self, nbytes: int | None = None) -> Diagnosis:
+        """Examine the root, this host and the job before the first step, as ``asyncckpt doctor`` does.
+
+        All ranks make this call, and get the same diagnosis. It takes a few seconds. Nothing stays in the root.
+
+        Args:
+            nbytes: The bytes of this rank's part of a checkpoint; None: space and memory are told, and not judged.
+
+        Returns:
+            The findings. ``level`` is "fails" if a save would fail, and ``str`` has a line for each finding.
+
+        Raises:
+            RankFailedError: Another rank does not make the call.
+        """
+        from asyncckpt.doctor.diagnosis import diagnose  # most trainings never call this
+
+        return diagnose(self._tiers.roots, self.config, ranks_of(self._process_group), nbytes)
 
     def prepare(self, state_dict: StateDict | FileSet) -> None:
         """Do the work of the first save of ``state_dict`` now: start the worker, plan, allocate and touch memory.

@@ -65,6 +65,12 @@ def _run(argv: list[str]) -> int:
     return answers.status
 
 
+def _show_diagnosis(answers: Answers, root: str, args: argparse.Namespace) -> None:
+    from asyncckpt.report.doctor import show_diagnosis  # imports torch
+
+    show_diagnosis(answers, root, args)
+
+
 def _become_worker(_: Answers, root: str, args: argparse.Namespace) -> None:
     # Imported here, because other commands do not need these modules.
     from asyncckpt.link.endpoint import endpoint_name
@@ -182,6 +188,17 @@ def _parser() -> argparse.ArgumentParser:
     advice.epilog = "example: asyncckpt advise checkpoints --mtbf 4h --restart 2m"
     advice.add_argument("--mtbf", metavar="TIME", required=True, help="mean time between failures, as 4h")
     advice.add_argument("--restart", metavar="TIME", help="how long a restart takes, as 2m; left out where not given")
+    doctor = command(
+        "doctor",
+        _show_diagnosis,
+        "say before a training what it will meet at its folder, and on this host",
+        ": ok, slow (saves cost more than they could), risk (a failure loses more than it has to) or fails (a save"
+        " fails). Takes some seconds, and reads the options of the environment. Exits with 2 if anything fails, else"
+        " with 0. Checkpointer.check() does the same on all ranks.",
+        "asyncckpt doctor checkpoints --size 100GB",
+    )
+    doctor.add_argument("paths", metavar="ROOT", nargs=1, help="the folder or address that the training saves to")
+    doctor.add_argument("--size", metavar="SIZE", help="the size of one checkpoint of this host, as 100GB")
     workers = command(
         "workers",
         show_workers,

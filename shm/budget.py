@@ -23,7 +23,7 @@ def available_bytes(cgroup_root: Path = _CGROUP) -> int:
         limits = [psutil.virtual_memory().available]
     except OSError as error:
         raise OutOfMemoryError(f"it is not known how much memory is left: {error}") from error
-    for folder, limit_name, usage_name in _cgroup_folders(cgroup_root):
+    for folder, limit_name, usage_name in cgroup_folders(cgroup_root):
         limit = _read_number(folder / limit_name)
         usage = _read_number(folder / usage_name)
         if limit is not None and usage is not None:
@@ -49,7 +49,7 @@ def require(nbytes: int, purpose: str, hint: str, cgroup_root: Path = _CGROUP) -
         )
 
 
-def _cgroup_folders(root: Path) -> list[tuple[Path, str, str]]:
+def cgroup_folders(root: Path = _CGROUP) -> list[tuple[Path, str, str]]:
     """Return this process's memory cgroup and its ancestors, as (folder, limit file, usage file)."""
     found = []
     for line in _read(Path("/proc/self/cgroup")).splitlines():

@@ -32,7 +32,7 @@ LINE = (
     ("worker",),
     ("planning",),
     ("staging", "loading"),
-    ("engine", "weights", "exporting"),
+    ("engine", "weights", "exporting", "doctor"),
     ("checkpointer", "report"),
     ("extension",),
     ("integrations",),

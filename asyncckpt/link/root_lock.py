@@ -113,24 +113,31 @@ def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str |
 
 
 def is_finishing(root: str) -> bool:
-    """Return whether the worker of a dead trainer has the lock, and may still write that trainer's staged saves.
+    """Return whether the worker of a dead trainer has the lock, and may still write that trainer's staged saves."""
+    holder = holder_on_this_host(root)
+    return holder is not None and not is_running(holder.trainer)
 
-    This function reads the kernel's list of locks, which covers this host only. Trying to take the lock instead would
-    refuse a worker that asks for the lock at that moment.
+
+def holder_on_this_host(root: str) -> RootHolder | None:
+    """Return the worker that has the lock, if it sees the same process ids as this process; None if there is none.
+
+    This function reads the kernel's list of locks. Trying to take the lock instead would refuse a worker that asks for
+    the lock at that moment.
     """
     try:
         with opened(_lock_path(root), os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             holder, inode = _holder(read_facts(fd)), os.fstat(fd).st_ino
-        if holder.scope != _scope() or is_running(holder.trainer):
-            return False
+        if holder.scope != _scope():
+            return None
         with open("/proc/locks") as locks:  # number, kind, mode, type, holder, device and inode, ...
             fields = [line.split() for line in locks]
-        return any(
-            [*its[1:2], *its[4:5]] == ["FLOCK", str(holder.worker)] and its[5].rpartition(":")[2] == str(inode)
-            for its in fields
-        )
     except unless_interrupt(OSError):
-        return False
+        return None
+    is_held = any(
+        [*its[1:2], *its[4:5]] == ["FLOCK", str(holder.worker)] and its[5].rpartition(":")[2] == str(inode)
+        for its in fields
+    )
+    return holder if is_held else None
 
 
 def check_job(root: str, job_id: str | None) -> None:

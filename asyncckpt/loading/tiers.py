@@ -55,9 +55,9 @@ class Tiers:
             if not is_address(folder):
                 check_root(folder)
         self.root = root
-        self.local = None if local_root is None else os.path.join(absolute(local_root), _name(root))
-        self.roots: Sequence[str] = (root,) if self.local is None else (self.local, root)
+        self.roots = tier_folders(root, local_root)
         """The folders, the nearest first. Saves go to the nearest."""
+        self.local = None if local_root is None else self.roots[0]
         for folder in self.roots:
             if not is_address(folder):
                 _make_folder(folder)
@@ -146,6 +146,11 @@ class _StoredCheckpoint(Candidate):
 def _copies(found: StoredStep | None) -> list[tuple[int, str]]:
     """Return the step and the root of each copy, the nearest first."""
     return [] if found is None else [(found.step, root) for root in found.roots]
+
+
+def tier_folders(root: str, local_root: str | None) -> Sequence[str]:
+    """Return the folders of a run, the nearest first, without a look at them. The arguments are those of ``Tiers``."""
+    return (root,) if local_root is None else (os.path.join(absolute(local_root), _name(root)), root)
 
 
 def _name(root: str) -> str:

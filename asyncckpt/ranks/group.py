@@ -67,6 +67,15 @@ def address_to_listen_at(name: str, world_size: int) -> str:
         return ""
 
 
+def first_address(given: str | None) -> str:
+    """Return the name of the first rank's host for the other ranks. ``given``: value of ``Config.host``."""
+    if given is not None:
+        return given
+    if dist.get_rank() == 0 and "MASTER_ADDR" in os.environ:
+        return os.environ["MASTER_ADDR"]  # torchrun's name for the first rank's host, known to all ranks
+    return socket.gethostname()
+
+
 def own_address(given: str | None) -> str:
     """Return the address of this host for other hosts of the job.
 
@@ -416,7 +425,7 @@ class Group:
         def host() -> tuple[Rendezvous, str]:
             if isinstance(client, CheckpointError):
                 raise client
-            name = self._address()
+            name = first_address(self._config.host)
             listens_at = address_to_listen_at(name, dist.get_world_size())
             hosting = self._host(client, 0, listens_at)
             self._listens_at = hosting.address
@@ -434,13 +443,6 @@ class Group:
         address = "127.0.0.1" if scope == loopback_scope() else rendezvous.address
         mine: Rendezvous = replace(rendezvous, rank=self.rank, address=address)
         return mine
-
-    def _address(self) -> str:
-        if self._config.host is not None:
-            return self._config.host
-        if dist.get_rank() == 0 and "MASTER_ADDR" in os.environ:
-            return os.environ["MASTER_ADDR"]  # torchrun's name for the first rank's host, known to all ranks
-        return socket.gethostname()
 
     def _is_loss_of_store(self, error: CheckpointError) -> bool:
         """Return whether the store is gone, so that ``error`` cannot be reported to any rank now."""

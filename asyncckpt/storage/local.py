@@ -322,21 +322,24 @@ def require_space(folder: str, final: str, kind: str, nbytes: int) -> None:
 
     Raises ``OSError`` or ``StorageError``.
     """
-    try:
-        space = os.statvfs(folder)
-    except OSError as error:
-        if error.errno != errno.ENOSYS:
-            raise
-        return  # FUSE without statfs
-    if space.f_blocks == 0:
-        return  # FUSE with an empty statfs
-    if (free := space.f_bavail * space.f_frsize) < nbytes:
+    if (free := free_bytes(folder)) is not None and free < nbytes:
         raise StorageError(
             f"the {kind} needs {nbytes:,} bytes and the file system has {free:,} left;"
             " free space there, or choose another place"
             + (" (Config.keep_last=N takes room for N + 1)" if kind == "checkpoint" else ""),
             path=final,
         )
+
+
+def free_bytes(folder: str) -> int | None:
+    """Return the free bytes of the file system of ``folder``; None if it does not tell. Raises ``OSError``."""
+    try:
+        space = os.statvfs(folder)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        return None  # FUSE without statfs
+    return space.f_bavail * space.f_frsize if space.f_blocks else None  # FUSE with an empty statfs
 
 
 def _sweep_checkpoints(root: str, now: float, orphan_s: float) -> None:
