@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import codecs
 import io
+import logging
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 
 import asyncckpt
 from asyncckpt import demo
@@ -71,22 +71,27 @@ def _show_diagnosis(answers: Answers, root: str, args: argparse.Namespace) -> No
     show_diagnosis(answers, root, args)
 
 
-def _become_worker(_: Answers, root: str, args: argparse.Namespace) -> None:
+def _run_workers(answers: Answers, root: str, args: argparse.Namespace) -> None:
     # Imported here, because other commands do not need these modules.
-    from asyncckpt.link.endpoint import endpoint_name
-    from asyncckpt.link.process import WorkerOptions, become_worker
+    from asyncckpt.link.platform_workers import run_workers
     from asyncckpt.publication import job_of_checkpoints
 
-    job = job_of_checkpoints(root, args.job_id)
-    where = endpoint_name(job, args.rank)
-    # The trainer sends the other options when it attaches.
-    become_worker(WorkerOptions(nice=0, io_class="none", linger=args.wait, endpoint=where, job=job, rank=args.rank))
+    logging.basicConfig(level=logging.WARNING, format="asyncckpt: %(message)s")
+    answers.fail(run_workers(job_of_checkpoints(root, args.job_id), args.ranks))
 
 
-def _at_least_0(parse: Callable[[str], float], text: str) -> float:
-    if not (number := parse(text)) >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return number
+def _ranks(text: str) -> list[int]:
+    """Return the ranks of a text such as "0-7" or "0,3"."""
+    found: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            found += range(int(first), int(last or first) + 1)
+    except ValueError:
+        found = []
+    if not found or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names no ranks: write 0-7, or 3, or 0,3")
+    return found
 
 
 def _is_unread() -> bool:
@@ -221,23 +226,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     worker = command(
         "worker",
-        _become_worker,
-        "start a worker ahead of its trainer, in a container or a job step of its own",
-        ". It needs the trainer's user and runtime folder (ASYNC_CKPT_RUNTIME_DIR). The trainer attaches at its first"
-        " save, or, after its death, another one. Exits with 0 when the trainer has closed, or, before one has come,"
-        " after SIGTERM, the time of --wait or a trainer of another version; and with 2 if the root and rank have"
-        " another worker.",
-        "asyncckpt worker --root checkpoints --rank 0",
+        _run_workers,
+        "run workers ahead of their trainers, in a container, a job step or a service of their own",
+        ", which outlive the trainers' containers. Each needs its trainer's user, runtime folder"
+        " (ASYNC_CKPT_RUNTIME_DIR) and installed files. A trainer attaches at its first save, or, after its death,"
+        " another one. A worker that ends is started again. SIGTERM ends this, when everything staged is written. Exits"
+        " with 0 then, and with 2 if the runtime folder cannot be used.",
+        "asyncckpt worker --root checkpoints --ranks 0-7",
         json=False,
     )
     worker.add_argument("--root", dest="paths", metavar="ROOT", nargs=1, required=True, help="the trainer's folder")
-    worker.add_argument("--rank", type=partial(_at_least_0, int), default=0, help="the trainer's rank in its job (0)")
+    worker.add_argument("--ranks", type=_ranks, default=[0], help="the ranks of this host in their job, as 0-7 (0)")
     of_job = os.environ.get("ASYNC_CKPT_JOB_ID")
     worker.add_argument("--job-id", metavar="ID", default=of_job, help="its Config.job_id ($ASYNC_CKPT_JOB_ID)")
-    seconds, day = partial(_at_least_0, float), 86_400.0
-    worker.add_argument(
-        "--wait", metavar="S", type=seconds, default=day, help="seconds to wait for the trainer (a day)"
-    )
     commands.add_parser("demo", help="train a small transformer, kill it, resume it, show what its checkpoints cost")
     return parser
 

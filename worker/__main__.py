@@ -19,7 +19,7 @@ import psutil
 from asyncckpt.errors import JobTakenError
 from asyncckpt.link.calls import Answer, send_answer
 from asyncckpt.link.endpoint import runtime_folder
-from asyncckpt.link.process import WorkerOptions, parse, watched
+from asyncckpt.link.process import NO_PLACE, NOT_WANTED, WorkerOptions, parse, watched
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.storage import forget_clients, storage_for
@@ -68,7 +68,8 @@ def main(argv: list[str]) -> int:
     try:
         trouble = _opened(endpoint_service, said.trainer)
         if first is None and trouble is not None:
-            return _useless(f"no trainer would find this worker: {trouble}")
+            logging.error("no trainer would find this worker: %s", trouble)
+            return NO_PLACE
         trainer = first or endpoint_service.next_trainer()
         while trainer is not None and not is_stuck:
             for each in _ENDING:
@@ -87,7 +88,8 @@ def main(argv: list[str]) -> int:
             session.close_metrics()
     except JobTakenError as error:
         if first is None:
-            return _useless(str(error))
+            logging.error("%s", error)
+            return NOT_WANTED
         send_answer(first.connection, Answer.refused(0, error))
     except Exception as error:
         _end(error)
@@ -101,7 +103,7 @@ def main(argv: list[str]) -> int:
         os._exit(1)
     for uploader in uploaders.values():
         uploader.close()  # waits for uploads; no trainer waits for this process
-    return 0
+    return NOT_WANTED if endpoint_service.is_not_wanted else 0
 
 
 def _opened(endpoint_service: EndpointService, trainer: int) -> str | None:
@@ -111,12 +113,6 @@ def _opened(endpoint_service: EndpointService, trainer: int) -> str | None:
     except OSError as error:
         return f"{error.strerror or error}: {runtime_folder()}"
     return None
-
-
-def _useless(why: str) -> int:
-    """Log why a worker that was started before its trainer cannot serve any trainer. Return the exit status."""
-    logging.error("%s", why)
-    return 2
 
 
 def _begin(trainer: Trainer) -> WorkerOptions:

@@ -110,6 +110,8 @@ class EndpointService:
             serving: Serves the memory to other hosts.
             is_ahead: Whether the worker has no trainer yet.
         """
+        self.is_not_wanted = False
+        """Whether the first trainer got no session, and starts another worker."""
         self._name, self._fingerprint = name, fingerprint
         self._segment_store, self._serving = segment_store, serving
         self._endpoint: Endpoint | None = None
@@ -254,6 +256,7 @@ class EndpointService:
             case Refuse(_, why):
                 del self._asking[who]
                 if self._life.session == 0:  # this worker was started in advance for that trainer
+                    self.is_not_wanted = True
                     logger.warning("the trainer %d gets no session, and starts another worker: %s", trainer.pid, why)
                 raise CheckpointError(why)
             case BeginSession():

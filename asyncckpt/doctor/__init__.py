@@ -1,1 +1,1 @@
-"""What a training will meet at its place, found out before its first step: ``asyncckpt doctor``."""
+"""The diagnosis of a place, a host and a job before the first step of a training: ``asyncckpt doctor``."""

@@ -12,10 +12,10 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import psutil
 import xxhash
@@ -31,6 +31,9 @@ from asyncckpt.threads import process_limit, wait_until
 _LAST_WORDS_BYTES = 4096
 ENDED = 256
 """The exit code of a worker that another process has started. The kernel tells the real code to that process only."""
+NO_PLACE, NOT_WANTED = 2, 3
+"""The exit codes of a worker that was started ahead: it cannot have an endpoint; or another worker has its endpoint, or
+its first trainer has started another one."""
 # Prefixes of the environment variables that clients of object stores read, and that transports to other hosts read.
 _OF_CLIENTS = ("AWS_", "AZURE_", "GOOGLE_", "HTTP", "ALL_PROXY", "NO_PROXY", "SSL_")
 _OF_TRANSPORTS = ("NIXL_", "UCX_")
@@ -276,15 +279,14 @@ def stderr_file() -> Descriptor:
     return Descriptor.of(os.memfd_create, "asyncckpt-stderr", os.MFD_CLOEXEC)
 
 
-def become_worker(options: WorkerOptions) -> NoReturn:
-    """Become a worker that waits for its first trainer. The process keeps its standard streams.
+def start_ahead(options: WorkerOptions) -> Callable[[], int]:
+    """Return a function that starts a worker ahead of its first trainer, and returns its process id.
 
-    Raises ``OSError``.
+    The worker has the standard streams of this process. The function raises ``OSError``.
     """
     occupy_standard_streams()
     line, environment = _command_line(options, None), _worker_environment()
-    os.chdir("/")
-    os.execve(line[0], line, environment)
+    return lambda: os.posix_spawn(line[0], line, environment)
 
 
 def _command_line(options: WorkerOptions, fd: int | None) -> list[str]:

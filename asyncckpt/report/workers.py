@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 from typing import Any
 
 from asyncckpt.errors import CheckpointError
@@ -62,6 +63,7 @@ def _does(worker: RunningWorker) -> str:
             then = "" if worker.has_trainer else ", then leaves" if status.leaving else ", then lingers"
             return f"writes {status.saving[0]}{more}{then}"
         case "lingering":
-            return f"lingers for {'another' if worker.trainer else 'a'} trainer, {status.lingers:.0f} s more"
+            more = "" if status.lingers == math.inf else f", {status.lingers:.0f} s more"
+            return f"lingers for {'another' if worker.trainer else 'a'} trainer{more}"
         case _:
             return "leaves"

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,8 +225,8 @@ def test_a_checkpoint_is_no_root(root: Path) -> None:
 
 
 def test_the_clock_of_the_file_system(root: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = place.time.time
-    monkeypatch.setattr(place.time, "time", lambda: real() - 3600)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)
     assert "+3600 s off" in _here(root)["risk", "clock"]
 
 

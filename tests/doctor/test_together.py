@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,13 +19,31 @@ from support.ranks import run
 from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.doctor import diagnosis, place, together
+from asyncckpt.doctor.finding import Finding
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
 
+def _replace(module: Any, name: str, value: object) -> None:
+    """Replace an attribute for the rest of this process."""
+    patch.object(module, name, value).start()
+
+
+def _refusing(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``open``, which makes no file of a trial."""
+
+    def refusing(path: Any, *args: Any, **named: Any) -> Any:
+        if place.PROBE in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, *args, **named)
+
+    return refusing
+
+
 def _diagnosed(root: str, trouble: str) -> str:
     """Plant a trouble on rank 1, and return the diagnosis."""
-    place._MOST_S = together.ANSWER_S = together.NOTICE_S = 0.2
+    for module, name in ((place, "_MOST_S"), (together, "ANSWER_S"), (together, "NOTICE_S")):
+        _replace(module, name, 0.2)
     config = Config()
     if dist.get_rank() == 1:
         real = time.time
@@ -28,18 +51,18 @@ def _diagnosed(root: str, trouble: str) -> str:
             case "root":
                 root += "-other"
             case "clocks":
-                time.time = lambda: real() + 60
+                _replace(time, "time", lambda: real() + 60)
             case "torch":
-                torch.__version__ = "2.7.0"
+                _replace(torch, "__version__", "2.7.0")
             case "user":
-                os.geteuid = lambda: 4711
+                _replace(os, "geteuid", lambda: 4711)
             case "network":
-                together.loopback_scope = lambda: "another host"
+                _replace(together, "loopback_scope", lambda: "another host")
                 config = Config(address="198.51.100.1")
             case "memory":
-                diagnosis.examine_host = lambda _: [diagnosis.Finding("memory", "fails", "none is left")]
+                _replace(diagnosis, "examine_host", lambda _: [Finding("memory", "fails", "none is left")])
             case "unwritable":
-                together.open = lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+                _replace(builtins, "open", _refusing(open))
     with Checkpointer(root, config) as checkpointer:
         return str(checkpointer.check(1000))
 
