@@ -27,6 +27,7 @@ from torture import (
     hosts,
     interruptions,
     kills,
+    launchers,
     leftovers,
     links,
     power_cuts,
@@ -56,6 +57,10 @@ _KINDS = {
     "host-kills": (300, "hosts of a job that are lost with their memory"),
     "power-cuts": (60, "of a disk, for each of --file-systems; root alone may mount them"),
     "cache-cuts": (60, "of a disk with a volatile write cache, for each of --file-systems"),
+    "launcher-kills": (
+        20,
+        "of each thing that a launcher runs, with each kind of worker",
+    ),
     "crash-states": (2000, "that a weak file system may leave after a crash, of each scenario in --scenarios"),
     "restart-mib": (1024, "MiB of a state that is restarted out of memory, and timed"),
     "host-restart-mib": (1024, "MiB of each of four ranks on two hosts, which are restarted and timed"),
@@ -131,7 +136,7 @@ def main() -> int:
     logging.getLogger("asyncckpt").setLevel(logging.CRITICAL)  # thousands of saves are about to fail
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the judge has one process
-    if args.power_cuts or args.cache_cuts:
+    if args.power_cuts or args.cache_cuts or args.launcher_kills:
         own_mounts()
     tally, begun = Tally(), time.monotonic()
     if args.hours is None:
@@ -247,6 +252,8 @@ def _torture(args: argparse.Namespace, tally: Tally, folder: Path) -> dict[str, 
         disks.fill_disks(tally, folder, args.full, choice("disks"))
     if args.crash_states:
         crash_states.crash_states(tally, folder, args.crash_states, choice("crash states"), scenarios)
+    if args.launcher_kills:
+        launchers.kill_in_launchers(tally, folder, args.launcher_kills, choice("launchers"))
     for name in args.frameworks if args.framework_kills else ():
         trials.kill_trainings(tally, folder, args.framework_kills, choice(name), name)
     if args.host_kills:
