@@ -58,6 +58,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         config: Config | None = None,
         process_group: ProcessGroup | None = None,
         *,
+        begin_from: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
         on_event: Callable[[Event], object] | str | Sequence[Callable[[Event], object] | str] = (),
     ) -> None:
         """Make a checkpointer. In a job of many ranks every rank makes one.
@@ -69,6 +70,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 address on an object store works too: ``s3://bucket/run``, ``gs://`` and ``az://``.
             config: The configuration; None: read it from the environment (``Config.from_env``).
             process_group: The ranks that save together; None: the whole job.
+            begin_from: Other places that ``load`` and ``latest`` look at: the root of another run or region, or one
+                checkpoint of it (``other/step-00000500``). The newest checkpoint of all places is loaded. Saves go to
+                ``root`` alone. A checkpoint begins a branch, because the checkpoints of ``root`` become newer than it.
             on_event: Listeners for events of saves and loads, in addition to ``Config.on_event``, and of the same form.
 
         Raises:
@@ -79,7 +83,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         config = Config.given(config)
         config = replace(config, on_event=(*config.listeners, *Config(on_event=on_event).listeners))
         self.root = absolute(root)
-        self._tiers = Tiers(self.root, config.local_root)
+        others = [begin_from] if isinstance(begin_from, str | os.PathLike) else begin_from
+        self._tiers = Tiers(self.root, config.local_root, [os.fspath(each) for each in others])
         job, claim = job_of_checkpoints(self.root, config.job_id), Claim(self.root, config.job_id, self._tiers.local)
         self._engine = Engine(config, process_group, job=job, claim=claim)
         self._process_group, self._loads = process_group, Loads(self._engine, self._tiers, process_group)

@@ -19,6 +19,7 @@ from asyncckpt.report.answers import UNUSABLE, Answers
 from asyncckpt.report.diff import show_diff
 from asyncckpt.report.exports import show_export
 from asyncckpt.report.listing import DiskUse, inspect_checkpoint, list_checkpoints
+from asyncckpt.report.marks import mark
 from asyncckpt.report.timeline import show_timeline
 from asyncckpt.report.verification import verify_checkpoints
 from asyncckpt.report.workers import show_workers
@@ -204,6 +205,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("paths", metavar="ROOT", nargs=1, help="the folder or address that the training saves to")
     doctor.add_argument("--size", metavar="SIZE", help="the size of one checkpoint of this host, as 100GB")
+    marking = command(
+        "mark",
+        mark,
+        "take steps out of a history, so that nothing loads them or shares their files any more",
+        ": a diverged training, say, whose newest checkpoints are whole, and useless. Each becomes"
+        " step-00000100.bad-1, in the folder and in the local folder of ASYNC_CKPT_LOCAL_ROOT, and stays until it is"
+        " removed. End the training first. Exits with 2 if a step is not there.",
+        "asyncckpt mark checkpoints 800 900 --bad",
+    )
+    marking.add_argument("paths", metavar="ROOT", nargs=1, help="the folder of the checkpoints")
+    marking.add_argument("steps", metavar="STEP", nargs="+", type=int, help="the steps")
+    marking.add_argument("--bad", action="store_true", required=True, help="the steps are not to be loaded")
     workers = command(
         "workers",
         show_workers,

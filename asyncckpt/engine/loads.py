@@ -113,7 +113,7 @@ class Loads:
         self._ranks = ranks_of(self._process_group)
         self._check_local()
         if (images := self._images()) is not None:
-            held = self._ranks.from_first(lambda: choose_in_memory(self._tiers.roots, None, images))
+            held = self._ranks.from_first(lambda: choose_in_memory(self._tiers.places, None, images))
             if held is not None:
                 return held.request.step
         return self._ranks.from_first(partial(self._tiers.newest, self._engine.config.timeout))
@@ -143,7 +143,7 @@ class Loads:
         """Yield the checkpoints to try, until one is loaded. Raises if none is."""
         config = self._engine.config
         if images is not None:
-            choose = partial(choose_in_memory, self._tiers.roots, step)
+            choose = partial(choose_in_memory, self._tiers.places, step)
             for held in held_candidates(images, choose, config.transport, self._ranks):
                 yield held
                 if held.is_loaded:

@@ -211,5 +211,5 @@ def _checkpoint_at(path: str) -> str:
         return path
     if (step := newest_step(path)) is None:
         raise CheckpointNotFoundError("there is no checkpoint here yet", path=path)
-    find_step(step, 0.0, path)  # if the newest step lacks its manifest, raise an error that names the complete steps
+    find_step(step, path)  # if the newest step lacks its manifest, raise an error that names the complete steps
     return step_folder(path, step)

@@ -249,25 +249,25 @@ def held_candidates(
             logger.warning("step %s is loaded from what else is held, for: %s", source.step, words)
 
 
-def choose_in_memory(roots: Sequence[str], step: int | None, found: FoundImages) -> HeldAttempt | None:
+def choose_in_memory(places: Sequence[str], step: int | None, found: FoundImages) -> HeldAttempt | None:
     """Choose the checkpoint to load from memory: a complete checkpoint that is not older than the newest in storage.
 
     Storage decides, because the checkpoint may have been replaced there, or removed by a user who did not want it.
 
     Args:
-        roots: The folders of the run's checkpoints; saves go to the first.
+        places: The places that the load looks at; saves go to the first.
         step: The step to load; None: the newest.
         found: The images that are held.
     """
     attempts = [each for each in found.attempts() if each.request.step is not None]
     if not attempts:
         return None
-    stored = history(*roots) if step is None else []
+    stored = history(*places) if step is None else []
     for _ in range(_MOST_LOOKS):
-        chosen = _choose(roots[0], step, attempts, stored[-1] if stored else None)
+        chosen = _choose(places[0], step, attempts, stored[-1] if stored else None)
         # A dead trainer's worker may be writing. List storage again: a commit during the choice would otherwise look
         # like another checkpoint.
-        before, stored = stored, history(*roots) if step is None else []
+        before, stored = stored, history(*places) if step is None else []
         if [each[:2] for each in stored] == [each[:2] for each in before]:  # compare steps and times of creation
             return chosen
     return None  # another program may be copying checkpoints here

@@ -28,8 +28,8 @@ from asyncckpt.format.index import Index
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, checksum, is_index
 from asyncckpt.link.root_lock import LOCK_NAME, is_finishing
 from asyncckpt.loading.data_file import CheckedFile, CheckedFiles, ChecksummedFile, StoredFile, distrusted, read_pool
-from asyncckpt.storage import absolute, complete_steps, step_folder, step_of, storage_for
-from asyncckpt.storage.history import history, newest_step, stored_step
+from asyncckpt.storage import absolute, complete_steps, split_place, step_folder, step_of, storage_for
+from asyncckpt.storage.history import history, stored_step
 from asyncckpt.storage.storage import InputFile
 
 logger = logging.getLogger(__name__)
@@ -101,38 +101,34 @@ def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> N
         time.sleep(POLL_S)
 
 
-def settled_step(timeout: float, *roots: str) -> int | None:
-    """Wait until no worker writes under ``roots``, and return the newest step. Saves go to the first root.
+def find_step(step: int | None, *places: str, root: str | None = None) -> list[tuple[int, str]]:
+    """Return the step and the root of each copy of ``step``, the nearest first. None: find the newest step.
 
-    Raises as ``wait_for_attempts``, and as ``check_root`` if there is no checkpoint.
+    Args:
+        step: The step.
+        places: The places to look at, the nearest first, see ``split_place``.
+        root: The root of the run, for errors; None: the only place.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint. Raises as ``check_root``, too.
+        StorageError: Storage cannot be read.
     """
-    wait_for_attempts(roots[0], timeout, roots[-1])
-    if (found := newest_step(*roots)) is None:
-        check_root(roots[-1])
-    return found
-
-
-def find_step(step: int | None, timeout: float, *roots: str) -> list[tuple[int, str]]:
-    """Return the step and the root of each copy of ``step``. If ``step`` is None, find the newest step.
-
-    For the newest step, wait until no worker writes. Raises ``CheckpointNotFoundError``, ``StorageError``, and as
-    ``check_root``.
-    """
+    root = root or places[-1]
     if step is None:
-        wait_for_attempts(roots[0], timeout, roots[-1])
-        found = history(*roots)
+        found = history(*places)
         if not found:
-            check_root(roots[-1])
-            raise CheckpointNotFoundError("there is no checkpoint here yet", path=roots[-1])
-        return [(found[-1].step, root) for root in found[-1].roots]
-    there = [root for root in roots if storage_for(root).exists(os.path.join(step_folder(root, step), MANIFEST_NAME))]
+            check_root(root)
+            raise CheckpointNotFoundError("there is no checkpoint here yet", path=root)
+        return [(found[-1].step, each) for each in found[-1].roots]
+    roots = [its for its, only in map(split_place, places) if only in (None, step)]
+    there = [its for its in roots if storage_for(its).exists(os.path.join(step_folder(its, step), MANIFEST_NAME))]
     if not there:
-        known = ", ".join(map(str, complete_steps(*roots)[-5:])) or "none"
+        known = ", ".join(map(str, complete_steps(*places)[-5:])) or "none"
         raise CheckpointNotFoundError(
-            f"there is no such checkpoint; the newest are: {known}", path=step_folder(roots[-1], step), step=step
+            f"there is no such checkpoint; the newest are: {known}", path=step_folder(root, step), step=step
         )
     known_as = stored_step(step, *there) if there[1:] else None
-    return [(step, root) for root in (there if known_as is None else known_as.roots)]
+    return [(step, its) for its in (there if known_as is None else known_as.roots)]
 
 
 def is_stock(path: str) -> bool:

@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal
 
-from xxhash import xxh3_64_hexdigest
-
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.loading.load import opened
@@ -23,13 +21,13 @@ from asyncckpt.loading.source import (
     check_root,
     find_step,
     read_manifest,
-    settled_step,
     stands_there,
+    wait_for_attempts,
 )
 from asyncckpt.ranks.ranks import Ranks
-from asyncckpt.storage import absolute, complete_steps, is_address, set_aside, step_folder
+from asyncckpt.storage import absolute, complete_steps, is_address, set_aside, step_folder, tier_folders
 from asyncckpt.storage.file_system import make_folder
-from asyncckpt.storage.history import Origin, StoredStep, older_step, origin_of
+from asyncckpt.storage.history import Origin, StoredStep, newest_step, older_step, origin_of
 from asyncckpt.storage.uploader import has_uploaded
 
 logger = logging.getLogger(__name__)
@@ -38,14 +36,16 @@ logger = logging.getLogger(__name__)
 class Tiers:
     """The folders of a run's checkpoints. They never change, and are the same on all ranks."""
 
-    def __init__(self, root: str, local_root: str | None) -> None:
-        """Make the folders that are missing.
+    def __init__(self, root: str, local_root: str | None, begin_from: Sequence[str] = ()) -> None:
+        """Make the folders of the run that are missing.
 
         Args:
             root: The folder of the checkpoints; with a ``local_root``, of the uploaded checkpoints. An absolute path,
                 or an address.
             local_root: A folder on faster disks, in which checkpoints of this root get a folder of their own; None for
                 no local folder.
+            begin_from: Other roots, and checkpoints of other roots. A load looks at them, too, and nothing is written
+                there.
 
         Raises:
             CheckpointExistsError: As ``check_root``. An object store is checked only by a load.
@@ -57,6 +57,8 @@ class Tiers:
         self.root = root
         self.roots = tier_folders(root, local_root)
         """The folders, the nearest first. Saves go to the nearest."""
+        self.places = (*self.roots, *map(absolute, begin_from))
+        """The places that a load looks at, the nearest first: the folders, and those of other runs."""
         self.local = None if local_root is None else self.roots[0]
         for folder in self.roots:
             if not is_address(folder):
@@ -76,11 +78,14 @@ class Tiers:
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, ascending."""
-        return complete_steps(*self.roots)
+        return complete_steps(*self.places)
 
     def newest(self, timeout: float) -> int | None:
         """Wait until no dead trainer's worker writes, and return the newest step. Raises ``StorageError``."""
-        return settled_step(timeout, *self.roots)
+        wait_for_attempts(self.roots[0], timeout, self.root)
+        if (found := newest_step(*self.places)) is None:
+            check_root(self.root)
+        return found
 
     def origin(
         self, step: int, unfinished: Sequence[WriteRequest] = (), *, goes_back: bool, began: float | None
@@ -89,7 +94,7 @@ class Tiers:
 
         See ``origin_of`` for the other arguments. Raises ``StorageError``.
         """
-        return origin_of(step, *self.roots, unfinished=unfinished, goes_back=goes_back, began=began)
+        return origin_of(step, *self.places, unfinished=unfinished, goes_back=goes_back, began=began)
 
     def candidates(self, step: int | None, timeout: float, ranks: Ranks, *, fallback: bool) -> Iterator[Candidate]:
         """Yield the checkpoints to try, one after the other, the same on all ranks, until one is loaded.
@@ -103,7 +108,7 @@ class Tiers:
         Raises:
             CheckpointError: There is no checkpoint, or nothing else can be tried.
         """
-        look = partial(find_step, step, timeout, *self.roots)
+        look = partial(self._find, step, timeout)
         copies = ranks.from_first(look)
         while True:
             step, root = copies.pop(0)
@@ -122,13 +127,19 @@ class Tiers:
                 copies = ranks.from_first(look)
                 continue
             if not copies and fallback:
-                copies = _copies(ranks.from_first(partial(older_step, step, *self.roots)))
+                copies = _copies(ranks.from_first(partial(older_step, step, *self.places)))
             if not copies:
                 found.raise_failure()
             found.failure = None
-            if fallback and is_damaged:
+            if fallback and is_damaged and root in self.roots:
                 ranks.from_first(partial(set_aside, root, step))
             logger.error("step %d cannot be loaded, falling back to step %d in %s: %s", step, *copies[0], words)
+
+    def _find(self, step: int | None, timeout: float) -> list[tuple[int, str]]:
+        """Return the step and the root of each copy. For the newest step, first wait as ``wait_for_attempts``."""
+        if step is None:
+            wait_for_attempts(self.roots[0], timeout, self.root)
+        return find_step(step, *self.places, root=self.root)
 
 
 class _StoredCheckpoint(Candidate):
@@ -146,17 +157,6 @@ class _StoredCheckpoint(Candidate):
 def _copies(found: StoredStep | None) -> list[tuple[int, str]]:
     """Return the step and the root of each copy, the nearest first."""
     return [] if found is None else [(found.step, root) for root in found.roots]
-
-
-def tier_folders(root: str, local_root: str | None) -> Sequence[str]:
-    """Return the folders of a run, the nearest first, without a look at them. The arguments are those of ``Tiers``."""
-    return (root,) if local_root is None else (os.path.join(absolute(local_root), _name(root)), root)
-
-
-def _name(root: str) -> str:
-    """Return the name of the local folder of a root: recognisable, and unique to the root."""
-    place = root if is_address(root) else os.path.realpath(root)
-    return f"{os.path.basename(place)[:64]}-{xxh3_64_hexdigest(os.fsencode(place))[:8]}"
 
 
 def _make_folder(path: str) -> None:

@@ -7,9 +7,8 @@ import argparse
 from asyncckpt.config import Config
 from asyncckpt.doctor.diagnosis import diagnose
 from asyncckpt.exporting.selection import parse_bytes
-from asyncckpt.loading.tiers import tier_folders
 from asyncckpt.report.answers import UNUSABLE, Answers
-from asyncckpt.storage import absolute
+from asyncckpt.storage import absolute, tier_folders
 
 
 def show_diagnosis(answers: Answers, root: str, args: argparse.Namespace) -> None:

@@ -15,9 +15,12 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import SupportsIndex
+
+from xxhash import xxh3_64_hexdigest
 
 from asyncckpt.errors import SaveTimeoutError, StorageError
 from asyncckpt.format.manifest import MANIFEST_NAME
@@ -131,6 +134,17 @@ def whole_number(value: SupportsIndex, what: str) -> int:
     return number
 
 
+def tier_folders(root: str, local_root: str | None) -> Sequence[str]:
+    """Return the folders of a run, the nearest first. ``local_root``: ``Config.local_root``."""
+    return (root,) if local_root is None else (os.path.join(absolute(local_root), _local_name(root)), root)
+
+
+def _local_name(root: str) -> str:
+    """Return the name of the local folder of a root: recognisable, and unique to the root."""
+    place = root if is_address(root) else os.path.realpath(root)
+    return f"{os.path.basename(place)[:64]}-{xxh3_64_hexdigest(os.fsencode(place))[:8]}"
+
+
 def step_folder(root: str, step: int) -> str:
     """Return the folder of the checkpoint of ``step``."""
     return os.path.join(root, f"step-{step:08d}")
@@ -142,21 +156,35 @@ def step_of(path: str) -> int | None:
     return int(name[1]) if name else None
 
 
+def split_place(place: str) -> tuple[str, int | None]:
+    """Return the root of a place, and the only step that counts there; None: all steps count.
+
+    A place is a root, or one checkpoint of a root. Raises ``StorageError``.
+    """
+    step = step_of(place)
+    if step is None or not storage_for(place).exists(os.path.join(place, MANIFEST_NAME)):
+        return place, None
+    return os.path.dirname(place), step
+
+
 def named_steps(root: str) -> list[int]:
     """Return the steps that folders under ``root`` are named after, ascending. Raises ``StorageError``."""
     steps = map(step_of, storage_for(root).names_in(root))
     return sorted(step for step in steps if step is not None)
 
 
-def complete_steps(*roots: str) -> list[int]:
-    """Return the steps with a committed checkpoint under any of ``roots``, ascending. A missing root has no steps.
+def complete_steps(*places: str) -> list[int]:
+    """Return the steps with a committed checkpoint at any of ``places``, ascending. A missing root has no steps.
 
     Raises ``StorageError``.
     """
-    return sorted({step for root in roots for step in _complete_steps(root)})
+    return sorted({step for place in places for step in _complete_steps(place)})
 
 
-def _complete_steps(root: str) -> list[int]:
+def _complete_steps(place: str) -> list[int]:
+    root, only = split_place(place)
+    if only is not None:
+        return [only]
     storage = storage_for(root)
     if (stamps := storage.stamps_in(root, MANIFEST_NAME)) is not None:
         return [step for name, stamp in stamps.items() if stamp and (step := step_of(name)) is not None]
@@ -181,7 +209,7 @@ def replace_or_set_aside(path: str) -> Existing:
 
 
 def set_aside(root: str, step: int) -> None:
-    """Rename a damaged checkpoint, so that its step can be saved again. No files are removed."""
+    """Rename a damaged checkpoint, so that its step can be saved again. No files are removed. Raises nothing."""
     try:
         storage_for(root).set_aside(step_folder(root, step), "damaged")
     except StorageError as error:

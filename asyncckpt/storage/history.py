@@ -22,7 +22,15 @@ from typing import NamedTuple, TypeAlias
 from asyncckpt.errors import DamagedCheckpointError, FormatError, StorageError
 from asyncckpt.format.manifest import MANIFEST_NAME, Manifest, Upload
 from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.storage import is_address, named_steps, remove_old_checkpoint, step_folder, step_of, storage_for
+from asyncckpt.storage import (
+    is_address,
+    named_steps,
+    remove_old_checkpoint,
+    split_place,
+    step_folder,
+    step_of,
+    storage_for,
+)
 from asyncckpt.storage.storage import FileStamp
 
 logger = logging.getLogger(__name__)
@@ -89,18 +97,18 @@ class Origin:
         return any(storage_for(path).is_finalized(path, attempt) for attempt in attempts)
 
 
-def history(*roots: str, strict: bool = True) -> list[StoredStep]:
-    """Return all non-empty steps under ``roots`` in the order of their creation.
+def history(*places: str, strict: bool = True) -> list[StoredStep]:
+    """Return all non-empty steps at ``places`` (see ``split_place``) in the order of their creation.
 
     A step with an unreadable manifest counts as the newest if its number or its files are newer than the newest known
     step. A caller that takes the newest step then sees the error. Otherwise such a step counts as the oldest. If
-    several roots have a step, the newest checkpoint counts.
+    several places have a step, the newest checkpoint counts.
 
     Raises ``StorageError``, also if a single step cannot be read. Without ``strict``, such a step is skipped with a
     warning.
     """
     by_step: dict[int, StoredStep] = {}
-    for each in itertools.chain.from_iterable(_stored_steps(root, strict) for root in roots):
+    for each in itertools.chain.from_iterable(_stored_steps(place, strict) for place in places):
         by_step[each.step] = _newer(by_step[each.step], each) if each.step in by_step else each
     found = [by_step[step] for step in sorted(by_step)]
     known = sorted((each for each in found if each.created is not None), key=lambda each: (each.created, each.step))
@@ -110,7 +118,10 @@ def history(*roots: str, strict: bool = True) -> list[StoredStep]:
     return [*(each for each in unknown if each not in late), *known, *late]
 
 
-def _stored_steps(root: str, strict: bool) -> list[StoredStep]:
+def _stored_steps(place: str, strict: bool) -> list[StoredStep]:
+    root, only = split_place(place)
+    if only is not None:
+        return [] if (found := _look(root, only, strict)) is None else [found]
     stamps = storage_for(root).stamps_in(root, MANIFEST_NAME)
     steps = (
         named_steps(root) if stamps is None else sorted(step for each in stamps if (step := step_of(each)) is not None)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from asyncckpt.link.endpoint import FOLDER_VARIABLE
 from asyncckpt.threads import wait_until
 from torture.tally import LIMIT_S
 
@@ -35,8 +36,9 @@ class Allocation:
     def step(self, *command: str) -> subprocess.Popen[bytes]:
         """Start a job step beside others of the job. It has no standard output."""
         step = ("srun", f"--jobid={self._job}", "--overlap", "--ntasks=1", "--output=/dev/null", "--error=/dev/null")
+        environment = self._environment | {FOLDER_VARIABLE: os.environ[FOLDER_VARIABLE]}
         said = subprocess.DEVNULL  # it tells of each process that is killed
-        return subprocess.Popen([*step, *command], env=self._environment, stderr=said, start_new_session=True)
+        return subprocess.Popen([*step, *command], env=environment, stderr=said, start_new_session=True)
 
     def cancel(self, step: str) -> None:
         """Cancel a step: SIGTERM, and SIGKILL for all processes of its cgroup."""

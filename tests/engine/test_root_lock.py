@@ -25,7 +25,7 @@ from asyncckpt.link import endpoint, root_lock
 from asyncckpt.link.api import Claimed, SessionApi
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.link.root_lock import LOCK_NAME, RootLock
-from asyncckpt.loading.source import find_step
+from asyncckpt.loading.tiers import Tiers
 from asyncckpt.storage.file_system import lock_alone
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -169,12 +169,12 @@ def test_a_load_waits_for_the_worker_of_a_dead_trainer(root: Path, monkeypatch: 
     trainer = subprocess.Popen(["sleep", "600"])
     lock = RootLock.take(Claim(str(root), None), trainer.pid)
     assert isinstance(lock, RootLock)
-    assert not root_lock.is_finishing(str(root)) and find_step(None, 0.0, str(root)) == [(1, str(root))]
+    assert not root_lock.is_finishing(str(root)) and Tiers(str(root), None).newest(0.0) == 1
     trainer.kill()
     trainer.wait()
     assert root_lock.is_finishing(str(root))
     with pytest.raises(StorageError, match="still writing here"):
-        find_step(None, 0.0, str(root))
+        Tiers(str(root), None).newest(0.0)
     real, polls = time.sleep, iter(range(3))
 
     def sleep(seconds: float) -> None:
@@ -184,7 +184,7 @@ def test_a_load_waits_for_the_worker_of_a_dead_trainer(root: Path, monkeypatch: 
         real(seconds)
 
     monkeypatch.setattr("asyncckpt.loading.source.time.sleep", sleep)
-    assert find_step(None, 60.0, str(root)) == [(2, str(root))]
+    assert Tiers(str(root), None).newest(60.0) == 2
 
 
 def test_where_there_is_no_lock_there_is_one_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,27 @@
+"""``asyncckpt mark``: take steps out of a history, so that no training loads them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from asyncckpt.config import Config
+from asyncckpt.errors import CheckpointNotFoundError
+from asyncckpt.format.manifest import MANIFEST_NAME
+from asyncckpt.report.answers import Answers
+from asyncckpt.storage import absolute, step_folder, storage_for, tier_folders
+
+
+def mark(answers: Answers, root: str, args: argparse.Namespace) -> None:
+    """Rename the checkpoints of ``args.steps`` to ``step-00000100.bad-1``, in all folders of the run."""
+    folders = tier_folders(absolute(root), Config.from_env().local_root)
+    for step in args.steps:
+        with answers.about(step, "step"):
+            paths = [step_folder(folder, step) for folder in folders]
+            there = [path for path in paths if storage_for(path).exists(os.path.join(path, MANIFEST_NAME))]
+            if not there:
+                raise CheckpointNotFoundError("there is no such checkpoint", path=paths[-1], step=step)
+            for path in there:
+                storage_for(path).set_aside(path, "bad")
+                answers.line(f"{path} is no step of this run any more")
+                answers.add({"path": path, "step": step, "bad": True})
