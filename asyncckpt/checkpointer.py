@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The time of a last save before a deadline, in those of the saves before it.
+_MARGIN = 1.5
+
 
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """Save and load the checkpoints ``root/step-00000100``. With ``Config.local_root`` they go through a local folder.
@@ -91,9 +94,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._hooks: list[Any] = []
         self._recent = RecentSaves()
         self._staging: list[Save] = []  # saves that may still read tensors
-        self._terminated = self._is_terminating = self._has_saved = False
+        self._is_signalled = self._is_terminating = self._has_saved = False
+        self._ends_at = self._asked_at = math.inf
+        self._step_s = 0.0  # the longest time between two calls of ``terminating``
         self._began = 0.0  # first rank: the begin of a run that has loaded nothing
-        self._had_sigterm: Any = None
+        self._handlers: dict[int, Any] = {}  # by signal: the handler before ``watch_signals``
         self.loaded: Loaded | None = None
         """The result of the last ``load``: its step, and its source. It is None before a load."""
 
@@ -296,27 +301,43 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         times = [parse_duration(each) if isinstance(each, str) else each for each in (mtbf, restart)]
         return self._recent.advice(times[0] or 0.0, times[1])
 
-    def watch_sigterm(self) -> None:
-        """Handle SIGTERM from now on: the signal makes ``terminating`` true, and does not end this process.
+    def watch_signals(self, *signals: int) -> None:
+        """Handle ``signals`` (none: SIGTERM) from now on: they make ``terminating`` true, and do not end this process.
 
-        Call this on the main thread. Launchers send SIGTERM some time before SIGKILL (torchrun: 30 s), enough for a
-        last save. All ranks have to call this. ``close`` restores the previous signal handler.
+        Call this on the main thread. Launchers send a signal some time before SIGKILL: torchrun SIGTERM 30 seconds
+        before, Slurm what ``--signal`` says. All ranks have to call this. ``close`` restores the handlers before.
         """
         self._engine.start()
-        if self._had_sigterm is None:
-            self._had_sigterm = _past_closed(signal.signal(signal.SIGTERM, self._note_sigterm))
+        for each in signals or (signal.SIGTERM,):
+            if each not in self._handlers:
+                self._handlers[each] = _past_closed(each, signal.signal(each, self._note_signal))
+
+    def deadline(self, seconds: float) -> None:
+        """Announce that this process ends in ``seconds``. ``terminating`` then becomes true in time for a last save.
+
+        Any thread, and a signal handler, may call. The earliest deadline counts. One rank is enough.
+        """
+        self._ends_at = min(self._ends_at, time.monotonic() + seconds)
 
     def terminating(self) -> bool:
-        """Return whether some rank has received SIGTERM since ``watch_sigterm``. If so, save and end.
+        """Return whether it is time for a last save: save, and end.
+
+        That is so if some rank has received a watched signal, or if its ``deadline`` leaves no time for another step
+        and a save. A save counts with one and a half times the longest recent one, behind those under way, and a step
+        with the longest time between two calls of this. If no save was measured, a deadline is over at once.
 
         All ranks call this after the same steps, at a point where the state is complete. The answer is the same on all
         ranks. The cost is a message to the first rank's worker, a fraction of a millisecond.
         """
-        self._is_terminating = self._engine.any_says(self._terminated)
+        now = time.monotonic()
+        self._step_s = max(self._step_s, now - self._asked_at)
+        self._asked_at = now
+        is_over = self._ends_at < now + self._step_s + _MARGIN * self._recent.expected_s()
+        self._is_terminating = self._engine.any_says(self._is_signalled or is_over)
         return self._is_terminating
 
-    def _note_sigterm(self, *_: object) -> None:
-        self._terminated = True
+    def _note_signal(self, *_: object) -> None:
+        self._is_signalled = True
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make ``optimizer`` wait, before each step, until all saves have copied their tensors.
@@ -342,9 +363,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._close(linger=False)
 
     def _close(self, *, linger: bool) -> None:
-        had, self._had_sigterm = self._had_sigterm, None
-        if had is not None and signal.getsignal(signal.SIGTERM) == self._note_sigterm:  # otherwise it was replaced
-            signal.signal(signal.SIGTERM, had)
+        handlers, self._handlers = self._handlers, {}
+        for each, before in handlers.items():
+            if signal.getsignal(each) == self._note_signal:  # otherwise it was replaced
+                signal.signal(each, before)
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._staging = [], []
@@ -367,17 +389,17 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             logger.error("while the training ends by an error: %s", str(trouble))  # the other error matters more
 
 
-def _past_closed(handler: Any) -> Any:
+def _past_closed(number: int, handler: Any) -> Any:
     """Return ``handler``, or the handler before it if ``handler`` belongs to a checkpointer that is closed.
 
     A checkpointer is closed without a call of ``close`` if another one has taken over from it.
     """
     owner = getattr(handler, "__self__", None)
-    if isinstance(owner, Checkpointer) and owner._had_sigterm is not None:
+    if isinstance(owner, Checkpointer) and number in owner._handlers:
         try:
             owner._engine.check_open()
         except ClosedError:
-            return owner._had_sigterm
+            return owner._handlers[number]
     return handler
 
 

@@ -62,7 +62,7 @@ def main() -> None:
         if checkpointer.latest() is not None:
             get_optimizer_state_dict(model, optimizer)  # gives a new optimizer a state to load into
             checkpointer.load({"training": training})
-        checkpointer.watch_sigterm()
+        checkpointer.watch_signals()
         resumed, loss = training.step, torch.zeros(())
         while training.step < options.steps and not checkpointer.terminating():
             inputs = torch.randn(32, 128, generator=torch.Generator().manual_seed(training.step)).to(device)

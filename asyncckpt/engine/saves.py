@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -615,6 +616,11 @@ class RecentSaves:
             raise NothingMeasuredError("no save has been committed yet: ask again after one or two")
         stalls, lags = zip(*self._measured, strict=True)
         return Advice(median(stalls), median(lags), mtbf_s, len(stalls), restart_s)
+
+    def expected_s(self) -> float:
+        """Return the seconds that a save takes to be durable, behind those under way; infinity: none was measured."""
+        self.settle()
+        return (1 + len(self._under_way)) * max((durable for _, durable in self._measured), default=math.inf)
 
     def settle(self) -> None:
         """Measure the saves that have ended."""

@@ -259,7 +259,7 @@ def test_a_trainer_that_dies_is_uploaded(root: Path, fast: Path) -> None:
 
 def test_the_last_save_of_a_job_that_is_asked_to_end(root: Path, fast: Path) -> None:
     with Checkpointer(root, Config(local_root=str(fast), upload_every=100)) as checkpointer:
-        checkpointer.watch_sigterm()
+        checkpointer.watch_signals()
         checkpointer.save(7, small_state()).result(60)
         assert not checkpointer.terminating()
         os.kill(os.getpid(), signal.SIGTERM)

@@ -49,7 +49,7 @@ def _save_while_it_is_stopped(root: str, when_busy: WhenBusy, count: int) -> tup
     """Return how the saves end, and how long the calls take."""
     checkpointer = Checkpointer(root, _config(when_busy))
     checkpointer.save(1, replicas(1)).result(30)
-    checkpointer.watch_sigterm()
+    checkpointer.watch_signals()
     worker = checkpointer._engine.worker
     assert worker is not None
     dist.barrier()  # both ranks know that the first save is committed

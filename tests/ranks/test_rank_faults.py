@@ -298,7 +298,7 @@ def _lose_the_worker(root: str, bad: int) -> tuple[list[int], int]:
         os.kill(worker.pid, signal.SIGKILL)
         worker._listener.join(10)
     dist.barrier()
-    checkpointer.watch_sigterm()
+    checkpointer.watch_signals()
     assert not checkpointer.terminating()
     checkpointer.save(2, replicas(2)).result(30)
     assert not checkpointer.terminating()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ import sys, time, torch
 from asyncckpt import Checkpointer
 state = {"w": torch.zeros(1000), "step": 0}
 with Checkpointer(sys.argv[1]) as checkpointer:
-    checkpointer.watch_sigterm()
+    checkpointer.watch_signals()
     print("training", flush=True)
     while not checkpointer.terminating():
         state["step"] += 1
@@ -56,8 +57,8 @@ def test_it_saves_first(root: Path) -> None:
 def test_the_signal_is_given_back(root: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Checkpointer(root) as checkpointer:
-        checkpointer.watch_sigterm()
-        checkpointer.watch_sigterm()
+        checkpointer.watch_signals()
+        checkpointer.watch_signals()
         assert not checkpointer.terminating()
         os.kill(os.getpid(), signal.SIGTERM)
         assert checkpointer.terminating() and checkpointer.terminating()
@@ -69,10 +70,10 @@ def test_the_signal_is_given_back_after_restarts_in_the_process(root: Path) -> N
     before = signal.getsignal(signal.SIGTERM)
     for _ in range(3):
         given_up = Checkpointer(root)
-        given_up.watch_sigterm()
+        given_up.watch_signals()
         AbortAsyncckpt()(None)
     with Checkpointer(root) as last:
-        last.watch_sigterm()
+        last.watch_signals()
         os.kill(os.getpid(), signal.SIGTERM)
         assert last.terminating()
     assert signal.getsignal(signal.SIGTERM) is before
@@ -82,7 +83,7 @@ def _train(root: str, signalled: int) -> tuple[int, float]:
     """Signal only rank ``signalled``. All ranks must end at the same step, or the last save hangs."""
     times = []
     with Checkpointer(root) as checkpointer:
-        checkpointer.watch_sigterm()
+        checkpointer.watch_signals()
         step = 0
         say(os.getpid())
         while True:
@@ -107,3 +108,59 @@ def test_all_ranks_end_at_the_same_step(tmp_path: Path, signalled: int) -> None:
     (step, _), (other, _) = (end.result for end in ended)
     assert step == other >= 20
     assert not verify(str(root / f"step-{step:08d}")).damages
+
+
+def test_other_signals_are_watched_and_given_back(root: Path) -> None:
+    """Slurm sends the signal of ``--signal``."""
+    before = [signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)]
+    with Checkpointer(root) as checkpointer:
+        checkpointer.watch_signals(signal.SIGUSR1, signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert checkpointer.terminating()
+    assert [signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)] == before
+
+
+def test_a_deadline_leaves_time_for_a_last_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps go on until a step and one and a half saves are left. The earliest deadline counts."""
+    now = [1000.0]
+    with Checkpointer(root) as checkpointer:
+        assert not checkpointer.terminating()
+        checkpointer.deadline(600)
+        assert checkpointer.terminating()  # no save was measured
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.zeros(1000)}).result(30)
+        longest = checkpointer._recent.expected_s()
+        assert 0 < longest < 30
+        monkeypatch.setattr("asyncckpt.checkpointer.time.monotonic", lambda: now[0])
+        checkpointer._ends_at = checkpointer._asked_at = math.inf
+        checkpointer._step_s = 0.0
+        checkpointer.deadline(1000)
+        checkpointer.deadline(100)
+        assert not checkpointer.terminating()
+        steps = 0
+        while not checkpointer.terminating():
+            now[0] += 10.0
+            steps += 1
+        assert 100 - 10 * steps < 10 + 1.5 * longest <= 100 - 10 * (steps - 1)
+
+
+def _until_the_deadline(root: str) -> tuple[int, float]:
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.zeros(1000)}).result(30)
+        ends_at = time.monotonic() + 3
+        if dist.get_rank() == 1:
+            checkpointer.deadline(3)
+        while not checkpointer.terminating():
+            step += 1
+            time.sleep(0.05)
+            dist.barrier()
+        checkpointer.save(step + 1, {"w": torch.full((1000,), float(step))}).result(30)
+        return step, ends_at - time.monotonic()
+
+
+def test_all_ranks_save_before_the_deadline_of_one(tmp_path: Path) -> None:
+    ended = Job(2, _until_the_deadline, str(tmp_path / "root"), folder=tmp_path).wait()
+    assert not any(end.error for end in ended), ended
+    (step, left), (other, _) = (end.result for end in ended)
+    assert step == other and left > 0
