@@ -186,7 +186,7 @@ class ImageFile:
         self.write_rest(nbytes)
         for piece in self._pieces[self._good :]:
             piece.result()
-        if nbytes < round_up(nbytes, self._file.block_bytes):
+        if nbytes % self._file.block_bytes:
             self._file.truncate(nbytes)
 
     def sync(self) -> None:

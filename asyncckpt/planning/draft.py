@@ -47,7 +47,6 @@ from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.replicas import Replicas
 from asyncckpt.planning.structure import Fingerprint, StructureChanged, alias_key
 from asyncckpt.ranks.group import Group
-from asyncckpt.shm.segment import BLOCK, round_up
 from asyncckpt.threads import without_gc
 
 
@@ -384,8 +383,7 @@ class Draft:
             prefix = self._content.separate if is_separate else ""
             data = os.path.join(self._folder, data_name(self._rank, number, prefix))
             head = Index.head(data, items, asked=self.asked)
-            length = round_up(max((item.at + item.nbytes for item in items), default=0), BLOCK)
-            bounds = spans((item.at for item in items), length)
+            bounds = spans((item.at for item in items), layout.lengths[number])
             files.append(PlannedFile(prefix, begin, end - begin, head, bounds, is_frozen))
         return files
 

@@ -128,8 +128,8 @@ class DataLayout:
     """The places of all items of an image. Data files stand one after the other. In each, tensors precede objects.
 
     ``begins``: the starts of the files, multiples of ``IMAGE_PAGE``. ``nbytes``: the size of the image, another
-    multiple. ``constants``: the headers, each with its offset. ``converted``: whether each tensor is stored in another
-    dtype than the trainer's; empty: none is.
+    multiple. ``lengths``: the lengths of the files, multiples of ``BLOCK``. ``constants``: the headers, each with its
+    offset. ``converted``: whether each tensor is stored in another dtype than the trainer's; empty: none is.
     """
 
     specs: Sequence[TensorSpec]
@@ -139,6 +139,7 @@ class DataLayout:
     constants: Sequence[tuple[int, bytes]] = ()
     begins: Sequence[int] = (0,)
     converted: Sequence[bool] = ()
+    lengths: Sequence[int] = ()
 
     @classmethod
     def lay_out(
@@ -158,6 +159,7 @@ class DataLayout:
         objects: list[Place] = []
         constants: list[tuple[int, bytes]] = []
         begins: list[int] = []
+        lengths: list[int] = []
         end = 0
         for tensor_count, object_count in counts or [(len(specs), len(reserved))]:
             begins.append(end)
@@ -177,8 +179,9 @@ class DataLayout:
                 at = round_up(end, _ALIGNMENT)
                 objects.append(Place(at, nbytes, at, nbytes))
                 end = at + nbytes
+            lengths.append(round_up(end - begins[-1], BLOCK))
             end = round_up(end, IMAGE_PAGE)
-        return cls(specs, tensors, objects, end, constants, begins)
+        return cls(specs, tensors, objects, end, constants, begins, lengths=lengths)
 
     @classmethod
     def joined(cls, layouts: Sequence[DataLayout]) -> DataLayout:
