@@ -138,7 +138,7 @@ def shared_memory(nbytes: int, purpose: str, hint: str) -> Segment:
         OutOfMemoryError: Too little memory is left.
     """
     budget.require(nbytes, purpose, hint)
-    return Segment.create("asyncckpt", max(nbytes, 1))
+    return Segment.create("asyncckpt", max(nbytes, 1), touch=True)
 
 
 def give_up(timeout: float) -> None:

@@ -20,14 +20,22 @@ from typing import NamedTuple
 
 from asyncckpt.errors import OutOfMemoryError
 from asyncckpt.shm.memcpy import address_of
-from asyncckpt.shm.segment import HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_WRITE, PAGE, Segment, refusal, round_up
+from asyncckpt.shm.segment import (
+    HUGE_PAGE,
+    HUGE_SETTINGS,
+    MADV_POPULATE_WRITE,
+    PAGE,
+    Segment,
+    alignment_of,
+    refusal,
+    round_up,
+)
 
-_SETTINGS = "/sys/kernel/mm/transparent_hugepage"
 # From asm-generic/mman-common.h.
-_MADV_WIPEONFORK, _MADV_COLLAPSE = 18, 25
+_MADV_HUGEPAGE, _MADV_WIPEONFORK, _MADV_COLLAPSE = 14, 18, 25
 # Bytes to collapse in one call, and the maximum time for that call. If the kernel has to search longer for huge pages,
 # small pages are good enough.
-_AT_ONCE_BYTES = 128 << 20
+_AT_ONCE_BYTES = max(128 << 20, HUGE_PAGE)
 _LONG_S = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,6 +49,8 @@ def take_huge(segment: Segment, begin: int, end: int) -> None:
     """
     address = segment.address
     for first, last in _parts(begin, end):
+        # The kernel gives a huge page at once if the host has them for shared memory (shmem_enabled: advise).
+        _advise(address + first, last - first, _MADV_HUGEPAGE)
         # MADV_COLLAPSE needs one resident page in each huge page, and fills in the rest.
         for at in range(first, last, HUGE_PAGE):
             _advise(address + at, PAGE, MADV_POPULATE_WRITE)
@@ -80,21 +90,21 @@ def _advise(address: int, nbytes: int, advice: int) -> bool:
 
 
 def huge_buffer(nbytes: int) -> memoryview:
-    """Return ``nbytes`` bytes of new, touched memory that begins on a page (a huge page if there are any).
+    """Return ``nbytes`` bytes of new, touched memory that begins on a page.
 
-    The memory is freed with its last view.
+    All whole huge pages of the memory are huge, if the host has any. The memory is freed with its last view.
     """
-    mapping = mmap.mmap(-1, round_up(nbytes) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    length, unit = round_up(nbytes, PAGE), alignment_of(nbytes)
+    mapping = mmap.mmap(-1, length + unit, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    begin = -address % HUGE_PAGE
-    length = min(round_up(nbytes, HUGE_PAGE), len(mapping) - begin)
-    _advise(address + begin, length, MADV_HUGEPAGE)
+    begin = -address % unit
+    _advise(address + begin, length, _MADV_HUGEPAGE)
     # A forked child must not share these pages while a device writes to them. The child gets zeroed pages instead,
     # because its copy of this thread has the buffer, too.
     if not _advise(address + begin, length, _MADV_WIPEONFORK):
         _advise(address + begin, length, mmap.MADV_DONTFORK)
     buffer = memoryview(mapping)[begin : begin + nbytes]
-    for page in range(0, nbytes, mmap.PAGESIZE):
+    for page in range(0, nbytes, PAGE):
         buffer[page] = 0
     return buffer
 
@@ -120,7 +130,7 @@ def own_buffer(nbytes: int) -> memoryview:
     """Return this thread's buffer, of at least ``nbytes`` bytes. Later calls in this thread may reuse the buffer."""
     buffer: memoryview | None = getattr(_own, "buffer", None)
     if buffer is None or len(buffer) < nbytes:
-        buffer = _own.buffer = huge_buffer(round_up(nbytes))
+        buffer = _own.buffer = huge_buffer(nbytes)
     return buffer
 
 
@@ -133,7 +143,7 @@ def only_private() -> bool:
 def _setting(name: str) -> str:
     """Return the host's choice for a setting. The kernel marks the choice by brackets."""
     try:
-        with open(f"{_SETTINGS}/{name}") as file:
+        with open(f"{HUGE_SETTINGS}/{name}") as file:
             return file.read().partition("[")[2].partition("]")[0]
     except OSError:
         return "never"

@@ -1,8 +1,9 @@
 """Segments: anonymous memory files, mapped by the process that creates them and by processes that receive them.
 
-Segments are anonymous (``memfd_create``), not named files in ``/dev/shm``. So they have no 64 MB limit of a container,
-and no bus error when ``/dev/shm`` is full. A crash leaves nothing behind: the memory lives as long as any process maps
-it.
+Segments are anonymous (``memfd_create``), not named files in ``/dev/shm``. So they have no 64 MB limit of a container.
+If a container refuses ``memfd_create``, they are files without a name in ``/dev/shm``. Memory is taken before it is
+written to, so that a full ``/dev/shm`` is an error and not a bus error. A crash leaves nothing behind: the memory lives
+as long as any process maps it.
 """
 
 from __future__ import annotations
@@ -55,14 +56,31 @@ def close(fd: int) -> None:
         os.close(fd)
 
 
+HUGE_SETTINGS = "/sys/kernel/mm/transparent_hugepage"
+
+
+def _huge_page() -> int:
+    with contextlib.suppress(OSError, ValueError), open(f"{HUGE_SETTINGS}/hpage_pmd_size") as file:
+        return int(file.read())
+    return 2 << 20
+
+
+# The page of this kernel: the unit of mappings, and of memory that is taken or given back.
 PAGE = mmap.PAGESIZE
-HUGE_PAGE = 2 << 20
+# The huge page of this kernel: 2 MiB, or 512 MiB with pages of 64 KiB. Smaller memory is never on huge pages, so that
+# no memory is wasted. The kernel may give it contiguous pages of a size in between.
+HUGE_PAGE = _huge_page()
+# Alignment of the slots of a segment, and of the large files in an image. It is the same on all hosts, because images
+# travel, and a multiple of the page of every kernel.
+IMAGE_PAGE = 64 << 10
+# Alignment of large tensors in a file, the same on all hosts. Also the smallest unit of direct I/O: a file system may
+# ask for more (``block_bytes`` of a file).
+BLOCK = 4096
 
 # Not in Python's modules before 3.12/3.13. The values are the kernel's (linux/fcntl.h, asm-generic/mman-common.h).
 _F_ADD_SEALS = 1033
 _F_SEAL_SHRINK = 2
 _F_SEAL_GROW = 4
-MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
 
 # Call madvise through ctypes, in chunks. mmap.madvise would hold Python's lock for all the seconds that fresh memory
@@ -73,14 +91,32 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _TOUCH_BYTES = 64 << 20
+_MADV_REMOVE = 9
+_SHM = "/dev/shm"
+# Answers to a call that the kernel does not have, or that a seccomp profile or a setting of the kernel refuses.
+_REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _KEEP_SIZE, _PUNCH_HOLE = 0x1, 0x2
 _BLOCK_BYTES = 512  # unit of ``st_blocks``
 
 
-def round_up(nbytes: int, unit: int = PAGE) -> int:
+def round_up(nbytes: int, unit: int) -> int:
     """Return the smallest multiple of ``unit`` that is at least ``nbytes``."""
     return -(-nbytes // unit) * unit
+
+
+def memory_file(name: str) -> Descriptor:
+    """Make an empty memory file without a path. ``name`` is shown in ``/proc``. Raises ``OSError``."""
+    try:
+        return Descriptor.of(os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+    try:
+        return Descriptor.of(os.open, _SHM, os.O_RDWR | os.O_TMPFILE | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        why = f"{error.strerror}; memfd_create is refused, too: allow it, or mount a tmpfs there that may be written"
+        raise OSError(error.errno, why, _SHM) from error
 
 
 class Segment:
@@ -125,11 +161,12 @@ class Segment:
             OutOfMemoryError: The kernel refuses the memory, or the descriptor.
         """
         try:
-            file = Descriptor.of(os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            file = memory_file(name)
             try:
                 os.ftruncate(file.fileno(), nbytes)
                 # If a file shrinks under a mapping, a process that touches the mapping gets a bus error.
-                fcntl.fcntl(file, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+                with contextlib.suppress(PermissionError):  # a file in /dev/shm takes no seals
+                    fcntl.fcntl(file, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
                 segment = cls(file, nbytes)
             except BaseException:
                 file.close()
@@ -184,20 +221,31 @@ class Segment:
         if self.closed:
             return
         address = self.address
-        # Get fewer, larger pages if the host gives them to shared memory (shmem_enabled: advise). Otherwise this hint
-        # does nothing.
-        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(self.nbytes), MADV_HUGEPAGE)
         end = self.nbytes if end is None else end
         for offset in range(begin, end, _TOUCH_BYTES):
             nbytes = min(_TOUCH_BYTES, end - offset)
             if _libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(nbytes), MADV_POPULATE_WRITE) == 0:
                 continue
-            code = ctypes.get_errno()
-            if code != errno.EINVAL:
-                raise _out_of_memory(self.nbytes, os.strerror(code))
-            # Before Linux 5.14: write each page once instead, which is slow.
-            for page in range(offset, offset + nbytes, PAGE):
-                self.view[page] = self.view[page]
+            # There is no memory left, or no such advice (before Linux 5.14). So write to each page, which is slow, and
+            # names the error. Write to the file, because a full /dev/shm would be a bus error in the mapping.
+            try:
+                for page in range(offset, offset + nbytes, PAGE):
+                    os.pwrite(self.fileno(), os.pread(self.fileno(), 1, page), page)
+            except OSError as error:
+                if error.errno == errno.ENOSPC:
+                    self.require_room(end - begin)
+                raise _out_of_memory(self.nbytes, refusal(error)) from error
+
+    def require_room(self, nbytes: int) -> None:
+        """Raise ``OutOfMemoryError`` if this segment is in ``/dev/shm``, and there is no room for ``nbytes`` more."""
+        room = os.fstatvfs(self.fileno())
+        if room.f_blocks and room.f_bavail * room.f_frsize < nbytes:  # a file of memfd_create has no number of blocks
+            why = (
+                f"memfd_create is refused here, so the memory is in {_SHM}, which has {room.f_blocks * room.f_frsize:,}"
+                f" bytes, {room.f_bavail * room.f_frsize:,} of them free: make it larger (Docker: --shm-size;"
+                " Kubernetes: an emptyDir with medium Memory), or allow memfd_create"
+            )
+            raise _out_of_memory(nbytes, why)
 
     def protect(self) -> None:
         """Make the mapping read-only in this process. Writes to it are segmentation faults from now on."""
@@ -220,8 +268,11 @@ class Segment:
         Every process that maps the memory loses its contents and reads zeros. ``touch`` may take the memory again.
         Raises ``OutOfMemoryError`` if the kernel refuses.
         """
-        nbytes = round_up(self.nbytes) - begin
-        if nbytes and _libc.fallocate(self.fileno(), _PUNCH_HOLE | _KEEP_SIZE, begin, nbytes) != 0:
+        nbytes = round_up(self.nbytes, PAGE) - begin
+        if not nbytes or _libc.fallocate(self.fileno(), _PUNCH_HOLE | _KEEP_SIZE, begin, nbytes) == 0:
+            return
+        # The mapping allows the same, in a container that refuses the call.
+        if _libc.madvise(ctypes.c_void_p(self.address + begin), ctypes.c_size_t(nbytes), _MADV_REMOVE) != 0:
             why = os.strerror(ctypes.get_errno())
             raise OutOfMemoryError(f"{nbytes:,} bytes of shared memory cannot be given back: {why}")
 
@@ -263,8 +314,8 @@ def _mapped(fd: int, nbytes: int, *, writable: bool, shared: bool = True) -> mem
     not given the file, because it would duplicate the descriptor, and a fork could not close the duplicate. A large
     mapping begins at a huge page.
     """
-    unit = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
-    view = memoryview(mmap.mmap(-1, nbytes + unit - PAGE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE))
+    unit = alignment_of(nbytes)
+    view = memoryview(mmap.mmap(-1, nbytes + unit, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE))
     begin = -address_of(view) % unit
     view = view[begin : begin + nbytes]
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -272,6 +323,11 @@ def _mapped(fd: int, nbytes: int, *, writable: bool, shared: bool = True) -> mem
     if _libc.mmap(address_of(view), nbytes, protection, flags, fd, 0) == _MAP_FAILED:
         raise OSError(code := ctypes.get_errno(), os.strerror(code))
     return view if writable else view.toreadonly()
+
+
+def alignment_of(nbytes: int) -> int:
+    """Return the alignment of a mapping of ``nbytes``. Only a mapping of at least one huge page is worth huge pages."""
+    return HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
 
 
 def forget_written(view: memoryview, begin: int, end: int) -> None:

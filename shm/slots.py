@@ -33,16 +33,16 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from asyncckpt.errors import CheckpointError, OutOfMemoryError
-from asyncckpt.shm.segment import PAGE, Descriptor, Segment
+from asyncckpt.shm.segment import Descriptor, Segment
 
 logger = logging.getLogger(__name__)
 
-HEADER_BYTES = PAGE
 # The words of a slot: its state, the save, the number of bytes that have arrived. Then the published version: epoch,
 # version, rolled back, folder, ranks.
 _STATE, _SAVE_ID, _ARRIVED, _EPOCH, _VERSION, _ROLLED_BACK, _FOLDER, _RANKS = range(8)
 _WORDS_PER_SLOT = 8
-MAX_SLOTS = HEADER_BYTES // (8 * _WORDS_PER_SLOT)
+MAX_SLOTS = 64
+HEADER_BYTES = MAX_SLOTS * 8 * _WORDS_PER_SLOT
 
 
 class State(enum.IntEnum):
@@ -216,7 +216,10 @@ def _lock(fd: int, kind: int, slot: int, readers: tuple[Readers, ...]) -> bool:
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
-        raise
+        raise CheckpointError(
+            f"a slot of shared memory cannot be locked: {error.strerror}; fcntl(F_OFD_SETLK) must be allowed (look at"
+            " the seccomp profile), because nothing else keeps a slot unchanged while it is read"
+        ) from error
     return True
 
 

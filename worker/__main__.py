@@ -163,7 +163,7 @@ def _lower_priority(options: WorkerOptions) -> None:
         elif options.io_class == "idle":
             process.ionice(psutil.IOPRIO_CLASS_IDLE)
     except (psutil.Error, OSError) as error:
-        logging.warning("the worker keeps its priority: %s", error)
+        logging.warning("the worker keeps its priority: %r", error)
 
 
 if __name__ == "__main__":

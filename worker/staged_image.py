@@ -17,7 +17,7 @@ from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.huge import only_private, own_buffer
 from asyncckpt.shm.memcpy import address_of, memcpy
-from asyncckpt.shm.segment import round_up
+from asyncckpt.shm.segment import HUGE_PAGE, round_up
 from asyncckpt.shm.slots import State
 from asyncckpt.storage.storage import OutputFile
 from asyncckpt.threads import Flag, settle
@@ -138,11 +138,11 @@ class ImageFile:
         Args:
             file: The file, which this object owns from now on.
             pool: The threads that write.
-            image: The memory of the image: whole pages, from the begin of a page on.
+            image: The memory of the image, from a multiple of ``IMAGE_PAGE`` to another.
             is_huge: Whether the pages are huge pages.
         """
         self._file, self._pool, self._image = file, pool, image
-        self._is_ready = is_huge or not only_private()
+        self._is_ready = is_huge or HUGE_PAGE > BUFFER_BYTES or not only_private()
         self._pieces: list[Future[None]] = []
         self._begin = self._good = 0
 
@@ -173,7 +173,7 @@ class ImageFile:
 
     def write_rest(self, nbytes: int) -> None:
         """Submit the unwritten rest of the first ``nbytes`` of the image. Raises as ``advance``."""
-        end = round_up(nbytes)
+        end = round_up(nbytes, self._file.block_bytes)
         self.advance(end)
         if self._begin < end:
             self._submit(end)
@@ -186,7 +186,7 @@ class ImageFile:
         self.write_rest(nbytes)
         for piece in self._pieces[self._good :]:
             piece.result()
-        if nbytes < round_up(nbytes):
+        if nbytes % self._file.block_bytes:
             self._file.truncate(nbytes)
 
     def sync(self) -> None:

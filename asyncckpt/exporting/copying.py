@@ -4,7 +4,7 @@ One thread carries out a batch. The thread *fills* the batch (reads, checks and 
 waits for its *turn*, in the order of the file. In the turn the thread computes the checksums of the output. Then it
 writes the batch. Other threads fill and write other batches meanwhile.
 
-Writes are of whole pages, past the page cache. The bytes of an incomplete last page are carried to the next batch.
+Writes are of whole blocks, past the page cache. The bytes of an incomplete last block are carried to the next batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncckpt.exporting.batches import BATCH_BYTES, Batch, Conversion, FilePlan
 from asyncckpt.exporting.stored import StoredState, fetch
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import address_of
-from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.shm.segment import IMAGE_PAGE, round_up
 from asyncckpt.storage.storage import OutputFile
 from asyncckpt.threads import Pool, without_gc
 
@@ -31,6 +31,8 @@ _THREADS = 6
 # Maximum bytes of all batches in flight. The largest gathered tensor does not count, so that other batches are read
 # while it is written.
 _IN_FLIGHT_BYTES = 64 << 20
+# The memory of a batch, in bytes. A batch may begin and end within a page of the image.
+_BUFFER_BYTES = BATCH_BYTES + 2 * IMAGE_PAGE
 # Maximum bytes of one write.
 _WRITE_BYTES = BATCH_BYTES
 _ALIGNMENT = 64
@@ -123,10 +125,10 @@ class _Writing:
 
     def _carry_out(self, number: int, batch: Batch) -> None:
         try:
-            first = batch.begin // PAGE * PAGE
-            nbytes = round_up(batch.end) - first
+            first = batch.begin // IMAGE_PAGE * IMAGE_PAGE
+            nbytes = round_up(batch.end, IMAGE_PAGE) - first
             with self._about(batch):
-                memory = huge_buffer(nbytes) if nbytes > BATCH_BYTES + 2 * PAGE else own_buffer(BATCH_BYTES + 2 * PAGE)
+                memory = huge_buffer(nbytes) if nbytes > _BUFFER_BYTES else own_buffer(_BUFFER_BYTES)
                 window = Window(first, memory[:nbytes])
                 self._fill(batch, window)
             with self._in_turn(number) as is_wanted:
@@ -134,7 +136,7 @@ class _Writing:
                     return
                 self._complete(batch, window)
                 last = number == len(self._batches) - 1
-                end = round_up(batch.end) if last else batch.end // PAGE * PAGE
+                end = round_up(batch.end, IMAGE_PAGE) if last else batch.end // IMAGE_PAGE * IMAGE_PAGE
                 self._carried = b"" if last else bytes(window[max(end, first) : batch.end])
             with self._about(batch):
                 for at in range(first, end, _WRITE_BYTES):

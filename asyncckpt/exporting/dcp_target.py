@@ -53,7 +53,7 @@ class CheckpointTarget:
         self._items += [
             Item(name, "object", "", [], [], *at) for name, at in zip(selection.objects, layout.objects, strict=True)
         ]
-        self._sums = _SpanSums(spans((item.at for item in self._items), layout.nbytes))
+        self._sums = _SpanSums(spans((item.at for item in self._items), layout.lengths[0]))
         constants = [
             *layout.constants,
             *((place.at, data) for place, data in zip(layout.objects, objects, strict=True)),
@@ -64,8 +64,8 @@ class CheckpointTarget:
             if name not in selection.tied
         ]
         covered = [(at, at + len(data)) for at, data in constants]
-        gaps = _gaps([*covered, *((each.payload_at, each.payload_end) for each in placed)], layout.nbytes)
-        self.plan = FilePlan(data_name(0), placed, sorted([*constants, *gaps]), layout.nbytes, self._sums.add)
+        gaps = _gaps([*covered, *((each.payload_at, each.payload_end) for each in placed)], layout.lengths[0])
+        self.plan = FilePlan(data_name(0), placed, sorted([*constants, *gaps]), layout.lengths[0], self._sums.add)
 
     def metadata(self, path: str, attempt: str) -> bytes:
         """Return DCP's metadata for a checkpoint at ``path``. ``attempt`` is unique to the checkpoint."""

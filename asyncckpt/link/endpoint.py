@@ -291,7 +291,7 @@ def _locked(folder: int, name: str) -> LockFile:
         return lock
     with contextlib.closing(lock):
         if lock.is_held is None:
-            why = f"it cannot be locked: set ${FOLDER_VARIABLE} to a folder on a file system with locks"
+            why = f"it cannot be locked: allow flock, or set ${FOLDER_VARIABLE} to a folder on a file system with locks"
             raise OSError(errno.ENOLCK, why, runtime_folder())
         holders = lock.read()  # none while the holder is writing them
         raise job_taken_error(holders.get("worker", 0), holders.get("trainer", 0))

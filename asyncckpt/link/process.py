@@ -25,7 +25,7 @@ from asyncckpt.errors import WorkerDiedError
 from asyncckpt.link.calls import receive_answer
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, runtime_folder
 from asyncckpt.link.socket_connection import SocketConnection
-from asyncckpt.shm.segment import Descriptor, close
+from asyncckpt.shm.segment import Descriptor, close, memory_file
 from asyncckpt.threads import process_limit, wait_until
 
 _LAST_WORDS_BYTES = 4096
@@ -276,7 +276,7 @@ def how_it_ended(code: int | None) -> str:
 
 def stderr_file() -> Descriptor:
     """Make a file in memory for the stderr of a worker."""
-    return Descriptor.of(os.memfd_create, "asyncckpt-stderr", os.MFD_CLOEXEC)
+    return memory_file("asyncckpt-stderr")
 
 
 def start_ahead(options: WorkerOptions) -> Callable[[], int]:

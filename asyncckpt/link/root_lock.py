@@ -51,7 +51,7 @@ class RootLock:
         with contextlib.ExitStack() as undo:
             undo.callback((file := LockFile(path)).close)
             if file.is_held is None:
-                raise OSError("its file system has no locks")
+                raise OSError("its file system has no locks, or flock is refused")
             found = _holder(file.read())
             if not file.is_held:
                 return found

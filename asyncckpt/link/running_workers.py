@@ -206,7 +206,7 @@ def _shared_memory(pid: int) -> int:
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
         for entry in entries:
             with contextlib.suppress(OSError):  # the worker has closed the file just now
-                if os.readlink(entry.path).startswith("/memfd:asyncckpt "):
+                if os.readlink(entry.path).startswith(("/memfd:asyncckpt ", "/dev/shm/#")):
                     total += entry.stat().st_blocks * 512
     return total
 

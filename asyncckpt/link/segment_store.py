@@ -64,15 +64,20 @@ def take_memory(
             if not alone:
                 logger.warning("%d bytes are taken without a look at what others take", nbytes)
             try:
-                budget.require(nbytes + announced_bytes(), "staging", HINT)
+                _check_room(segment, nbytes)
             except OutOfMemoryError:
                 # A lingering worker's images must not keep memory from a live trainer: their trainer may never return.
                 if not (wait_released() or retire_idle_workers(ANSWER_S)):
                     raise
-                budget.require(nbytes + announced_bytes(), "staging", HINT)
+                _check_room(segment, nbytes)
             announced.enter_context(announce_memory(segment.fileno(), end))
         take_huge(segment, begin, end)
         segment.touch(end, begin)
+
+
+def _check_room(segment: Segment, nbytes: int) -> None:
+    budget.require(nbytes + announced_bytes(), "staging", HINT)
+    segment.require_room(nbytes)
 
 
 # Number of saves whose ends are remembered, for copies that arrive later.

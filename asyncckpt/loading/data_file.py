@@ -19,7 +19,7 @@ from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.format.index import Index
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import Destinations, memory_at
-from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.shm.segment import IMAGE_PAGE, round_up
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import FileIdentity, InputFile
 from asyncckpt.threads import Pool, settle
@@ -97,7 +97,7 @@ _REQUESTS = 16
 _AHEAD = 4 * READ_THREADS
 
 # Buffer of each thread, in bytes: one read, and the rest of the blocks at its ends.
-_BUFFER_BYTES = RUN_BYTES + 2 * PAGE
+_BUFFER_BYTES = RUN_BYTES + 2 * IMAGE_PAGE
 
 # Maximum size of the buffer that a thread keeps for reading plain files.
 _KEPT_BYTES = 2 << 20
@@ -329,10 +329,10 @@ class StoredFile(ChecksummedFile):
         return explained(damage, self.path, self.index.data)
 
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
-        to = destinations.only(begin, end)
+        to, block = destinations.only(begin, end), self._file.block_bytes
         if to is not None:
             # Read whole blocks of the file in place, if the memory has the alignment that the device needs.
-            first, last = round_up(max(to.begin, begin)), min(to.end, end) // PAGE * PAGE
+            first, last = round_up(max(to.begin, begin), block), min(to.end, end) // block * block
             address, alignment = to.address + first - to.begin, self._file.alignment
             if last - first >= self._run_bytes and alignment and address % alignment == 0:
                 parts = self._read_around(begin, first, last, end, address)
@@ -341,14 +341,15 @@ class StoredFile(ChecksummedFile):
                     return
         while begin < end:
             # Read up to the end of a block, so that the next block is not read twice.
-            stop = min(end, (begin + self._run_bytes) // PAGE * PAGE) if end - begin > self._run_bytes else end
+            stop = min(end, (begin + self._run_bytes) // block * block) if end - begin > self._run_bytes else end
             yield FilePart(begin, self._read_to_buffer(begin, stop))
             begin = stop
 
     def _read_to_buffer(self, begin: int, end: int) -> memoryview:
         """Return the bytes from ``begin`` to ``end``, or up to the file's end; valid until this thread reads again."""
-        aligned = begin // PAGE * PAGE
-        buffer = _buffer(round_up(end) - aligned)
+        block = self._file.block_bytes
+        aligned = begin // block * block
+        buffer = _buffer(round_up(end, block) - aligned)
         done = self._file.read([buffer], aligned)
         return buffer[:done][begin - aligned : end - aligned]
 
@@ -357,8 +358,9 @@ class StoredFile(ChecksummedFile):
 
         Returns three parts; None if storage refuses to read in place.
         """
-        aligned = begin // PAGE * PAGE
-        buffer = _buffer(first - aligned + round_up(end) - last)
+        block = self._file.block_bytes
+        aligned = begin // block * block
+        buffer = _buffer(first - aligned + round_up(end, block) - last)
         head, tail = buffer[: first - aligned], buffer[first - aligned :]
         middle = memory_at(address, last - first)
         done = self._file.read_in_place([head, middle, tail], aligned)
@@ -403,8 +405,8 @@ def read_pool(path: str) -> ThreadPoolExecutor:
 
 def read_plain(file: InputFile, begin: int, end: int) -> bytes:
     """Return the bytes from ``begin`` to ``end`` of a plain file, or up to its end. Raises ``StorageError``."""
-    first = begin // PAGE * PAGE
-    nbytes = round_up(end) - first
+    first = begin // file.block_bytes * file.block_bytes
+    nbytes = round_up(end, file.block_bytes) - first
     buffer = own_buffer(_KEPT_BYTES)[:nbytes] if nbytes <= _KEPT_BYTES else huge_buffer(nbytes)
     done = file.read([buffer], first)
     return bytes(buffer[:done][begin - first : end - first])

@@ -126,7 +126,7 @@ class DcpPlan(PartPlan):
             DataFile(
                 begin=begin + file.begin,
                 nbytes=file.nbytes,
-                length=file.nbytes,
+                length=file.spans[-1],
                 index_head=regions[f"index_head {number}"],
                 spans=regions[f"spans {number}"],
                 number=number,

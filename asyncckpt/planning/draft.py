@@ -383,7 +383,7 @@ class Draft:
             prefix = self._content.separate if is_separate else ""
             data = os.path.join(self._folder, data_name(self._rank, number, prefix))
             head = Index.head(data, items, asked=self.asked)
-            bounds = spans((item.at for item in items), end - begin)
+            bounds = spans((item.at for item in items), layout.lengths[number])
             files.append(PlannedFile(prefix, begin, end - begin, head, bounds, is_frozen))
         return files
 

@@ -24,7 +24,7 @@ import torch
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from asyncckpt.errors import UnsavableStateError
-from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.shm.segment import BLOCK, IMAGE_PAGE, round_up
 
 _NAME = "0"  # the name of the only storage
 _COUNT = struct.Struct("<q")
@@ -84,8 +84,8 @@ def _pickled(value: Any) -> bytes:
 
 # Alignment of payloads, in bytes. Enough for every dtype.
 _ALIGNMENT = 64
-# Payloads of at least this size begin on a page of the file, so that a reader can read them in place with direct I/O.
-PAGE_ALIGNED_FROM = 1 << 20
+# Payloads of at least this size begin on a block of the file, so that a reader can read them in place with direct I/O.
+BLOCK_ALIGNED_FROM = 1 << 20
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -127,9 +127,9 @@ class Place(NamedTuple):
 class DataLayout:
     """The places of all items of an image. Data files stand one after the other. In each, tensors precede objects.
 
-    ``begins``: the starts of the files. Each file has whole pages. ``nbytes``: the size of the image. ``constants``:
-    the headers, each with its offset. ``converted``: whether each tensor is stored in another dtype than the trainer's;
-    empty: none is.
+    ``begins``: the starts of the files, multiples of ``IMAGE_PAGE``. ``nbytes``: the size of the image, another
+    multiple. ``lengths``: the lengths of the files, multiples of ``BLOCK``. ``constants``: the headers, each with its
+    offset. ``converted``: whether each tensor is stored in another dtype than the trainer's; empty: none is.
     """
 
     specs: Sequence[TensorSpec]
@@ -139,6 +139,7 @@ class DataLayout:
     constants: Sequence[tuple[int, bytes]] = ()
     begins: Sequence[int] = (0,)
     converted: Sequence[bool] = ()
+    lengths: Sequence[int] = ()
 
     @classmethod
     def lay_out(
@@ -158,6 +159,7 @@ class DataLayout:
         objects: list[Place] = []
         constants: list[tuple[int, bytes]] = []
         begins: list[int] = []
+        lengths: list[int] = []
         end = 0
         for tensor_count, object_count in counts or [(len(specs), len(reserved))]:
             begins.append(end)
@@ -167,7 +169,7 @@ class DataLayout:
                     continue
                 header = tensor_header(spec.dtype, spec.shape)
                 payload_bytes = math.prod(spec.shape) * spec.dtype.itemsize
-                alignment = PAGE if payload_bytes >= PAGE_ALIGNED_FROM else _ALIGNMENT
+                alignment = BLOCK if payload_bytes >= BLOCK_ALIGNED_FROM else _ALIGNMENT
                 payload_at = round_up(end + len(header), alignment)
                 at = payload_at - len(header)
                 end = payload_at + payload_bytes
@@ -177,8 +179,9 @@ class DataLayout:
                 at = round_up(end, _ALIGNMENT)
                 objects.append(Place(at, nbytes, at, nbytes))
                 end = at + nbytes
-            end = round_up(end)
-        return cls(specs, tensors, objects, end, constants, begins)
+            lengths.append(round_up(end - begins[-1], BLOCK))
+            end = round_up(end, IMAGE_PAGE)
+        return cls(specs, tensors, objects, end, constants, begins, lengths=lengths)
 
     @classmethod
     def joined(cls, layouts: Sequence[DataLayout]) -> DataLayout:

@@ -25,7 +25,7 @@ from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.objects import StoredObjects
 from asyncckpt.planning.part_plan import PartPlan
 from asyncckpt.planning.structure import PLAIN, Fingerprint, StructureChanged, has_no_bytes
-from asyncckpt.shm.segment import round_up
+from asyncckpt.shm.segment import IMAGE_PAGE, round_up
 
 SUFFIX = ".safetensors"
 
@@ -172,7 +172,7 @@ class SafetensorsPlan(PartPlan):
         places = [Place(begin, size, begin, size) for begin, size in zip(begins.values(), sizes, strict=True)]
         length = len(header) + sum(sizes)
         return cls(
-            layout=DataLayout(specs, places, [], round_up(length), [(0, header)]),
+            layout=DataLayout(specs, places, [], round_up(length, IMAGE_PAGE), [(0, header)]),
             length=length,
             order=list(begins),
             metadata=None if metadata is None else dict(metadata),

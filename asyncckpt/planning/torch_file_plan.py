@@ -27,7 +27,7 @@ from asyncckpt.planning.layout import DataLayout, Place, TensorSpec
 from asyncckpt.planning.objects import bytes_to_reserve
 from asyncckpt.planning.part_plan import PartPlan
 from asyncckpt.planning.structure import StructureChanged
-from asyncckpt.shm.segment import round_up
+from asyncckpt.shm.segment import IMAGE_PAGE, round_up
 from asyncckpt.threads import without_gc
 
 # The types of most objects in a pickle. The pickler calls ``persistent_id`` for each object, some twenty per tensor.
@@ -215,7 +215,7 @@ def _lay_out(alignment: int, reserved: int, sizes: Sequence[int]) -> DataLayout:
         specs=[TensorSpec(torch.uint8, (nbytes,)) for nbytes in sizes],
         tensors=places[:-1],
         objects=places[-1:],
-        nbytes=round_up(records[-1].end + tail_room(alignment, len(sizes))),
+        nbytes=round_up(records[-1].end + tail_room(alignment, len(sizes)), IMAGE_PAGE),
         constants=[(record.at, header(record)) for record in records],
     )
 

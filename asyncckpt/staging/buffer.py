@@ -26,7 +26,7 @@ from asyncckpt.link.api import SessionApi
 from asyncckpt.link.client import WorkerClient
 from asyncckpt.planning.layout import DataLayout
 from asyncckpt.planning.plan import Plan
-from asyncckpt.shm.segment import Segment, round_up
+from asyncckpt.shm.segment import BLOCK, IMAGE_PAGE, Segment, round_up
 from asyncckpt.shm.slots import HEADER_BYTES, OwnedSlots, PublishedVersion, SlotTable, State
 from asyncckpt.staging.device_copy import Fence, pinned_cuts
 from asyncckpt.staging.host_copy import CopyThreads
@@ -169,9 +169,9 @@ class SlotUser(Protocol):
 class StagingBuffer:
     """A plan with its segment, to stage states of one structure.
 
-    The segment holds the header page, the constants, and one image in each slot. Each image begins on a page. Some
-    slots may have no memory. ``saves``: for each slot, the last save that took it. ``client``: the worker that owns the
-    memory.
+    The segment holds the header page, the constants, and one image in each slot. Each image begins at a multiple of
+    ``IMAGE_PAGE``. Some slots may have no memory. ``saves``: for each slot, the last save that took it. ``client``: the
+    worker that owns the memory.
     """
 
     is_closed = False
@@ -420,8 +420,8 @@ def _laid_out(plan: Plan) -> tuple[dict[str, Region], Constants, int]:
     for name, data in plan.constants().items():
         regions[name] = Region(end, len(data))
         fixed.append((regions[name], data))
-        end = round_up(end + len(data))
-    return regions, fixed, end
+        end = round_up(end + len(data), BLOCK)
+    return regions, fixed, round_up(end, IMAGE_PAGE)
 
 
 def _cuts(layout: DataLayout, offsets: Sequence[int]) -> list[int]:

@@ -29,7 +29,7 @@ import torch
 
 from asyncckpt.devices.kinds import DeviceEvent, DeviceKind, DeviceStream, ReadyEvents
 from asyncckpt.planning.forms import are_plain, plain_addresses
-from asyncckpt.planning.layout import PAGE_ALIGNED_FROM, Place
+from asyncckpt.planning.layout import BLOCK_ALIGNED_FROM, Place
 from asyncckpt.planning.structure import picker
 from asyncckpt.shm.segment import PAGE
 from asyncckpt.staging.host_copy import BatchCopy, CopyUnit, SlotViews, batches, check_addresses, checked_addresses
@@ -267,9 +267,9 @@ class BytesCopy:
 def pinned_cuts(place: Place) -> range:
     """Return the offsets in the image, within the tensor at ``place``, where a range of pinned memory may end.
 
-    No copy crosses these offsets. A small tensor has no such offsets.
+    No copy crosses these offsets. A small tensor has no such offsets, nor has a tensor that begins within a page.
     """
-    if place.payload_bytes < PAGE_ALIGNED_FROM or place.payload_at % PAGE:
+    if place.payload_bytes < BLOCK_ALIGNED_FROM or place.payload_at % PAGE:
         return range(0)
     return range(place.payload_at, place.payload_at + place.payload_bytes, _CHUNK_BYTES)
 

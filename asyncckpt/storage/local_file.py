@@ -8,7 +8,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 
-from asyncckpt.shm.segment import PAGE, close
+from asyncckpt.shm.segment import BLOCK, close
 from asyncckpt.storage.file_system import open_regular, translated
 from asyncckpt.storage.storage import InputFile, OutputFile
 
@@ -46,6 +46,8 @@ class LocalFile(OutputFile):
                 # The file system has no direct I/O. Some create the file before they refuse, some do not.
                 self.direct = False
                 self._fd = os.open(name, flags & ~os.O_EXCL, 0o644, dir_fd=folder)
+        if self.direct:
+            _, self.block_bytes = direct_alignments(self._fd)
 
     def write(self, data: memoryview, offset: int) -> None:
         with translated("writing", self.path):
@@ -91,7 +93,7 @@ class LocalInputFile(InputFile):
         with translated("opening", path):
             try:
                 self._fd = open_regular(path, os.O_DIRECT)
-                self.alignment = memory_alignment(self._fd)
+                self.alignment, self.block_bytes = direct_alignments(self._fd)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -137,18 +139,18 @@ class LocalInputFile(InputFile):
         return done
 
 
-def memory_alignment(fd: int) -> int:
-    """Return the address alignment for direct reads of the file ``fd``, in bytes; 0 if it is unknown.
+def direct_alignments(fd: int) -> tuple[int, int]:
+    """Return two alignments of direct reads of the file ``fd``, in bytes: of addresses (0: unknown), and of offsets.
 
-    Linux 6.1 and later report the alignment that the device needs, from 4 bytes (most NVMe) to 512 bytes or a whole
-    block.
+    Linux 6.1 and later report the alignments that the device needs: of addresses from 4 bytes (most NVMe) to 512 bytes
+    or a whole block, of offsets a block.
     """
     facts = (ctypes.c_uint32 * (_STATX_BYTES // 4))()
     try:
         code = _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, facts)
     except AttributeError:  # glibc before 2.28
-        return 0
+        return 0, BLOCK
     if code != 0 or not facts[_STX_MASK_AT // 4] & _STATX_DIOALIGN:
-        return 0
-    alignment = int(facts[_STX_DIO_MEM_ALIGN_AT // 4])
-    return alignment if int(facts[_STX_DIO_MEM_ALIGN_AT // 4 + 1]) <= PAGE else 0
+        return 0, BLOCK
+    of_memory, of_offset = facts[_STX_DIO_MEM_ALIGN_AT // 4 : _STX_DIO_MEM_ALIGN_AT // 4 + 2]
+    return of_memory, max(of_offset, BLOCK)

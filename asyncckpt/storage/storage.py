@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.format.write_request import Existing
+from asyncckpt.shm.segment import BLOCK
 
 
 class OutputFile(ABC):
@@ -26,7 +27,10 @@ class OutputFile(ABC):
     path: str
     """The path, for errors."""
     direct: bool
-    """Whether the bytes bypass the page cache. If so, the length of ``data`` and ``offset`` are multiples of a page."""
+    """Whether the bytes bypass the page cache. If so, ``offset`` and the length of ``data`` are multiples of
+    ``block_bytes``."""
+    block_bytes: int = BLOCK
+    """The unit of direct writes: ``BLOCK`` or more."""
     piece_bytes: int = 64 << 20
     """The best number of bytes for one write. A disk reaches its full speed with two writes of 4 MiB at a time. But
     with larger pieces, the threads that write, checksum and copy interfere less. On two cores, a save is durable 2 to
@@ -38,7 +42,7 @@ class OutputFile(ABC):
 
     @abstractmethod
     def truncate(self, nbytes: int) -> None:
-        """Cut the file to ``nbytes``, because direct writes are whole pages. Raises ``StorageError``."""
+        """Cut the file to ``nbytes``, because direct writes are whole blocks. Raises ``StorageError``."""
 
     @abstractmethod
     def sync(self) -> None:
@@ -52,13 +56,15 @@ class OutputFile(ABC):
 class InputFile(ABC):
     """A large file that is being read. Several threads may read at once. ``close`` the file when no read is under way.
 
-    Offsets and lengths of reads are whole pages. The memory begins on a page, except in ``read_in_place``.
+    The memory of a read begins on a page, except in ``read_in_place``.
     """
 
     path: str
     """The path, for errors."""
     run_bytes: int = 2 << 20
     """The best number of bytes for one read. A disk is not faster with more."""
+    block_bytes: int = BLOCK
+    """Offsets and lengths of reads are multiples of this. At least ``BLOCK``."""
     alignment: int
     """The address alignment for ``read_in_place``, in bytes; 0: not supported. A read may change the value to 0."""
 

@@ -37,7 +37,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.index import Index
 from asyncckpt.format.manifest import MANIFEST_NAME, UPLOADED_NAME, Manifest, Upload, checksum
 from asyncckpt.format.write_request import Existing
-from asyncckpt.shm.segment import PAGE, round_up
+from asyncckpt.shm.segment import round_up
 from asyncckpt.storage import step_folder
 from asyncckpt.storage.file_system import lock_alone, make_folder, translated
 from asyncckpt.storage.history import StoredStep, history, prune
@@ -372,7 +372,7 @@ def _parts(file: InputFile, nbytes: int, failures: list[BaseException]) -> Itera
             raise StorageError("another file of it has failed", path=file.path)
         size = min(_READ_BYTES, nbytes - begin)
         # Use a new buffer for each part, because a part may still be sent while the next part is requested.
-        part = memoryview(mmap.mmap(-1, max(round_up(size), PAGE)))
+        part = memoryview(mmap.mmap(-1, round_up(size, file.block_bytes)))
         if file.read([part], begin) < size:
             raise DamagedCheckpointError("the file is damaged: it is shorter than it was written", path=file.path)
         yield part[:size]

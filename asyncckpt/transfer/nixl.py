@@ -29,7 +29,7 @@ from typing import Any
 from asyncckpt.budgets import SILENCE_S
 from asyncckpt.link.process import run_module, same_modules
 from asyncckpt.shm.memcpy import address_of, memcpy
-from asyncckpt.shm.segment import Segment
+from asyncckpt.shm.segment import Segment, memory_file
 from asyncckpt.transfer.api import Opened, TransferAddress
 from asyncckpt.transfer.nixl_process import COMMAND_BYTES
 from asyncckpt.transfer.transport import Offering, Reading, TransportKind
@@ -47,7 +47,7 @@ class NixlProcess:
         self._asked: dict[int, Future[Any]] = {}
         self._abandoned: dict[int, Callable[[], object]] = {}
         self.has_ended = False
-        self._stderr = os.memfd_create("nixl-stderr", os.MFD_CLOEXEC)
+        self._stderr = memory_file("nixl-stderr")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -63,7 +63,7 @@ class NixlProcess:
                 )
             except BaseException:
                 self._socket.close()
-                os.close(self._stderr)
+                self._stderr.close()
                 raise
         self._thread = threading.Thread(target=self._receive, name="asyncckpt-nixl", daemon=True)
         self._thread.start()
@@ -121,9 +121,7 @@ class NixlProcess:
         self._thread.join()
         with self._lock:
             self._socket.close()
-            stderr, self._stderr = self._stderr, -1
-        if stderr >= 0:
-            os.close(stderr)
+            self._stderr.close()
 
     def _receive(self) -> None:
         while True:
@@ -156,9 +154,9 @@ class NixlProcess:
 
     def _ended(self) -> OSError:
         words = ""
-        if self._stderr >= 0:
-            end = os.lseek(self._stderr, 0, os.SEEK_END)
-            text = os.pread(self._stderr, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES))
+        if not self._stderr.closed:
+            end = os.lseek(self._stderr.fileno(), 0, os.SEEK_END)
+            text = os.pread(self._stderr.fileno(), _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES))
             words = text.decode(errors="replace").strip()
         return ConnectionResetError(f"the process that has NIXL has ended; its last words: {words or 'none'}")
 
@@ -181,16 +179,14 @@ class _Reader:
         self.owner = os.getpid()
         self.process = NixlProcess()
         nbytes = _PIECES * PIECE_BYTES
-        fd = os.memfd_create("nixl-buffer", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, nbytes)
-            self._memory = mmap.mmap(fd, nbytes)
-            self.process.ask("buffer", nbytes, fds=[fd])
+            with memory_file("nixl-buffer") as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                self._memory = mmap.mmap(file.fileno(), nbytes)
+                self.process.ask("buffer", nbytes, fds=[file.fileno()])
         except BaseException:
             self.process.close()
             raise
-        finally:
-            os.close(fd)
         self._address = address_of(memoryview(self._memory))
         self._changed = threading.Condition()
         self._free = list(range(_PIECES))

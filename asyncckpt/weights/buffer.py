@@ -220,9 +220,10 @@ class _Slot:
 
     def take(self, plan: WeightPlan) -> None:
         """Allocate the memory again. Raises ``OutOfMemoryError``."""
-        # Write the header first. So a slot with memory always has a header, even if this process dies now.
-        self.segment.view[: len(plan.header)] = plan.header
         try:
+            # Write the header first. So a slot with memory always has a header, even if this process dies now.
+            self.segment.touch(len(plan.header))
+            self.segment.view[: len(plan.header)] = plan.header
             take_memory(self.segment)
         except BaseException:
             self.segment.give_back()

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import asyncckpt
 from asyncckpt.exporting.export import export
 from asyncckpt.shm.huge import huge_buffer
-from asyncckpt.shm.segment import round_up
+from asyncckpt.shm.segment import BLOCK, round_up
 from asyncckpt.storage import step_folder
 from asyncckpt.storage.local_file import LocalFile, LocalInputFile
 from bench import files
@@ -44,7 +44,7 @@ def copy(source: str, out: str) -> None:
         buffer = huge_buffer(COPY_BYTES)
         for at in range(number * COPY_BYTES, nbytes, COPY_THREADS * COPY_BYTES):
             done = outof.read([buffer], at)
-            into.write(buffer[: round_up(done)], at)
+            into.write(buffer[: round_up(done, BLOCK)], at)
 
     with ThreadPoolExecutor(COPY_THREADS) as pool:
         list(pool.map(some, range(COPY_THREADS)))

@@ -83,9 +83,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_without_memory_for_its_last_words_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
-        raise OSError(errno.ENOSYS, "Function not implemented")
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    with monkeypatch.context() as patched, pytest.raises(WorkerDiedError, match="did not start.*not implemented"):
+    with monkeypatch.context() as patched, pytest.raises(WorkerDiedError, match="did not start.*allocate memory"):
         patched.setattr(os, "memfd_create", fail)
         WorkerClient(WorkerOptions())
 

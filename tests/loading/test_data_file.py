@@ -94,7 +94,7 @@ def test_aligned_memory_is_read_in_place(
 
     monkeypatch.setattr(os, "preadv", preadv)
     if how != "as the device says":
-        monkeypatch.setattr(local_file, "memory_alignment", lambda fd: 512)
+        monkeypatch.setattr(local_file, "direct_alignments", lambda fd: (512, 4096))
     load({"large": aligned}, str(checkpoint))
     assert torch.equal(aligned, torch.arange(float(LARGE)))
     assert how != "refused" or not any(read_in_place)
@@ -104,7 +104,7 @@ def test_tensors_that_are_tied_only_where_they_are_loaded(
     tmp_path: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads write to the same memory, so the checksum must be computed from other memory."""
-    monkeypatch.setattr(local_file, "memory_alignment", lambda fd: 512)
+    monkeypatch.setattr(local_file, "direct_alignments", lambda fd: (512, 4096))
     with Engine() as engine:
         engine.save(tmp_path / "untied", {"a": torch.zeros(LARGE), "b": torch.ones(LARGE)}).result(60)
     for _ in range(5):
@@ -143,7 +143,7 @@ def test_an_index_that_means_harm(tmp_path: Path) -> None:
 def test_damage_in_what_was_read_in_place(
     checkpoint: Path, aligned: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_file, "memory_alignment", lambda fd: 512)
+    monkeypatch.setattr(local_file, "direct_alignments", lambda fd: (512, 4096))
     with open(checkpoint / "__0_0.distcp", "r+b") as file:
         for at in (5000, 10 << 20, LARGE * 4):
             file.seek(at)

@@ -23,9 +23,11 @@ _COLLAPSE = 25
 
 def _mapped_huge(segment: Segment) -> int:
     """Return the bytes of the segment that this process maps by huge pages, according to the kernel."""
-    text = Path("/proc/self/smaps").read_text()
-    entry = text[text.index(f"{segment.address:x}-") :]
-    return int(re.search(r"ShmemPmdMapped: +(\d+) kB", entry)[1]) << 10  # type: ignore[index]
+    entries = re.findall(
+        r"^([0-9a-f]+)-.*?^ShmemPmdMapped: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M | re.S
+    )
+    within = range(segment.address, segment.address + segment.nbytes)
+    return sum(int(kib) << 10 for begin, kib in entries if int(begin, 16) in within)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_slots_start_free_and_keep_their_state() -> None:
 
 @pytest.mark.parametrize(("nbytes", "rounded"), [(0, 0), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)])
 def test_round_up(nbytes: int, rounded: int) -> None:
-    assert round_up(nbytes) == rounded
+    assert round_up(nbytes, PAGE) == rounded
 
 
 def _cgroup(root: Path, limit: int, used: int, cached: int) -> None:

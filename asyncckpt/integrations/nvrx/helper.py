@@ -181,13 +181,13 @@ def _receive_all(connection: SocketConnection, tasks: SimpleQueue[Any]) -> None:
     """Put pickles of functions and arguments into ``tasks``, each with its memory, and None at the end."""
     try:
         # A fork of the trainer may keep the socket open after the trainer's end.
-        parent = os.pidfd_open(os.getppid())
-        while connection in wait([connection, parent]):
-            pickle = connection.recv_bytes()
-            with connection.receive_descriptor() as file:
-                memory = memoryview(mmap.mmap(file.fileno(), 0))  # the whole file
-            tasks.put((pickle, memory))
-            del pickle, memory
+        with watched(os.getppid()) as parent:
+            while connection in wait([connection, *parent]):
+                pickle = connection.recv_bytes()
+                with connection.receive_descriptor() as file:
+                    memory = memoryview(mmap.mmap(file.fileno(), 0))  # the whole file
+                tasks.put((pickle, memory))
+                del pickle, memory
     except (EOFError, OSError):
         pass
     finally:
