@@ -14,8 +14,8 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.format.index import Item
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
 from asyncckpt.loading.device_buffers import DeviceBuffers
@@ -65,7 +65,15 @@ class DirectLoad:
     requests: Mapping[ChecksummedFile, ReadRequests]
     left_out: Sequence[str]
     unexpected: Sequence[str]
-    host_reads: HostReads | None
+    host_reads: HostReads | None = None
+
+    def with_host_reads(self, held: ExitStack) -> DirectLoad:
+        """Return this load, with ``host_reads`` if all files are in storage. ``held`` releases their memory."""
+        if all(isinstance(file, StoredFile) for file in self.requests):
+            with suppress(OutOfMemoryError):  # this rank reads alone
+                host_reads = held.enter_context(closing(HostReads(self.requests, self.source.attempt)))
+                return replace(self, host_reads=host_reads)
+        return self
 
     def read(self, progress: Progress, *, verify: bool, weights_only: bool, warns: bool) -> None:
         """Fill the state dict.
@@ -95,9 +103,7 @@ class DirectLoad:
             metadata.result()
 
 
-def draft(
-    state_dict: dict[str, Any], source: Source, path: str, held: ExitStack, *, alone: bool = True
-) -> DirectLoad | None:
+def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack) -> DirectLoad | None:
     """Compare a state dict with the stored values.
 
     Args:
@@ -105,7 +111,6 @@ def draft(
         source: The files of the checkpoint.
         path: Its folder, for errors.
         held: Closes the files that are opened.
-        alone: Whether there is only one rank.
 
     Returns:
         The prepared load; None: DCP has to load the state, or to report its errors.
@@ -121,10 +126,7 @@ def draft(
         with torch.no_grad():  # so that a DTensor's part is no view of the DTensor
             found = _requests(leaves, stored)
         requests = {file: found[file] for file in files}
-        host_reads = None
-        if not alone and all(isinstance(file, StoredFile) for file in files):
-            host_reads = held.enter_context(closing(HostReads(requests, source.attempt)))
-        return DirectLoad(state_dict, source, path, requests, left, unexpected(asked, stored), host_reads)
+        return DirectLoad(state_dict, source, path, requests, left, unexpected(asked, stored))
     except (_NotPlain, CheckpointError) as error:
         logger.debug("%s is loaded by DCP: %s", path, error)
         return None

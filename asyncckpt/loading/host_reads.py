@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from threading import Lock
 from typing import Any, Literal, NamedTuple
@@ -89,6 +89,8 @@ class HostReads:
         self._firsts = np.cumsum([0, *(len(file.index.checksums) for file in self._files)]).tolist()
         self._spans = self._firsts[-1]
         segment = Segment.create("asyncckpt-load", round_up(PAGE + 2 * self._spans) + _SLOTS * SPAN_BYTES)
+        self._closing = ExitStack()
+        self._closing.enter_context(segment)
         self._own = self._pool = _Marks(segment, self._spans)
         self._marks = [self._own]  # of all ranks of this host
         for begin, (file, its) in zip(self._firsts, requests.items(), strict=False):
@@ -96,10 +98,9 @@ class HostReads:
                 for first, last in file.touched(ranges):
                     self._own.needs[begin + first : begin + last] |= _NEEDED
                     self._own.needs[begin + first] |= _BEGINS
-        scope = f"{pid_scope() or segment.fileno()}/{os.geteuid()}/{attempt}/{self._spans}"
-        inode = os.fstat(segment.fileno()).st_ino
-        self.member = HostMember(xxh3_128_hexdigest(scope.encode()), os.getpid(), segment.fileno(), inode)
-        self._claims = Claims(segment)
+        scope = f"{pid_scope() or os.urandom(16).hex()}/{os.geteuid()}/{attempt}/{self._spans}"
+        facts = os.fstat(segment.fileno())
+        self.member = HostMember(xxh3_128_hexdigest(scope.encode()), os.getpid(), segment.fileno(), facts.st_ino)
         self._guards = [Lock() for _ in range(_SLOTS)]  # a lock of the kernel does not keep out threads of this process
         self._room_s = CHECK_S
 
@@ -113,8 +114,7 @@ class HostReads:
             return
         try:
             self._marks = [self._own if member == self.member else self._opened(member) for member in here]
-            self._claims.close()
-            self._claims = Claims(self._marks[0].segment)
+            self._claims = self._closing.enter_context(closing(Claims(self._marks[0].segment)))
         except (CheckpointError, OSError) as error:
             logger.info("this rank reads alone, because the memory of another rank cannot be opened: %s", error)
             self.finish()
@@ -136,8 +136,7 @@ class HostReads:
         bounds, edges = file.index.bounds, np.flatnonzero(np.diff(is_shared, prepend=False, append=False)).tolist()
         for first, last in file.runs((bounds[a], bounds[b]) for a, b in zip(edges[::2], edges[1::2], strict=True)):
             if is_needed[own, first]:
-                begin, end = bounds[first], bounds[last]
-                file.shared[begin, end] = partial(self._parts, number, begin, end)
+                file.shared[bounds[first], bounds[last]] = partial(self._parts, number, bounds[first], bounds[last])
             else:
                 self._own.done[number] = 1
             number += 1
@@ -149,7 +148,7 @@ class HostReads:
         if os.fstat(file.fileno()).st_ino != member.inode:
             file.close()
             raise OSError(f"process {member.pid} has closed it")
-        return _Marks(Segment.attach(file), self._spans)
+        return _Marks(self._closing.enter_context(Segment.attach(file)), self._spans)
 
     def _parts(self, number: int, begin: int, end: int, stored: Iterator[FilePart]) -> Iterator[FilePart]:
         """Yield the block ``number``: from its slot, or ``stored``, the parts read from storage."""
@@ -160,7 +159,12 @@ class HostReads:
             if turn == "ready":
                 yield FilePart(begin, pool.segment.view[at : at + end - begin])
                 return
-            is_kept = turn == "own" and self._take(slot, at)
+            is_kept = False
+            if turn == "own":
+                pool.blocks[slot] = 0
+                with suppress(OutOfMemoryError):  # otherwise a write to the slot could kill this process
+                    pool.segment.touch(at + SPAN_BYTES, at)
+                    is_kept = True
             for part in stored:
                 if is_kept and part.data:
                     memcpy(pool.segment.address + at + part.begin - begin, address_of(part.data), len(part.data))
@@ -172,14 +176,6 @@ class HostReads:
                 self._claims.offer(slot, Readers.OF_IMAGE)
                 self._guards[slot].release()
             self._own.done[number] = 1
-
-    def _take(self, slot: int, at: int) -> bool:
-        """Empty a slot, and take its memory. Return False if the kernel refuses: writing would kill the process."""
-        self._pool.blocks[slot] = 0
-        with suppress(OutOfMemoryError):
-            self._pool.segment.touch(at + SPAN_BYTES, at)
-            return True
-        return False
 
     def _wait(self, number: int, slot: int) -> _Turn:
         """Wait until the block is in its slot, or until this rank may read it.
@@ -215,9 +211,4 @@ class HostReads:
 
     def close(self) -> None:
         """Release the memory. By now all ranks have finished."""
-        self._claims.close()
-        for file in self._files:
-            file.shared.clear()
-        for marks in self._marks:
-            marks.blocks.release()
-            marks.segment.close()
+        self._closing.close()

@@ -140,7 +140,12 @@ def _drafted_by_all(
     states: dict[str, Any], source: Source | None, path: str, held: contextlib.ExitStack, ranks: Ranks
 ) -> DirectLoad | None:
     """Return the prepared load without DCP; None: some rank needs DCP."""
-    direct = ranks.on_all(lambda: draft(states, source, path, held, alone=ranks.size == 1) if source else None)
+
+    def here() -> DirectLoad | None:
+        direct = draft(states, source, path, held) if source else None
+        return direct if direct is None or ranks.size == 1 else direct.with_host_reads(held)
+
+    direct = ranks.on_all(here)
     host_reads = None if direct is None else direct.host_reads
     told = ranks.gather((direct is not None, None if host_reads is None else host_reads.member))
     if not all(is_direct for is_direct, _ in told):
