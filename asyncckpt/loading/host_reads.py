@@ -2,8 +2,8 @@
 
 Each rank marks the spans that it needs in a memory file of its own, and tells the other ranks where this file is. From
 the marks of all ranks of the host, each rank finds the same *blocks*. A block is one run of spans that at least two
-ranks need. The first rank that comes to a block reads it from storage, as it would read it alone, and copies it to a
-slot in the memory file of the first rank. The other ranks copy it from the slot.
+ranks need. The first rank that comes to a block reads it from storage into its tensors, and copies it to a slot
+in the memory file of the first rank. The other ranks copy it from the slot.
 
 - **The kernel locks a slot.** A rank holds the lock while it reads the block from storage, and for a moment when it
   looks at the slot. If the rank dies, the lock ends, and another rank reads the block.
