@@ -115,7 +115,7 @@ def _speed(opened: OpenAttempt, need: Need, *, is_folder: bool) -> Finding:
     at, begun = 0, time.monotonic()
     with closing(opened.create(_DATA, large=True)) as file:
         while at < most and time.monotonic() - begun < _MOST_S:
-            file.write(piece[: round_up(most - at)], at)
+            file.write(piece[: round_up(most - at, file.block_bytes)], at)
             at += len(piece)
         file.sync()
     rate = min(at, most) / (time.monotonic() - begun)

@@ -56,7 +56,7 @@ class RootLock:
             if not file.is_held:
                 return found
             _check_job(claim, found)
-            scope = _scope() if trainer else ""  # 0: a trainer in another container, with an unknown id
+            scope = pid_scope() if trainer else ""  # 0: a trainer in another container, with an unknown id
             job_id = claim.job_id or found.job_id
             own = RootHolder(socket.gethostname(), scope, os.getpid(), trainer, job_id, leaving=False)
             lock = cls(file, path, own)
@@ -95,7 +95,7 @@ def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str |
         holder = found.holder
         who = f"the worker {holder.worker} on host {holder.host}, of the trainer {holder.trainer}"
         who += f" of job {holder.job_id!r}," if holder.job_id else ","
-        is_near = holder.scope == _scope()
+        is_near = holder.scope == pid_scope()
         is_ending = holder.leaving or (is_near and not is_running(holder.trainer))
         patience = timeout if is_ending else 0.0 if is_near else NOTICE_S
         if time.monotonic() - begun >= min(patience, timeout):
@@ -127,7 +127,7 @@ def holder_on_this_host(root: str) -> RootHolder | None:
     try:
         with opened(_lock_path(root), os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             holder, inode = _holder(read_facts(fd)), os.fstat(fd).st_ino
-        if holder.scope != _scope():
+        if holder.scope != pid_scope():
             return None
         with open("/proc/locks") as locks:  # number, kind, mode, type, holder, device and inode, ...
             fields = [line.split() for line in locks]
@@ -178,7 +178,7 @@ def _lock_path(root: str) -> str:
     return os.path.join(root, LOCK_NAME)
 
 
-def _scope() -> str:
+def pid_scope() -> str:
     """Return a text that is equal for processes that see each other's process ids; empty if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

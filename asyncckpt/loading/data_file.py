@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import NamedTuple, TypeAlias
@@ -188,6 +188,11 @@ class ChecksummedFile(ABC):
         self.index = index
         self._run_bytes = run_bytes
         self._bounds = index.bounds
+        self.cuts: Sequence[int] = [len(self._bounds)]
+        """The spans at which a run begins anew, in rising order, and an end."""
+        self.shared: dict[tuple[int, int], Callable[[Iterator[FilePart]], Iterator[FilePart]]] = {}
+        """By first byte and end of a run that other ranks of this host read, too: a function that takes the parts in
+        storage, and returns the parts from storage or from another rank. See ``host_reads.py``."""
         self.nbytes_done = 0
         """Number of bytes read so far."""
 
@@ -212,11 +217,40 @@ class ChecksummedFile(ABC):
         Raises:
             DamagedCheckpointError: The index names bytes beyond the file's end.
         """
-        return FileReading(self, self._runs(ranges), pool, destinations, at_once or _AHEAD, verify=verify)
+        return FileReading(self, self.runs(ranges), pool, destinations, at_once or _AHEAD, verify=verify)
 
     def nbytes_read(self, ranges: Iterable[tuple[int, int]]) -> int:
         """Return the number of bytes that ``read`` reads for the byte ``ranges``: whole spans."""
-        return sum(self._bounds[last] - self._bounds[first] for first, last in self._touched(ranges))
+        return sum(self._bounds[last] - self._bounds[first] for first, last in self.touched(ranges))
+
+    def runs(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Yield the spans that ``ranges`` touch, as runs (first, last + 1).
+
+        A run is one read, unless a span is longer.
+        """
+        bounds, cuts = self._bounds, self.cuts
+        for first, last in self.touched(ranges):
+            while first < last:
+                end = min(last, cuts[bisect_right(cuts, first)])
+                stop = max(first + 1, bisect_right(bounds, bounds[first] + self._run_bytes, first, end + 1) - 1)
+                yield first, stop
+                first = stop
+
+    def touched(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Yield the spans that ``ranges`` touch: (first, last + 1) of each group of adjacent spans."""
+        edges = np.fromiter(chain.from_iterable(ranges), np.int64).reshape(-1, 2)
+        edges = edges[edges[:, 0] < edges[:, 1]]
+        bounds = np.asarray(self._bounds, np.int64)
+        if len(edges) and edges[:, 1].max() > bounds[-1]:
+            raise DamagedCheckpointError("the index of this file names bytes beyond its end", path=self.path)
+        # ``change`` counts, for each span, the ranges that begin in it, minus the ranges that end before it. Its
+        # cumulative sum is the number of ranges that touch the span.
+        change = np.zeros(len(bounds) + 1, np.int64)
+        np.add.at(change, np.searchsorted(bounds, edges[:, 0], "right") - 1, 1)
+        np.add.at(change, np.searchsorted(bounds, edges[:, 1], "left"), -1)
+        touched = np.diff(np.cumsum(change[: len(bounds)]) > 0, prepend=False, append=False)
+        switches = np.flatnonzero(touched).tolist()
+        return zip(switches[::2], switches[1::2], strict=True)
 
     @abstractmethod
     def close(self) -> None:
@@ -241,34 +275,6 @@ class ChecksummedFile(ABC):
         A part is valid until the next part. Some parts may be read straight to their destination. Without destinations,
         yield a run as one part.
         """
-
-    def _runs(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Yield the spans that ``ranges`` touch, as runs (first, last + 1).
-
-        A run is one read, unless a span is longer.
-        """
-        bounds = self._bounds
-        for first, last in self._touched(ranges):
-            while first < last:
-                stop = max(first + 1, bisect_right(bounds, bounds[first] + self._run_bytes, first, last + 1) - 1)
-                yield first, stop
-                first = stop
-
-    def _touched(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Yield the spans that ``ranges`` touch: (first, last + 1) of each group of adjacent spans."""
-        edges = np.fromiter(chain.from_iterable(ranges), np.int64).reshape(-1, 2)
-        edges = edges[edges[:, 0] < edges[:, 1]]
-        bounds = np.asarray(self._bounds, np.int64)
-        if len(edges) and edges[:, 1].max() > bounds[-1]:
-            raise DamagedCheckpointError("the index of this file names bytes beyond its end", path=self.path)
-        # ``change`` counts, for each span, the ranges that begin in it, minus the ranges that end before it. Its
-        # cumulative sum is the number of ranges that touch the span.
-        change = np.zeros(len(bounds) + 1, np.int64)
-        np.add.at(change, np.searchsorted(bounds, edges[:, 0], "right") - 1, 1)
-        np.add.at(change, np.searchsorted(bounds, edges[:, 1], "left"), -1)
-        touched = np.diff(np.cumsum(change[: len(bounds)]) > 0, prepend=False, append=False)
-        switches = np.flatnonzero(touched).tolist()
-        return zip(switches[::2], switches[1::2], strict=True)
 
     def _read_run(self, first: int, last: int, destinations: Destinations, verify: bool) -> ReadRun:
         """Read, copy and check the spans from ``first`` up to ``last``, on one of the threads."""
@@ -295,16 +301,18 @@ class ChecksummedFile(ABC):
     def _read_short_spans(self, first: int, last: int, destinations: Destinations, verify: bool) -> list[int]:
         """Read and check several spans at once. Return the damaged spans."""
         bounds = self._bounds[first : last + 1]
-        (part,) = self._fetch(bounds[0], bounds[-1], _NOWHERE)
-        self._check_length(len(part.data), bounds[-1] - bounds[0])
-        destinations.fill(part.begin, part.data)
-        if not verify:
-            return []
-        # The loop runs in C: for 100,000 small spans, one microsecond a span adds up to a tenth of a second.
-        edges = [bound - part.begin for bound in bounds]
-        found = map(xxh3_64_intdigest, map(part.data.__getitem__, map(slice, edges, edges[1:])))
-        expected = self.index.checksums
-        return [span for span, digest in enumerate(found, first) if digest != expected[span]]
+        damaged: list[int] = []
+        for part in self._fetch(bounds[0], bounds[-1], _NOWHERE):  # only one part, which is valid within the loop
+            self._check_length(len(part.data), bounds[-1] - bounds[0])
+            destinations.fill(part.begin, part.data)
+            if not verify:
+                continue
+            # The loop runs in C: for 100,000 small spans, one microsecond a span adds up to a tenth of a second.
+            edges = [bound - part.begin for bound in bounds]
+            found = map(xxh3_64_intdigest, map(part.data.__getitem__, map(slice, edges, edges[1:])))
+            expected = self.index.checksums
+            damaged = [span for span, digest in enumerate(found, first) if digest != expected[span]]
+        return damaged
 
     def _check_length(self, found: int, nbytes: int) -> None:
         if found < nbytes:
@@ -329,6 +337,11 @@ class StoredFile(ChecksummedFile):
         return explained(damage, self.path, self.index.data)
 
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
+        parts = self._stored_parts(begin, end, destinations)
+        share = self.shared.pop((begin, end), None)  # a block is shared once: a second read would find another one
+        return parts if share is None else share(parts)
+
+    def _stored_parts(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
         to, block = destinations.only(begin, end), self._file.block_bytes
         if to is not None:
             # Read whole blocks of the file in place, if the memory has the alignment that the device needs.

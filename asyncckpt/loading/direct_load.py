@@ -14,8 +14,8 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.format.index import Item
-from asyncckpt.loading.data_file import ChecksummedFile, read_pool
+from asyncckpt.loading.data_file import ChecksummedFile, StoredFile, read_pool
 from asyncckpt.loading.device_buffers import DeviceBuffers
+from asyncckpt.loading.host_reads import HostReads
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.read_requests import ReadRequests, dtype_named, has_room
 from asyncckpt.loading.source import Source
@@ -51,9 +52,10 @@ class _NotPlain(Exception):
 
 @dataclass(frozen=True)
 class DirectLoad:
-    """A prepared load: the ``requests`` that fill ``state_dict``, for each open file of ``source``.
+    """A prepared load: the ``requests`` that fill ``state_dict``, for each open file of ``source``, in order of names.
 
-    ``path`` is the folder of the checkpoint, for errors. ``unexpected`` has the stored values that were not requested,
+    ``path`` is the folder of the checkpoint, for errors. ``host_reads``: the bytes that other ranks of this host need,
+    too; None: this rank loads alone, or from memory. ``unexpected`` has the stored values that were not requested,
     and ``left_out`` the values that the caller may have forgotten.
     """
 
@@ -63,6 +65,15 @@ class DirectLoad:
     requests: Mapping[ChecksummedFile, ReadRequests]
     left_out: Sequence[str]
     unexpected: Sequence[str]
+    host_reads: HostReads | None = None
+
+    def with_host_reads(self, held: ExitStack) -> DirectLoad:
+        """Return this load, with ``host_reads`` if all files are in storage. ``held`` releases their memory."""
+        if all(isinstance(file, StoredFile) for file in self.requests):
+            with suppress(OutOfMemoryError):  # this rank reads alone
+                host_reads = held.enter_context(closing(HostReads(self.requests, self.source.attempt)))
+                return replace(self, host_reads=host_reads)
+        return self
 
     def read(self, progress: Progress, *, verify: bool, weights_only: bool, warns: bool) -> None:
         """Fill the state dict.
@@ -81,7 +92,9 @@ class DirectLoad:
             warn_left_out(self.left_out, self.path)
         if progress.shown:
             progress.expect(sum(requests.nbytes_read(file) for file, requests in self.requests.items()))
-        with DeviceBuffers() as buffers, read_pool(self.path) as pool:
+        with ExitStack() as at_end, DeviceBuffers() as buffers, read_pool(self.path) as pool:
+            if self.host_reads is not None:
+                at_end.callback(self.host_reads.finish)
             metadata = pool.submit(self.source.metadata)  # only to compare its checksum
             for file, requests in self.requests.items():
                 for (name, keys), data in requests.read(file, pool, buffers, progress.update, verify=verify):
@@ -104,13 +117,16 @@ def draft(state_dict: dict[str, Any], source: Source, path: str, held: ExitStack
     """
     try:
         leaves = _Leaves(state_dict)
-        stored = _stored(source, held)
+        files = _opened(source, held)
+        stored = _stored(files)
         asked = leaves.tensors.keys() | leaves.others.keys()
         left = left_out(state_dict, asked, stored)
         if not leaves.containers.isdisjoint(left):
             raise _NotPlain("DCP looks whether this is of a torch before 2.4")
         with torch.no_grad():  # so that a DTensor's part is no view of the DTensor
-            return DirectLoad(state_dict, source, path, _requests(leaves, stored), left, unexpected(asked, stored))
+            found = _requests(leaves, stored)
+        requests = {file: found[file] for file in files}
+        return DirectLoad(state_dict, source, path, requests, left, unexpected(asked, stored))
     except (_NotPlain, CheckpointError) as error:
         logger.debug("%s is loaded by DCP: %s", path, error)
         return None
@@ -216,20 +232,23 @@ class _Leaves:
             self.containers.add(prefix[:-1])
 
 
-def _stored(source: Source, held: ExitStack) -> _Stored:
-    """Return the places of each value, by name."""
+def _opened(source: Source, held: ExitStack) -> list[ChecksummedFile]:
     names = source.data_files()
     if len(names) > _MOST_FILES:
         raise _NotPlain("there are many files")
+    return [held.enter_context(closing(source.open(name))) for name in sorted(names)]
+
+
+def _stored(files: Sequence[ChecksummedFile]) -> _Stored:
+    """Return the places of each value, by name."""
     stored: _Stored = {}
-    for name in sorted(names):
-        file = held.enter_context(closing(source.open(name)))
+    for file in files:
         for item in file.index.items:
             stored.setdefault(item.name, []).append((file, item))
     return stored
 
 
-def _requests(leaves: _Leaves, stored: _Stored) -> Mapping[ChecksummedFile, ReadRequests]:
+def _requests(leaves: _Leaves, stored: _Stored) -> defaultdict[ChecksummedFile, ReadRequests]:
     requests: defaultdict[ChecksummedFile, ReadRequests] = defaultdict(ReadRequests)
     # Cache the results, because many layers have the same shapes.
     part_of, pieces_of = functools.cache(_part_of), functools.cache(_pieces_of)

@@ -140,8 +140,19 @@ def _drafted_by_all(
     states: dict[str, Any], source: Source | None, path: str, held: contextlib.ExitStack, ranks: Ranks
 ) -> DirectLoad | None:
     """Return the prepared load without DCP; None: some rank needs DCP."""
-    direct = ranks.on_all(lambda: draft(states, source, path, held) if source else None)
-    return direct if all(ranks.gather(direct is not None)) else None
+
+    def here() -> DirectLoad | None:
+        direct = draft(states, source, path, held) if source else None
+        return direct if direct is None or ranks.size == 1 else direct.with_host_reads(held)
+
+    direct = ranks.on_all(here)
+    host_reads = None if direct is None else direct.host_reads
+    told = ranks.gather((direct is not None, None if host_reads is None else host_reads.member))
+    if not all(is_direct for is_direct, _ in told):
+        return None
+    if host_reads is not None:
+        host_reads.join([member for _, member in told])
+    return direct
 
 
 def _states(

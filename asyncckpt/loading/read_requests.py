@@ -202,7 +202,11 @@ class ReadRequests:
 
     def nbytes_read(self, file: ChecksummedFile) -> int:
         """Return the number of bytes that ``read`` reads: the requested bytes, and the rest of their spans."""
-        return sum(file.nbytes_read(self._ranges(rows)) for rows in self._batches())
+        return sum(map(file.nbytes_read, self.ranges()))
+
+    def ranges(self) -> Iterator[list[tuple[int, int]]]:
+        """Yield the ranges of the file that ``read`` reads together: first byte and end of each row."""
+        return map(self._ranges, self._batches())
 
     def read(
         self,

@@ -68,7 +68,7 @@ def _load(args: argparse.Namespace) -> Iterator[Job]:
     else:
         # All ranks must take the same turns, so no rank may run out of patience before another.
         pace = Pace(rounds=args.rounds, pause=args.pause, patience=3600.0)
-        yield jobs.load_by_ranks(args.gib, args.layers, args.ranks, pace)
+        yield jobs.load_by_ranks(args.gib, args.layers, args.ranks, pace, replicas=args.replicas)
 
 
 def _scale(args: argparse.Namespace) -> Iterator[Job]:
@@ -217,6 +217,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--train-threads", type=int, nargs="+", help="of the trainer (default: 1, then all cores)")
     load = command("load", "what a load costs, from memory and from storage", _load, [what])
     load.add_argument("--ranks", type=int, default=1, help="of a job under FSDP2, from storage (default: %(default)s)")
+    load.add_argument(
+        "--replicas", action="store_true", help="without FSDP2: each of these ranks loads the whole model"
+    )
     load.add_argument("--layers", type=int, default=400, help="of its model, in the place of a state (%(default)s)")
     trainers = command(
         "frameworks",

@@ -59,6 +59,12 @@ def forget(folder: str) -> None:
         os.close(fd)
 
 
+def storage_bytes() -> int:
+    """Return the bytes that this process has read from devices so far; 0 if the kernel does not count them."""
+    with open("/proc/self/io") as counts:
+        return next((int(line.split()[1]) for line in counts if line.startswith("read_bytes")), 0)
+
+
 def cached_bytes(folder: str) -> int:
     """Return the bytes of the files in the page cache."""
     return sum(map(_cached_bytes, files_in(folder)))

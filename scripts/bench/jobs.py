@@ -88,11 +88,12 @@ def load(request: Request, choices: Choices) -> Job:
     return Job("load", _label(request), measure, choices.settings())
 
 
-def load_by_ranks(gib: float, layers: int, count: int, pace: Pace) -> Job:
+def load_by_ranks(gib: float, layers: int, count: int, pace: Pace, *, replicas: bool) -> Job:
     def measure(folder: str) -> dict[str, Any]:
-        return loads_by_ranks.measure(gib, layers, count, pace, folder)
+        return loads_by_ranks.measure(gib, layers, count, pace, folder, replicas=replicas)
 
-    return Job("load", f"{layers}-layers-{count}-ranks", measure, {"rounds": pace.rounds, "pause_s": pace.pause})
+    label = f"{layers}-layers-{count}-{'replicas' if replicas else 'ranks'}"
+    return Job("load", label, measure, {"rounds": pace.rounds, "pause_s": pace.pause})
 
 
 def save_to_store(gib: float, tensors: int, pace: Pace) -> Job:

@@ -139,7 +139,7 @@ COMMANDS = """    python scripts/bench all                  # all of this page, 
     python scripts/bench export
     python scripts/bench telemetry
     python scripts/bench hosts
-    python scripts/bench load --ranks 2       # and --layers 2000
+    python scripts/bench load --ranks 2       # and --layers 2000, and --ranks 4 --replicas
     python scripts/bench unchanged            # and --ranks 4, for FSDP2
     python scripts/bench save --state 8000x50kB --values 5000 --changing 50
     python scripts/bench --help"""

@@ -175,6 +175,11 @@ def store_remark(found: Result) -> str:
 
 
 def load(found: Result) -> str:
+    def of_ranks(name: str) -> list[list[int]]:
+        """Return the bytes that all ranks have read from storage; nothing for a load of one process."""
+        its = found["results"].get(name, {})
+        return [its["read_bytes"]] if "read_bytes" in its else []
+
     names = {"dcp-load": "DCP load", "torch-load": "torch.load, mmap"}
     rows = [
         (
@@ -183,10 +188,12 @@ def load(found: Result) -> str:
             times(each.read_ratio),
             times(each.copy_ratio),
             seconds(each.first),
+            *(times(median(nbytes) / found["state"]["bytes"]) for nbytes in of_ranks(name)),
         )
         for name, each in load_figures(found).items()
     ]
-    return _table(["", "load", "/ (read + copy)", "/ copy", "first load"], rows)
+    heads = ["", "load", "/ (read + copy)", "/ copy", "first load"]
+    return _table([*heads, "read / state"] if any(map(of_ranks, found["results"])) else heads, rows)
 
 
 def scale(found: Result) -> str:

@@ -37,7 +37,7 @@ def elsewhere(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     def go() -> None:
         monkeypatch.setenv(endpoint.FOLDER_VARIABLE, str(tmp_path / "other runtime"))
-        monkeypatch.setattr(root_lock, "_scope", lambda: "another host")
+        monkeypatch.setattr(root_lock, "pid_scope", lambda: "another host")
         monkeypatch.setattr(root_lock, "NOTICE_S", 0.2)
 
     yield go

@@ -136,6 +136,17 @@ def test_loads_of_several_ranks(tmp_path: Path) -> None:
         assert len(result["load_s"]) == 1 and min(*result["load_s"], result["first_load_s"]) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # processes, each with torch
+def test_loads_of_replicas(tmp_path: Path) -> None:
+    command = "load --ranks 4 --replicas --layers 3 --gib 0.03 --rounds 1 --pause 0"
+    found = run(tmp_path, command)["load"]
+    assert found["state"]["description"] == "3 layers, 4 replicas"
+    (nbytes,) = found["results"]["asyncckpt, storage"]["read_bytes"]
+    assert nbytes < 1.2 * found["state"]["bytes"]  # 0 if the folder is in memory
+    assert "read / state" in (tmp_path / "out" / "README.md").read_text()
+
+
 def is_of_unchanged(found: dict[str, Any], all_bytes: float) -> None:
     """Check the results: one save that counts, and all saves before it."""
     assert not found["left_out"]
