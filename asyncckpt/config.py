@@ -133,6 +133,11 @@ class Config:
     """Name or address of this host, for the workers of other hosts. None: ``$ASYNC_CKPT_ADDRESS``, or else the address
     from which this host reaches the first rank's host."""
 
+    port_range: str | None = None
+    """TCP ports at which workers listen for other hosts, such as "20000-20099". A host needs one port for each of its
+    ranks, and the first rank's host one more. A worker takes the first free port. ``nixl`` has its own ports
+    (``UCX_TCP_PORT_RANGE``). None: any free port."""
+
     transport: Transport = "sockets"
     """Transport of images between hosts. ``sockets``: authenticated by the job's key, and not encrypted. ``nixl``:
     RDMA, EFA or TCP; needs pip install 'asyncckpt[nixl]' on all hosts. ``nixl`` has no authentication, and is only for
@@ -202,6 +207,7 @@ class Config:
             "keep_last": self.keep_last is None or self.keep_last >= 1,
             "keep_every": self.keep_every is None or self.keep_every >= 1,
             "local_root": self.local_root is None or ("://" not in self.local_root and self.local_root != ""),
+            "port_range": self.port_range is None or _is_port_range(self.port_range),
             "replicas": self.replicas >= 0,
             "replica_rate": self.replica_rate is None or self.replica_rate > 0,
             "rewrite_unchanged_every": self.rewrite_unchanged_every >= 1,
@@ -240,6 +246,12 @@ class Config:
         """Return all listeners for events."""
         given = (self.on_event,) if callable(self.on_event) or isinstance(self.on_event, str) else self.on_event
         return tuple(_named(each) if isinstance(each, str) else each for each in given)
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """Return the first and the last port of ``port_range``; (0, 0): any free port."""
+        first, _, last = (self.port_range or "0-0").partition("-")
+        return int(first), int(last)
 
     @classmethod
     def given(cls, config: Config | None) -> Config:
@@ -317,6 +329,11 @@ def _named(name: str) -> Any:
     return found() if isinstance(found, type) else found
 
 
+def _is_port_range(text: str) -> bool:
+    first, _, last = text.partition("-")
+    return first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16
+
+
 def _truth(text: str) -> bool:
     words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     if text.lower() not in words:
@@ -375,7 +392,18 @@ _VARIABLES: dict[str, Callable[[str], Any]] = {
     ),
     **dict.fromkeys(("linger", "timeout", "commit_timeout", "start_timeout", "restart_pause", "replica_rate"), float),
     **dict.fromkeys(
-        ("differing_replicas", "job_id", "host", "address", "transport", "domain", "local_root", "metrics_folder"), str
+        (
+            "differing_replicas",
+            "job_id",
+            "host",
+            "address",
+            "transport",
+            "domain",
+            "port_range",
+            "local_root",
+            "metrics_folder",
+        ),
+        str,
     ),
     **dict.fromkeys(("progress", "direct_io", "link_unchanged"), _truth),
     **dict.fromkeys(("on_event", "assume_unchanged"), lambda names: tuple(names.split(","))),

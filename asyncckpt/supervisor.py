@@ -330,6 +330,7 @@ class Supervisor:
             job=self._job,
             rank=rank,
             metrics_folder=config.metrics_folder and absolute(config.metrics_folder),
+            ports=config.ports,
         )
         self.find_predecessor(rank)
         begun = time.perf_counter()

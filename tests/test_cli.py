@@ -183,7 +183,7 @@ def test_every_choice_has_a_variable() -> None:
     names = {field.name for field in fields(Config)} - {"keep"}
     values = {"when_busy": "latest", "failure": "warn", "io_class": "idle", "overlap": "yes", "direct_io": "no"}
     values |= {"link_unchanged": "no", "differing_replicas": "raise"}
-    values |= {"transport": "nixl"}
+    values |= {"transport": "nixl", "port_range": "1-3"}
     values |= {"assume_constant_structure": "on", "progress": "no", "on_event": "builtins:print"}
     environment = {option.variable: values.get(name, "3") for name, option in _OPTIONS.items()}
     assert set(_OPTIONS) == names and len(environment) == len(names)

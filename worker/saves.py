@@ -153,13 +153,16 @@ class SavesOfTrainer:
         start(thread)
         return thread
 
-    def host(self, port: int, address: str, secret: bytes) -> Hosting:
-        """First rank: host the store that joins the ranks, see ``SessionApi.host``. Raises ``WorkerDiedError``."""
+    def host(self, ports: tuple[int, int], address: str, secret: bytes) -> Hosting:
+        """First rank: host the store that joins the ranks, see ``SessionApi.host``. Raises ``WorkerDiedError``.
+
+        ``ports``: the first and the last port to try.
+        """
         if self._store is not None:
             self._store.close()
         self._secret = secret
         try:
-            self._store = Store(secret, port, address, self._on_stored)
+            self._store = Store(secret, ports, address, self._on_stored)
         except OSError as error:
             raise WorkerDiedError(f"the worker cannot host the store that joins the ranks: {error}") from error
         return Hosting(self._store.port, self._store.address)

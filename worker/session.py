@@ -88,6 +88,7 @@ class Session(SessionApi):
         self._saves = SavesOfTrainer(storage_for, segment_store, self._tell, self._end, io_threads)
         endpoint_service.begin_session(trainer, self._saves.unended, self._saves.restarted)
         self._serving = serving
+        serving.ports = trainer.options.ports
         self._rendezvous: Rendezvous | None = None
         self._timeout = 0.0
         self._address: TransferAddress | None = None
@@ -169,7 +170,7 @@ class Session(SessionApi):
         self._rendezvous, self._timeout = rendezvous, timeout
 
     def host(self, port: int, address: str, secret: bytes) -> Hosting:
-        return self._saves.host(port, address, secret)
+        return self._saves.host((port, port) if port else self._serving.ports, address, secret)
 
     def begin(self, request: WriteRequest) -> None:
         self._segment_store.slot_taken(request)

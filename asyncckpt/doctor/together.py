@@ -18,6 +18,7 @@ from asyncckpt.doctor.place import CLOCK_S, PROBE
 from asyncckpt.format.manifest import own_version
 from asyncckpt.ranks.group import LOOPBACK, address_to_listen_at, first_address, loopback_scope, own_address
 from asyncckpt.ranks.ranks import Ranks
+from asyncckpt.ranks.store import listen
 from asyncckpt.storage import is_address
 from asyncckpt.threads import wait_until
 
@@ -104,7 +105,8 @@ def _connections(ranks: Ranks, config: Config) -> Iterator[Finding]:
         name, port, trouble = "", 0, ""
         try:
             name = first_address(config.host) if ranks.rank == 0 else own_address(config.address)
-            listener = held.enter_context(socket.create_server((address_to_listen_at(name, ranks.size), 0)))
+            listener, _ = listen(address_to_listen_at(name, ranks.size), config.ports)
+            held.enter_context(listener)
             port = listener.getsockname()[1]
         except OSError as error:
             trouble = f"no port can be opened there: {error}"
@@ -115,7 +117,7 @@ def _connections(ranks: Ranks, config: Config) -> Iterator[Finding]:
             its, address, port, trouble = found[rank]
             if why := trouble or _reach(LOOPBACK if its == scope else address, port):
                 text = f"rank {rank} cannot be reached at {address}: {why}"
-                advice = "open the ports between the hosts, or set Config.host, $MASTER_ADDR and Config.address"
+                advice = "open ports between the hosts (Config.port_range), or set Config.host and Config.address"
                 yield Finding("connections", "fails", text, advice)
         ranks.gather(None)  # until then the listeners stay
         if ranks.rank == 0:

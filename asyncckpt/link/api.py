@@ -281,7 +281,7 @@ class SessionApi(Protocol):
         """First rank: host the store that joins the ranks. Raises ``WorkerDiedError``.
 
         Args:
-            port: The port to listen at; 0: any free port.
+            port: The port to listen at; 0: any port that the options of the worker allow.
             address: The only numeric address to listen at; "": all addresses of the host.
             secret: The secret of the ranks.
         """

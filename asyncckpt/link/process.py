@@ -58,6 +58,8 @@ class WorkerOptions:
     rank: int = 0
     """The rank of its trainer."""
     metrics_folder: str | None = None
+    ports: tuple[int, int] = (0, 0)
+    """The first and the last port at which the worker may listen; (0, 0): any free port."""
 
 
 class _Found:

@@ -85,11 +85,13 @@ def own_address(given: str | None) -> str:
     """
     if given is not None or ADDRESS_VARIABLE in os.environ:
         return given or os.environ[ADDRESS_VARIABLE]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", ""), 9))  # a datagram socket sends nothing here
-        found = str(probe.getsockname()[0])
-        if not ipaddress.ip_address(found).is_loopback:
-            return found
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, _, _, where in socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(where)  # a datagram socket sends nothing here
+                found = str(probe.getsockname()[0])
+                if not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+                    return found
     return socket.gethostname()
 
 

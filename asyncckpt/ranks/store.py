@@ -20,6 +20,7 @@ without a connection (``post``).
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import heapq
 import hmac
@@ -114,7 +115,7 @@ class Store:
     def __init__(
         self,
         secret: bytes,
-        port: int = 0,
+        ports: tuple[int, int] = (0, 0),
         address: str = "",
         watch: Callable[[str, int, bytes], object] = lambda *_: None,
     ) -> None:
@@ -122,18 +123,18 @@ class Store:
 
         Args:
             secret: The job's secret, up to 64 bytes.
-            port: Port to listen at; 0: any free port.
+            ports: The first and the last port to try; (0, 0): any free port.
             address: A numeric address of this host, to listen there alone. If it is "", or not of this host, listen at
                 all addresses.
             watch: Called with key, field and value when a client has set a field, on the thread of the store. The
                 function must not wait.
 
         Raises:
-            OSError: The port is taken.
+            OSError: All of the ports are taken.
         """
         self._secret = secret
         self._id = secrets.token_bytes(ID_BYTES)
-        self._listener, self.address = listen(address, port)
+        self._listener, self.address = listen(address, ports)
         self.port: int = self._listener.getsockname()[1]
         self._keys: dict[str, dict[int, bytes]] = {}
         self._waiting: defaultdict[str, set[_Peer]] = defaultdict(set)
@@ -387,13 +388,34 @@ class Store:
         peer.received.clear()
 
 
-def listen(address: str, port: int) -> tuple[socket.socket, str]:
-    """Return a listening socket, and the only address that it listens at ("": all addresses of this host)."""
+def listen(address: str, ports: tuple[int, int]) -> tuple[socket.socket, str]:
+    """Return a listening socket, and the only address that it listens at ("": all addresses of this host).
+
+    Args:
+        address: A numeric address of this host, to listen there alone. If it is "", or not of this host, listen at all
+            addresses.
+        ports: The first and the last port to try; (0, 0): any free port.
+
+    Raises:
+        OSError: All of the ports are taken.
+    """
+    for port in range(*ports):
+        try:
+            return _listen(address, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    return _listen(address, ports[1])
+
+
+def _listen(address: str, port: int) -> tuple[socket.socket, str]:
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             return socket.create_server((address, port), family=family, backlog=_BACKLOG), address
         except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
             logger.info("listening at all addresses, as %s cannot be listened at: %s", address, error)
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # IPv6 is switched off on this host

@@ -53,15 +53,17 @@ class TransferServer:
     ``address``: the numeric address of this host to listen at; "": all addresses. ``port``: the port.
     """
 
-    def __init__(self, segment_store: SegmentStore, keys: Sequence[bytes], address: str = "") -> None:
-        """Listen. Raises ``OSError``."""
+    def __init__(
+        self, segment_store: SegmentStore, keys: Sequence[bytes], address: str = "", ports: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Listen. Raises ``OSError``. ``ports``: the first and the last port to try."""
         self._segment_store = segment_store
         self.versions = ServedVersions(segment_store)
         """The published versions of the segment store."""
         self._distribution = Distribution()
         self.keys = keys
         """The accepted keys. May be replaced."""
-        self._listener, self.address = listen(address, 0)
+        self._listener, self.address = listen(address, ports)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, None] = {}  # in the order of arrival

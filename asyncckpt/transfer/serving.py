@@ -24,6 +24,8 @@ class Serving:
         self._mirror: Mirror | None = None
         self._own_key = self._loading_key = b""
         self._address = ""
+        self.ports = (0, 0)
+        """The first and the last port to listen at; (0, 0): any free port."""
 
     def serve(self, key: bytes, address: str, *, to_own_job: bool) -> Served:
         """Serve images and versions to processes that know ``key``.
@@ -46,7 +48,7 @@ class Serving:
                 self._server = None
             self._address = address if self._server is None else self._address
             try:
-                self._server = self._server or TransferServer(self._segment_store, (key,), address)
+                self._server = self._server or TransferServer(self._segment_store, (key,), address, self.ports)
             except OSError as error:
                 return Served(0, error.strerror or str(error))
             if to_own_job:

@@ -164,7 +164,7 @@ def test_what_is_changed_on_the_way_is_refused(ranks: list[Rounds]) -> None:
 
 def test_a_taken_port_is_an_error(store: Store) -> None:
     with pytest.raises(OSError, match="in use"):
-        Store(b"other", store.port)
+        Store(b"other", (store.port, store.port))
 
 
 def test_the_store_does_not_grow(store: Store, ranks: list[Rounds]) -> None:
@@ -237,7 +237,7 @@ def test_what_is_said_soon_reaches_the_store_that_comes_back(store: Store, ranks
     with pytest.raises(WorkerDiedError):
         ranks[1].impatient(5.0).ping()
     assert not failing.done()
-    again = Store(b"secret", store.port)
+    again = Store(b"secret", (store.port, store.port))
     failing.result(20)
     with pytest.raises(RankFailedError, match="as the test wants"):
         ranks[0].collect("round-2", 10)

@@ -109,7 +109,7 @@ class Worker:
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[list[Worker]]:
     found = [Worker(rank, tmp_path) for rank in range(2)]
-    port = found[0].saves.host(0, "127.0.0.1", KEY).port
+    port = found[0].saves.host((0, 0), "127.0.0.1", KEY).port
     for each in found:
         each.join(port)
     yield found

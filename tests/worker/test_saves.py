@@ -48,7 +48,7 @@ class Told:
 
     def host(self, ranks: int) -> Rendezvous:
         """Host the store. Return the first rank's rendezvous."""
-        port = self.saves.host(0, "127.0.0.1", b"secret").port
+        port = self.saves.host((0, 0), "127.0.0.1", b"secret").port
         return Rendezvous("127.0.0.1", port, "token", b"secret", 0, ranks)
 
     def begin(self, request: WriteRequest) -> WriteRequest:
@@ -312,7 +312,7 @@ def test_a_first_worker_that_is_started_again_is_waited_for(tmp_path: Path, told
     worker.stage(worker.begin(replace(request_for(tmp_path), rank=1, world_size=2)))
     with pytest.raises(Empty):
         worker.outcome(4)
-    with closing(Store(b"secret", store.port)), closing(Rounds(first, 30)) as rounds:
+    with closing(Store(b"secret", (store.port, store.port))), closing(Rounds(first, 30)) as rounds:
         rounds.conclude("save-1", b"")
         assert isinstance(worker.outcome(30), Committed)
 
