@@ -97,7 +97,7 @@ def _in_time(root: str, need: Need) -> list[Finding]:
 
 
 def _merged(found: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return the findings of all ranks: what is well once, and each trouble with the ranks that have it."""
+    """Return the findings of all ranks: each good one once, and each trouble with its ranks."""
     ranks_of: dict[Finding, list[int]] = {}
     for rank, findings in enumerate(found):
         for each in findings:

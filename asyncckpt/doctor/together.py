@@ -33,7 +33,7 @@ def examine_together(ranks: Ranks, root: str, config: Config) -> Iterator[Findin
 
 
 def _differences(ranks: Ranks, root: str) -> Iterator[Finding]:
-    """Compare what has to be the same on all ranks."""
+    """Compare facts that have to be equal on all ranks."""
     for subject, mine in (
         ("root", root),
         ("user", os.geteuid()),

@@ -53,7 +53,7 @@ class _Rank:
 
 
 def run_workers(job: str, ranks: Sequence[int]) -> int:
-    """Run a worker for each of ``ranks`` until SIGTERM or SIGINT. Then let the workers write what is staged, and end.
+    """Run a worker for each of ``ranks`` until SIGTERM or SIGINT. Then let the workers write all staged saves, and end.
 
     This process may be the first one of a container: it reaps all processes that have lost their parent.
 
