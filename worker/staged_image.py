@@ -186,7 +186,7 @@ class ImageFile:
         self.write_rest(nbytes)
         for piece in self._pieces[self._good :]:
             piece.result()
-        if nbytes % self._file.block_bytes:
+        if self._begin != nbytes:  # the last piece has whole blocks, or goes to the end of the image
             self._file.truncate(nbytes)
 
     def sync(self) -> None:

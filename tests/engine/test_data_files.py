@@ -194,3 +194,14 @@ def test_one_that_died_is_resumed_from_memory(tmp_path: Path) -> None:
         torch.manual_seed(3)
         assert checkpointer.loaded is not None and checkpointer.loaded.source == "memory"
         assert same(loaded, _tied())
+
+
+@pytest.mark.parametrize("less", [0, 4096, 8192, 61440])
+def test_a_file_ends_with_its_data_where_the_last_piece_ends_with_the_image(root: Path, less: int) -> None:
+    """A piece has 64 MiB, and an image ends at a multiple of 64 KiB, which may be behind the end of the file."""
+    state = {"t": torch.zeros((64 << 20) - 4096 - less, dtype=torch.uint8)}
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state).result(60)
+    assert not verify(step_folder(str(root), 1)).damages
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load(state, memory=False) == 1
