@@ -14,6 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from asyncckpt.budgets import TELL_S
 from asyncckpt.config import Config
 from asyncckpt.engine.engine import Engine
 from asyncckpt.engine.loads import Loaded, Loads
@@ -323,8 +324,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Return whether it is time for a last save: save, and end.
 
         That is so if some rank has received a watched signal, or if its ``deadline`` leaves no time for another step
-        and a save. A save counts with one and a half times the longest recent one, behind those under way, and a step
-        with the longest time between two calls of this. If no save was measured, a deadline is over at once.
+        and a save. A save counts with one and a half times the longest recent one, behind those under way, and a
+        second. A step counts with the longest time between two calls of this. Until a save was measured, it counts with
+        ``Config.commit_timeout``. An upload from a local folder is not counted.
 
         All ranks call this after the same steps, at a point where the state is complete. The answer is the same on all
         ranks. The cost is a message to the first rank's worker, a fraction of a millisecond.
@@ -332,7 +334,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         now = time.monotonic()
         self._step_s = max(self._step_s, now - self._asked_at)
         self._asked_at = now
-        is_over = self._ends_at < now + self._step_s + _MARGIN * self._recent.expected_s()
+        last_s = _MARGIN * self._recent.expected_s(self.config.commit_timeout) + TELL_S
+        is_over = self._ends_at < now + self._step_s + last_s
         self._is_terminating = self._engine.any_says(self._is_signalled or is_over)
         return self._is_terminating
 
@@ -365,7 +368,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _close(self, *, linger: bool) -> None:
         handlers, self._handlers = self._handlers, {}
         for each, before in handlers.items():
-            if signal.getsignal(each) == self._note_signal:  # otherwise it was replaced
+            # Otherwise the handler was replaced, or the handler before it is not one of Python's.
+            if signal.getsignal(each) == self._note_signal and before is not None:
                 signal.signal(each, before)
         for hook in self._hooks:
             hook.remove()

@@ -87,10 +87,10 @@ def _ranks(text: str) -> list[int]:
     try:
         for part in text.split(","):
             first, _, last = part.partition("-")
-            found += range(int(first), int(last or first) + 1)
+            found += range(int(first), int(last or first) + 1) or [-1]
     except ValueError:
         found = []
-    if not found or len(set(found)) < len(found):
+    if not found or min(found) < 0 or len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"{text!r} names no ranks: write 0-7, or 3, or 0,3")
     return found
 

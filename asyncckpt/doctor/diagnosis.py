@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from asyncckpt.budgets import ANSWER_S
 from asyncckpt.config import Config
@@ -64,14 +65,15 @@ def diagnose(roots: Sequence[str], config: Config, ranks: Ranks | None = None, n
     parts = ranks.gather((loopback_scope(), nbytes))
     sizes = [size for _, size in parts if size is not None]
     on_host = sum(size or 0 for scope, size in parts if scope == parts[ranks.rank][0]) if sizes else None
+    job = job_of_checkpoints(roots[-1], config.job_id)
     found: list[Finding] = []
     if ranks.rank == 0:
         need = Need(sum(sizes) if sizes else None, config.keep_last, config.job_id, config.direct_io)
         for root in roots:
-            found += _in_time(root, need)
-    found += examine_host(on_host)
-    job = job_of_checkpoints(roots[-1], config.job_id)
-    found += examine_survival(job, ranks.rank, config.linger, config.replicas, os.environ)
+            keeps = config.keep_last if root == roots[-1] else config.local_keep_last
+            found += _in_time(root, need._replace(keeps=keeps))
+    found += _made("host", examine_host(on_host, nbytes, config.start_timeout))
+    found += _made("host", examine_survival(job, ranks.rank, config.linger, config.replicas, os.environ))
     if ranks.size > 1:
         found += examine_together(ranks, roots[0], config)
     return Diagnosis(_merged(ranks.gather(found)))
@@ -80,13 +82,7 @@ def diagnose(roots: Sequence[str], config: Config, ranks: Ranks | None = None, n
 def _in_time(root: str, need: Need) -> list[Finding]:
     """Return the findings about the place. A file system that does not answer blocks the thread that asks it."""
     found: list[Finding] = []
-
-    def examine() -> None:
-        try:
-            found.extend(examine_place(root, need))
-        except Exception as error:
-            found.append(Finding("save", "fails", f"{root} cannot be examined: {error!r}", "please report this"))
-
+    examine = partial(_made, "save", examine_place(root, need), found)
     thread = threading.Thread(target=examine, name="asyncckpt-doctor", daemon=True)
     start(thread)
     thread.join(ANSWER_S)
@@ -94,6 +90,16 @@ def _in_time(root: str, need: Need) -> list[Finding]:
         return found
     text = f"{root} has not answered for {ANSWER_S:g} s"
     return [*found, Finding("save", "fails", text, "look at the storage there, or choose another place")]
+
+
+def _made(subject: str, findings: Iterable[Finding], found: list[Finding] | None = None) -> list[Finding]:
+    """Append ``findings`` to ``found``. An error becomes a finding, because the other ranks wait for this one."""
+    found = [] if found is None else found
+    try:
+        found.extend(findings)
+    except Exception as error:
+        found.append(Finding(subject, "fails", f"this cannot be examined: {error!r}", "please report this"))
+    return found
 
 
 def _merged(found: Sequence[Sequence[Finding]]) -> list[Finding]:

@@ -16,7 +16,7 @@ import torch
 from asyncckpt.budgets import NOTICE_S
 from asyncckpt.devices.kinds import kind_of
 from asyncckpt.devices.pinned import PinnedMemory
-from asyncckpt.doctor.finding import Finding
+from asyncckpt.doctor.finding import Finding, Level
 from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, endpoint_name, runtime_folder
 from asyncckpt.link.process import WorkerOptions, WorkerProcess
@@ -42,17 +42,19 @@ TRIED = {
 """The first and the last version of each package that the tests have run with."""
 
 
-def examine_host(nbytes: int | None) -> Iterator[Finding]:
+def examine_host(nbytes: int | None, own_bytes: int | None, start_timeout: float) -> Iterator[Finding]:
     """Yield the findings about this host.
 
     Args:
         nbytes: The bytes of the images of all ranks of this host; None: unknown.
+        own_bytes: The bytes of the image of this rank; None: unknown.
+        start_timeout: ``Config.start_timeout``.
     """
     yield from _memory(nbytes)
     yield from _memory_files()
-    yield from _limits(nbytes)
+    yield from _limits(own_bytes)
     yield _cores()
-    yield from _worker()
+    yield from _worker(start_timeout)
     yield from _devices()
     yield from _versions()
 
@@ -90,8 +92,8 @@ def _limits(nbytes: int | None) -> Iterator[Finding]:
     for option, what, which, least, needed in (
         ("n", "open files", resource.RLIMIT_NOFILE, _LEAST_FILES, "the files and connections of a worker"),
         ("u", "processes and threads", resource.RLIMIT_NPROC, _LEAST_PROCESSES, "a worker beside each rank"),
-        ("f", "bytes of a file", resource.RLIMIT_FSIZE, nbytes or 1 << 40, "an image, which is a file in memory"),
-        ("v", "bytes of addresses", resource.RLIMIT_AS, 4 * (nbytes or 1 << 38), "an image and the modules of Python"),
+        ("f", "bytes of a file", resource.RLIMIT_FSIZE, nbytes or 0, "an image, which is a file in memory"),
+        ("v", "bytes of addresses", resource.RLIMIT_AS, 4 * (nbytes or 0), "an image and the modules of Python"),
     ):
         # The worker raises the soft limit of its open files. No other limit is raised.
         limit = resource.getrlimit(which)[1 if which == resource.RLIMIT_NOFILE else 0]
@@ -108,14 +110,14 @@ def _cores() -> Finding:
     return Finding("cores", "slow", text, "allow more cores (taskset, --cpus-per-task, the limit of the container)")
 
 
-def _worker() -> Iterator[Finding]:
+def _worker(start_timeout: float) -> Iterator[Finding]:
     """Start a worker with an endpoint, and end it."""
     begun = time.monotonic()
     name = endpoint_name(f"doctor {secrets.token_hex(6)}", 0)
     try:
         worker = WorkerProcess(WorkerOptions(endpoint=name, nice=0, io_class="none"))
         try:
-            trouble = worker.wait_ready(_START_S)
+            trouble = worker.wait_ready(start_timeout)
             seconds = time.monotonic() - begun
             worker.hang_up()
             worker.wait(NOTICE_S)
@@ -124,7 +126,8 @@ def _worker() -> Iterator[Finding]:
     except CheckpointError as error:
         yield Finding("worker", "fails", str(error), "look at the processes and limits of this host")
         return
-    yield Finding("worker", "ok", f"a worker starts within {seconds:.2g} s")
+    level: Level = "ok" if seconds < _START_S else "slow"
+    yield Finding("worker", level, f"a worker starts within {seconds:.2g} s")
     if trouble is None:
         yield Finding("runtime folder", "ok", runtime_folder())
     else:
@@ -134,13 +137,16 @@ def _worker() -> Iterator[Finding]:
 
 def _devices() -> Iterator[Finding]:
     """Register memory with the driver of the device, if there is one."""
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator()  # the one that torch was built for
     if found is None or (kind := kind_of(found)) is None or kind.pinner is None:
+        return
+    module = torch.get_device_module(found)
+    if not module.is_available():
         return
     begun = time.monotonic()
     try:
         # The device of this rank. Any other one would get a context of this process.
-        device = torch.device(found.type, torch.get_device_module(found).current_device())
+        device = torch.device(found.type, module.current_device())
         memory = HostMemory.take(_PINNED_BYTES)
         pinned = PinnedMemory(memory, [memory.nbytes], device)
         is_pinned = bool(pinned.addresses)

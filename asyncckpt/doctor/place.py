@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from asyncckpt.doctor.finding import Finding
 from asyncckpt.errors import CheckpointError, JobTakenError, unless_interrupt
 from asyncckpt.format.manifest import MANIFEST_NAME, Manifest
 from asyncckpt.link.root_lock import check_job, holder_on_this_host
+from asyncckpt.link.takeover import is_running
 from asyncckpt.loading.source import check_root
 from asyncckpt.shm.huge import huge_buffer
 from asyncckpt.shm.segment import round_up
-from asyncckpt.storage import is_address, storage_for
+from asyncckpt.storage import complete_steps, is_address, storage_for
 from asyncckpt.storage.file_system import LockFile
 from asyncckpt.storage.local import free_bytes
 from asyncckpt.storage.storage import LinkSource, OpenAttempt, Storage
@@ -28,7 +30,7 @@ CLOCK_S = 5.0
 """The difference of two clocks in seconds that is told."""
 _DATA = "data"
 # The limits of the trial of speed. A disk is judged by its first bytes, because a diagnosis has to be short.
-_MOST_BYTES, _PIECE_BYTES, _MOST_S = 256 << 20, 8 << 20, 0.5
+_LEAST_BYTES, _MOST_BYTES, _MOST_S = 1 << 20, 128 << 20, 0.5
 _GB = 1e9
 # File systems in memory, and file systems that a container has for itself.
 _IN_MEMORY, _OF_A_CONTAINER = ("tmpfs", "ramfs", "hugetlbfs"), ("overlay", "aufs")
@@ -60,7 +62,7 @@ def examine_place(root: str, need: Need) -> Iterator[Finding]:
             check_root(root)
         check_job(root, need.job_id)
         holder = holder_on_this_host(root)
-        if holder is not None and holder.trainer != os.getpid():
+        if holder is not None and holder.trainer != os.getpid() and is_running(holder.trainer):
             raise JobTakenError(
                 f"the worker {holder.worker} of the trainer {holder.trainer} saves to this folder; end that job, or"
                 " save to another folder",
@@ -92,13 +94,13 @@ def _trial(storage: Storage, root: str, need: Need, *, is_folder: bool) -> Itera
         opened = storage.begin_checkpoint(first, (attempt := f"{secrets.token_hex(6)}-1"), need.nbytes or 0)
         try:
             yield _speed(opened, need, is_folder=is_folder)
-            yield from _clock(storage, opened) if is_folder else ()
             source = opened.link_source(_DATA)
             nbytes = _finish(opened, attempt)
         except BaseException:
             opened.discard()
             raise
         yield Finding("save", "ok", "a checkpoint is written, synced and committed")
+        yield from _clock(storage, first) if is_folder else ()
         yield _listing(storage, root, first, nbytes)
         yield _link(storage, second, source)
     finally:
@@ -109,17 +111,22 @@ def _trial(storage: Storage, root: str, need: Need, *, is_folder: bool) -> Itera
 def _speed(opened: OpenAttempt, need: Need, *, is_folder: bool) -> Finding:
     """Write a file, and sync it."""
     free = free_bytes(opened.path) if is_folder else None
-    most = _MOST_BYTES if free is None else min(_MOST_BYTES, free // 4)
-    piece = huge_buffer(_PIECE_BYTES)
-    piece[:8] = secrets.token_bytes(8)
-    at, begun = 0, time.monotonic()
+    most = _MOST_BYTES if free is None else min(_MOST_BYTES, free // 8)
+    data = huge_buffer(_MOST_BYTES)
+    data[:8] = secrets.token_bytes(8)
+    at, nbytes, begun = 0, min(_LEAST_BYTES, most), time.monotonic()
     with closing(opened.create(_DATA, large=True)) as file:
-        while at < most and time.monotonic() - begun < _MOST_S:
-            file.write(piece[: round_up(most - at, file.block_bytes)], at)
-            at += len(piece)
-        file.sync()
-    rate = min(at, most) / (time.monotonic() - begun)
-    text = f"{rate / _GB:.2g} GB/s for {min(at, most) >> 20} MiB with a sync"
+        while True:  # each piece is as long as all before, so that a slow disk is not written to for long
+            started = time.monotonic()
+            file.write(data[: round_up(nbytes, file.block_bytes)], at)
+            file.sync()
+            seconds = time.monotonic() - started
+            if at + nbytes >= most or time.monotonic() - begun > _MOST_S:
+                break
+            at += nbytes
+            nbytes = min(at, most - at)
+    rate = nbytes / seconds
+    text = f"{rate / _GB:.2g} GB/s for {nbytes / 1e6:.3g} MB with a sync"
     if need.nbytes:
         text += f"; {need.nbytes / _GB:.3g} GB take about {need.nbytes / rate:.3g} s"
     if not is_folder or file.direct:
@@ -128,8 +135,8 @@ def _speed(opened: OpenAttempt, need: Need, *, is_folder: bool) -> Finding:
     return Finding("speed", "slow", f"{text}, through the page cache, which costs a copy and memory", advice)
 
 
-def _clock(storage: Storage, opened: OpenAttempt) -> Iterator[Finding]:
-    stamp = storage.stamp(os.path.join(opened.path, _DATA))
+def _clock(storage: Storage, path: str) -> Iterator[Finding]:
+    stamp = storage.stamp(os.path.join(path, MANIFEST_NAME))
     ahead = 0.0 if stamp is None else stamp.modified / 1e9 - time.time()
     if abs(ahead) > CLOCK_S:
         text = f"the clock of the file system is {ahead:+.0f} s off the clock of this host"
@@ -187,9 +194,10 @@ def _room(root: str, need: Need) -> Iterator[Finding]:
     if need.nbytes is None:
         yield Finding("space", "ok", text)
     else:
-        count, wanted = free // need.nbytes, (need.keeps or 1) + 1
-        advice = f"free space, or {'set' if need.keeps is None else 'lower'} Config.keep_last"
-        text += f", for {count} checkpoints"
+        count, there = free // need.nbytes, len(complete_steps(root))
+        wanted = max(1, (need.keeps or 1) + 1 - there)
+        text += f", for {count} checkpoints beside {there}"
+        advice = f"free space, or {'set' if need.keeps is None else 'lower'} the number of checkpoints to keep"
         yield Finding("space", "ok", text) if count >= wanted else Finding("space", "fails", text, advice)
     space = os.statvfs(root)
     if space.f_files > 0 and space.f_favail < 1000:
@@ -213,12 +221,14 @@ def _medium(root: str) -> Finding:
 
 def _mount_of(path: str) -> tuple[str, list[str]]:
     """Return the kind and the options of the file system of ``path``, which may be missing. Raises ``OSError``."""
-    place, longest, found = os.path.realpath(path), -1, ("unknown", [""])
-    with open("/proc/self/mountinfo") as mounts:  # number, parent, device, root, mount point, options, ... - kind, ...
-        for line in mounts:
-            before, _, after = line.partition(" - ")
-            fields, (kind, _, options) = before.split(), after.split()
-            point = fields[4].encode().decode("unicode_escape")
-            if os.path.commonpath([point, place]) == point and len(point) >= longest:  # the last one covers the others
-                longest, found = len(point), (kind, [*fields[5].split(","), *options.split(",")])
+    place, longest, found = os.fsencode(os.path.realpath(path)), -1, ("unknown", [""])
+    with open("/proc/self/mountinfo", "rb") as mounts:
+        for line in mounts:  # number, parent, device, root, mount point, options, ... - kind, source, options
+            before, _, after = line.rstrip(b"\n").partition(b" - ")
+            fields, (kind, _, options) = before.split(b" "), after.split(b" ")
+            point = re.sub(rb"\\(\d{3})", lambda code: bytes([int(code[1], 8)]), fields[4])
+            is_above = place == point or place.startswith(point.rstrip(b"/") + b"/")
+            if is_above and len(point) >= longest:  # the last one covers the others
+                all_options = (fields[5] + b"," + options).decode(errors="replace")
+                longest, found = len(point), (kind.decode(errors="replace"), all_options.split(","))
     return found

@@ -76,8 +76,9 @@ def _files(ranks: Ranks, root: str) -> Iterator[Finding]:
         seen_s = time.monotonic() - begun
         missing: set[str] = set(names)
         if ranks.rank == 0:
-            wait_until(lambda: not missing.difference(os.listdir(root)), ANSWER_S)
-            missing -= set(os.listdir(root))
+            with contextlib.suppress(OSError):  # then all are missing
+                wait_until(lambda: not missing.difference(os.listdir(root)), ANSWER_S)
+                missing -= set(os.listdir(root))
         listed_s = time.monotonic() - begun
         unseen = [rank for rank, each in enumerate(ranks.gather(is_seen)) if not each]
         if ranks.rank == 0:
@@ -99,23 +100,26 @@ def _seen(unseen: list[int], missing: list[int], seconds: float) -> Finding:
 
 
 def _connections(ranks: Ranks, config: Config) -> Iterator[Finding]:
-    """Connect each rank to the host of the first rank, and to the next host."""
+    """Connect one rank of each host to the host of the first rank, and to the next host."""
     scope = loopback_scope()
     with contextlib.ExitStack() as held:
-        name, port, trouble = "", 0, ""
+        name, listens_at, port, trouble = "", "", 0, ""
         try:
             name = first_address(config.host) if ranks.rank == 0 else own_address(config.address)
-            listener, _ = listen(address_to_listen_at(name, ranks.size), config.ports)
+            listener, listens_at = listen(address_to_listen_at(name, ranks.size), config.ports)
             held.enter_context(listener)
             port = listener.getsockname()[1]
         except OSError as error:
             trouble = f"no port can be opened there: {error}"
-        found = ranks.gather((scope, name, port, trouble))
-        hosts = list(dict.fromkeys(its for its, *_ in found))
+        found = ranks.gather((scope, name, listens_at, port, trouble))
+        scopes = [its for its, *_ in found]
+        hosts = list(dict.fromkeys(scopes))
         after = hosts[(hosts.index(scope) + 1) % len(hosts)]
-        for rank in sorted({0, [its for its, *_ in found].index(after)} - {ranks.rank}):
-            its, address, port, trouble = found[rank]
-            if why := trouble or _reach(LOOPBACK if its == scope else address, port):
+        others = {0, scopes.index(after)} if scopes.index(scope) == ranks.rank else set()
+        for rank in sorted(others - {ranks.rank}):
+            its, address, listens_at, port, trouble = found[rank]
+            address = LOOPBACK if its == scope and listens_at in ("", LOOPBACK) else listens_at or address
+            if why := trouble or _reach(address, port):
                 text = f"rank {rank} cannot be reached at {address}: {why}"
                 advice = "open ports between the hosts (Config.port_range), or set Config.host and Config.address"
                 yield Finding("connections", "fails", text, advice)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
@@ -617,10 +616,13 @@ class RecentSaves:
         stalls, lags = zip(*self._measured, strict=True)
         return Advice(median(stalls), median(lags), mtbf_s, len(stalls), restart_s)
 
-    def expected_s(self) -> float:
-        """Return the seconds that a save takes to be durable, behind those under way; infinity: none was measured."""
+    def expected_s(self, otherwise: float) -> float:
+        """Return the seconds that a save takes to be durable, behind those under way.
+
+        ``otherwise``: the seconds of one save if none was measured.
+        """
         self.settle()
-        return (1 + len(self._under_way)) * max((durable for _, durable in self._measured), default=math.inf)
+        return (1 + len(self._under_way)) * max((durable for _, durable in self._measured), default=otherwise)
 
     def settle(self) -> None:
         """Measure the saves that have ended."""

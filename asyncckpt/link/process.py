@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from typing import NamedTuple
@@ -281,14 +281,22 @@ def stderr_file() -> Descriptor:
     return memory_file("asyncckpt-stderr")
 
 
-def start_ahead(options: WorkerOptions) -> Callable[[], int]:
-    """Return a function that starts a worker ahead of its first trainer, and returns its process id.
+def leave_folder() -> None:
+    """Change to the folder "/", and keep the meaning of relative folders of modules and endpoints."""
+    sys.path[:] = _module_folders()
+    os.environ[FOLDER_VARIABLE] = runtime_folder()
+    os.chdir("/")
 
-    The worker has the standard streams of this process. The function raises ``OSError``.
+
+def start_ahead(options: WorkerOptions) -> int:
+    """Start a worker ahead of its first trainer. Return its process id.
+
+    The worker has the standard streams and the folder of this process. Raises ``OSError``.
     """
     occupy_standard_streams()
-    line, environment = _command_line(options, None), _worker_environment()
-    return lambda: os.posix_spawn(line[0], line, environment)
+    _code.cache_clear()  # the files may have been updated since the last start
+    line = _command_line(options, None)
+    return os.posix_spawn(line[0], line, _worker_environment())
 
 
 def _command_line(options: WorkerOptions, fd: int | None) -> list[str]:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal
 
-from asyncckpt.errors import DamagedCheckpointError, StorageError
+from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.loading.load import opened
 from asyncckpt.loading.source import (
@@ -25,7 +25,16 @@ from asyncckpt.loading.source import (
     wait_for_attempts,
 )
 from asyncckpt.ranks.ranks import Ranks
-from asyncckpt.storage import absolute, complete_steps, is_address, set_aside, step_folder, tier_folders
+from asyncckpt.storage import (
+    absolute,
+    complete_steps,
+    is_address,
+    set_aside,
+    split_place,
+    step_folder,
+    step_of,
+    tier_folders,
+)
 from asyncckpt.storage.file_system import make_folder
 from asyncckpt.storage.history import Origin, StoredStep, newest_step, older_step, origin_of
 from asyncckpt.storage.uploader import has_uploaded
@@ -81,8 +90,12 @@ class Tiers:
         return complete_steps(*self.places)
 
     def newest(self, timeout: float) -> int | None:
-        """Wait until no dead trainer's worker writes, and return the newest step. Raises ``StorageError``."""
-        wait_for_attempts(self.roots[0], timeout, self.root)
+        """Wait until no dead trainer's worker writes, and return the newest step.
+
+        Raises ``StorageError``, and ``CheckpointNotFoundError`` if the run has no checkpoint, and the one to begin from
+        is not there.
+        """
+        self._settle(timeout)
         if (found := newest_step(*self.places)) is None:
             check_root(self.root)
         return found
@@ -136,10 +149,18 @@ class Tiers:
             logger.error("step %d cannot be loaded, falling back to step %d in %s: %s", step, *copies[0], words)
 
     def _find(self, step: int | None, timeout: float) -> list[tuple[int, str]]:
-        """Return the step and the root of each copy. For the newest step, first wait as ``wait_for_attempts``."""
+        """Return the step and the root of each copy. For the newest step, first wait as ``newest`` does."""
         if step is None:
-            wait_for_attempts(self.roots[0], timeout, self.root)
+            self._settle(timeout)
         return find_step(step, *self.places, root=self.root)
+
+    def _settle(self, timeout: float) -> None:
+        """Wait until no dead trainer's worker writes. Raises as ``newest``."""
+        wait_for_attempts(self.roots[0], timeout, self.root)
+        begin = self.places[len(self.roots) :]
+        missing = [place for place in begin if step_of(place) is not None and split_place(place)[1] is None]
+        if missing and not complete_steps(*self.roots):
+            raise CheckpointNotFoundError("there is no checkpoint to begin from", path=missing[0])
 
 
 class _StoredCheckpoint(Candidate):

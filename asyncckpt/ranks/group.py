@@ -86,12 +86,13 @@ def own_address(given: str | None) -> str:
     if given is not None or ADDRESS_VARIABLE in os.environ:
         return given or os.environ[ADDRESS_VARIABLE]
     with contextlib.suppress(OSError, UnicodeError):
-        for family, kind, _, _, where in socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 9, type=socket.SOCK_DGRAM):
+        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 9, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, where in sorted(found, key=lambda each: each[0] != socket.AF_INET):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(where)  # a datagram socket sends nothing here
-                found = str(probe.getsockname()[0])
-                if not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
-                    return found
+                own = str(probe.getsockname()[0])
+                if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+                    return own
     return socket.gethostname()
 
 

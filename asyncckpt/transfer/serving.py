@@ -23,9 +23,9 @@ class Serving:
         self._server: TransferServer | None = None
         self._mirror: Mirror | None = None
         self._own_key = self._loading_key = b""
-        self._address = ""
         self.ports = (0, 0)
         """The first and the last port to listen at; (0, 0): any free port."""
+        self._place = ("", self.ports)
 
     def serve(self, key: bytes, address: str, *, to_own_job: bool) -> Served:
         """Serve images and versions to processes that know ``key``.
@@ -43,10 +43,11 @@ class Serving:
         from asyncckpt.transfer.server import TransferServer
 
         with self._lock:
-            if to_own_job and self._mirror is None and self._server is not None and address != self._address:
+            place = (address, self.ports)
+            if to_own_job and self._mirror is None and self._server is not None and place != self._place:
                 self._server.close()  # the next trainer of the worker knows this host by another address
                 self._server = None
-            self._address = address if self._server is None else self._address
+            self._place = place if self._server is None else self._place
             try:
                 self._server = self._server or TransferServer(self._segment_store, (key,), address, self.ports)
             except OSError as error:

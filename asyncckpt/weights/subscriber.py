@@ -73,6 +73,7 @@ class MirrorOptions:
             nice=config.nice,
             io_class=config.io_class,
             start_timeout=config.start_timeout,
+            ports=config.ports,
             linger=max(config.linger, NOTICE_S),
             endpoint=endpoint,
             job=self.job,

@@ -29,7 +29,9 @@ from asyncckpt import Checkpointer, cli
 from asyncckpt.config import Config
 from asyncckpt.doctor import diagnosis, host, place
 from asyncckpt.link import process as worker_process
+from asyncckpt.link.api import Claim
 from asyncckpt.link.endpoint import FOLDER_VARIABLE
+from asyncckpt.link.root_lock import RootLock
 from asyncckpt.storage.local import LocalStorage
 
 LIMIT_S = 60.0
@@ -151,7 +153,7 @@ def test_limits_of_processes(root: Path) -> None:
         ):
             resource.setrlimit(kind, (most, most))
 
-    found = _doctor(root, in_child=limit, environment={"OMP_NUM_THREADS": "1"})
+    found = _doctor(root, "--size", "20GB", in_child=limit)
     assert "ulimit -f" in found["fails", "save"]
     for option in "nufv":
         assert "raise that limit" in found["fails", f"ulimit -{option}"]
@@ -207,7 +209,7 @@ def test_too_little_space(root: Path) -> None:
     free = space.f_bavail * space.f_frsize
     assert "the file system has" in _doctor(root, "--size", "900TB")["fails", "save"]
     found = _doctor(root, "--size", str(free // 3), environment={"ASYNC_CKPT_KEEP_LAST": "5"})
-    assert "lower Config.keep_last" in found["fails", "space"]
+    assert "lower the number of checkpoints" in found["fails", "space"]
 
 
 def test_another_job(root: Path) -> None:
@@ -216,6 +218,38 @@ def test_another_job(root: Path) -> None:
         theirs.save(1, small_state()).result(LIMIT_S)
         assert "saves to this folder" in _doctor(root)["fails", "root"]
     assert "of job 'theirs'" in _doctor(root, environment={"ASYNC_CKPT_JOB_ID": "mine"})["fails", "root"]
+
+
+def test_a_dead_trainer_whose_worker_still_writes_is_no_other_job(root: Path, tmp_path: Path) -> None:
+    trainer = subprocess.Popen(["sleep", "600"])
+    root.mkdir()
+    lock = RootLock.take(Claim(str(root), None), trainer.pid)
+    assert isinstance(lock, RootLock)
+    assert "saves to this folder" in _here(root)["fails", "root"]
+    trainer.kill()
+    trainer.wait()
+    assert ("fails", "root") not in _here(root)
+    lock.release()
+
+
+def test_a_full_set_of_checkpoints_needs_room_for_one_more(root: Path) -> None:
+    """Retention removes the oldest one."""
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, small_state()).result(LIMIT_S)
+    free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
+    assert "beside 3" in _here(root, nbytes=free // 2, keep_last=3)["ok", "space"]
+    assert "beside 3" in _here(root, nbytes=free // 2, keep_last=9)["fails", "space"]
+
+
+def test_odd_mounts(root: Path) -> None:
+    """A mount without a source, and a mount point with letters beyond ASCII and a space."""
+    place_ = root / "donn\u00e9es \\ x"
+    place_.mkdir(parents=True)
+    above = root / "odd"
+    above.mkdir()
+    before = mounted(root, f"mount -t tmpfs '' {above}", f"mount -t tmpfs tmpfs '{place_}'")
+    assert str(place_) in _doctor(place_, before=before)["risk", "medium"]
 
 
 def test_a_checkpoint_is_no_root(root: Path) -> None:
@@ -289,7 +323,8 @@ def test_a_driver_that_registers_no_memory(root: Path, monkeypatch: pytest.Monke
     kind.pinner = Refusing()
     kind.install(monkeypatch)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(TYPE))
-    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(current_device=lambda: 0))
+    module = SimpleNamespace(current_device=lambda: 0, is_available=lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     assert "RLIMIT_MEMLOCK" in _here(root)["slow", "pinned memory"]
 
 
@@ -299,7 +334,7 @@ def test_versions_that_were_not_tried(root: Path, tmp_path: Path) -> None:
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     sys.path.append(str(tmp_path))
     try:
-        said = [f"{each.text}" for each in host.examine_host(None) if each.level == "risk"]
+        said = [f"{each.text}" for each in host.examine_host(None, None, 60.0) if each.level == "risk"]
     finally:
         sys.path.remove(str(tmp_path))
     assert any("verl 0.1.0 has not been tried: 0.8 to 0.9" in text for text in said)

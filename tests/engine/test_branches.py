@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.checkpoints import step_folder
 from support.recovery import empty, is_of, source, train
 
 from asyncckpt import Checkpointer, cli
 from asyncckpt.config import Config
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError
+from asyncckpt.extension import storage_for
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -84,6 +86,17 @@ def test_where_there_is_nothing(root: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
+def test_a_checkpoint_to_begin_from_that_is_gone(root: Path, other: Path) -> None:
+    """A branch does not begin anew in silence. Once it has checkpoints of its own, it needs the other no more."""
+    with Checkpointer(root, begin_from=[other / "step-00000007", other]) as checkpointer:
+        for look in (checkpointer.latest, lambda: checkpointer.load(empty())):
+            with pytest.raises(CheckpointNotFoundError, match="no checkpoint to begin from"):
+                look()
+    _saved(root, 8)
+    with Checkpointer(root, begin_from=other / "step-00000007") as checkpointer:
+        assert checkpointer.latest() == 8 and checkpointer.load(empty()) == 8
+
+
 def test_what_is_staged_in_memory_is_newer_than_other_places(root: Path, other: Path) -> None:
     assert train(root, 4) is not None
     with Checkpointer(root, begin_from=other) as checkpointer:
@@ -104,12 +117,15 @@ def test_a_step_that_is_marked_is_not_loaded(root: Path, capsys: pytest.CaptureF
     assert kept < {*os.listdir(root)}
 
 
-def test_a_marked_step_shares_no_file_with_later_ones(root: Path) -> None:
+def test_a_marked_step_shares_no_file_with_later_ones(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command refuses to mark a step of a running training."""
     with Checkpointer(root, Config(assume_unchanged=["w"])) as checkpointer:
         state = empty()
         for step in (1, 2, 3):
             checkpointer.save(step, state).result(60)
-        assert cli.main(["mark", str(root), "3", "--bad"]) == 0
+        assert cli.main(["mark", str(root), "3", "--bad"]) == 2
+        assert "end it first" in capsys.readouterr().err
+        storage_for(str(root)).set_aside(step_folder(str(root), 3), "bad")
         checkpointer.save(4, state).result(60)
     inodes = [
         {each.stat().st_ino for each in (root / name).glob("*.distcp")}

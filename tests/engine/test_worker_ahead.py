@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -18,7 +19,9 @@ from support.recovery import empty, is_of, source, train
 
 from asyncckpt import Checkpointer
 from asyncckpt.config import Config
+from asyncckpt.link import platform_workers, process
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, connect, endpoint_name, peer_pid
+from asyncckpt.link.process import WorkerOptions
 from asyncckpt.link.takeover import retire_idle_workers
 from asyncckpt.threads import wait_until
 
@@ -153,7 +156,7 @@ def test_it_stays_where_another_job_needs_memory(root: Path) -> None:
         _ends(command)
 
 
-@pytest.mark.parametrize("ranks", ["", "-1", "3-1", "0,0-3", "all"])
+@pytest.mark.parametrize("ranks", ["", "-1", "3-1", "0-7,5-2", "0,0-3", "all"])
 def test_what_names_no_ranks_is_refused(root: Path, ranks: str) -> None:
     with _started(root, f"--ranks={ranks}") as command:
         said = command.communicate(timeout=LIMIT_S)[1].decode()
@@ -184,7 +187,7 @@ def test_a_second_one_waits_for_the_end_of_the_first(root: Path) -> None:
         pid = _wait_until_it_listens(root)
         with _started(root) as second:
             assert second.stderr is not None and str(pid) in second.stderr.readline().decode()
-            assert "another starts in 1 s" in second.stderr.readline().decode()
+            assert "the next one starts in 1 s" in second.stderr.readline().decode()
             _ends(first)
             _wait_until_it_listens(root, other_than=pid)
             _ends(second)
@@ -223,4 +226,63 @@ def test_one_that_lingers_for_a_dead_trainer_ends_by_a_signal(root: Path) -> Non
     with _started(root) as command:
         _wait_until_it_listens(root)
         assert train(root, 1) is not None
+        _ends(command)
+
+
+def test_workers_are_seen_to_end_where_the_parent_ignores_children(root: Path) -> None:
+    """An ignored SIGCHLD is inherited."""
+    command = (
+        "python",
+        "-c",
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execvp(sys.argv[1], sys.argv[1:])",
+    )
+    with _started(root, before=(sys.executable, *command[1:])) as started:
+        pid = _wait_until_it_listens(root)
+        os.kill(pid, signal.SIGKILL)
+        _wait_until_it_listens(root, other_than=pid)
+        _ends(started)
+
+
+def test_a_start_that_fails_is_tried_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other workers stay."""
+    starts: list[int] = []
+
+    def start(options: WorkerOptions) -> int:
+        starts.append(options.rank)
+        if starts.count(1) == 1 and options.rank == 1:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return os.posix_spawn("/bin/sleep", ["sleep", "600"], {})
+
+    monkeypatch.setattr(platform_workers, "start_ahead", start)
+    monkeypatch.setattr(platform_workers, "leave_folder", lambda: None)
+    handlers = {each: signal.getsignal(each) for each in (*signal.valid_signals(),) if each < signal.SIGRTMIN}
+    timer = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    try:
+        assert platform_workers.run_workers("job", [0, 1]) == 0
+    finally:
+        timer.join()
+        for each, before in handlers.items():
+            if before is not None and each not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(each, before)
+    assert starts == [0, 1, 1]
+
+
+def test_a_trainer_of_updated_files_finds_a_worker_that_started_after_the_update(root: Path, tmp_path: Path) -> None:
+    """Each worker says which files it runs."""
+    path = Path(process.__file__).with_name("api.py")
+    times = path.stat()
+    with _started(root) as command:
+        pid = _wait_until_it_listens(root)
+        try:
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+            process._code.cache_clear()
+            os.kill(pid, signal.SIGKILL)
+            again = _wait_until_it_listens(root, other_than=pid)
+            with Checkpointer(root) as checkpointer:
+                checkpointer.save(1, empty()).result(LIMIT_S)
+                assert _pid(checkpointer) == again
+        finally:
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            process._code.cache_clear()
         _ends(command)
