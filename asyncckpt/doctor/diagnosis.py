@@ -13,8 +13,9 @@ from asyncckpt.config import Config
 from asyncckpt.doctor.finding import Finding, Level
 from asyncckpt.doctor.host import examine_host
 from asyncckpt.doctor.place import Need, examine_place
-from asyncckpt.doctor.survival import examine_survival
+from asyncckpt.doctor.survival import examine_survival, has_worker_outside
 from asyncckpt.doctor.together import examine_together
+from asyncckpt.link.endpoint import endpoint_name
 from asyncckpt.publication import job_of_checkpoints
 from asyncckpt.ranks.group import loopback_scope
 from asyncckpt.ranks.ranks import OneRank, Ranks
@@ -65,15 +66,16 @@ def diagnose(roots: Sequence[str], config: Config, ranks: Ranks | None = None, n
     parts = ranks.gather((loopback_scope(), nbytes))
     sizes = [size for _, size in parts if size is not None]
     on_host = sum(size or 0 for scope, size in parts if scope == parts[ranks.rank][0]) if sizes else None
-    job = job_of_checkpoints(roots[-1], config.job_id)
+    endpoint = endpoint_name(job_of_checkpoints(roots[-1], config.job_id), ranks.rank)
+    is_outside = has_worker_outside(endpoint)
     found: list[Finding] = []
     if ranks.rank == 0:
         need = Need(sum(sizes) if sizes else None, config.keep_last, config.job_id, config.direct_io)
         for root in roots:
             keeps = config.keep_last if root == roots[-1] else config.local_keep_last
             found += _in_time(root, need._replace(keeps=keeps))
-    found += _made("host", examine_host(on_host, nbytes, config.start_timeout))
-    found += _made("host", examine_survival(job, ranks.rank, config.linger, config.replicas, os.environ))
+    found += _made("host", examine_host(on_host, nbytes, config.start_timeout, is_outside=is_outside))
+    found += _made("host", examine_survival(config.linger, config.replicas, os.environ, is_outside=is_outside))
     if ranks.size > 1:
         found += examine_together(ranks, roots[0], config)
     return Diagnosis(_merged(ranks.gather(found)))

@@ -42,16 +42,22 @@ TRIED = {
 """The first and the last version of each package that the tests have run with."""
 
 
-def examine_host(nbytes: int | None, own_bytes: int | None, start_timeout: float) -> Iterator[Finding]:
+def examine_host(
+    nbytes: int | None, own_bytes: int | None, start_timeout: float, *, is_outside: bool = False
+) -> Iterator[Finding]:
     """Yield the findings about this host.
 
     Args:
         nbytes: The bytes of the images of all ranks of this host; None: unknown.
         own_bytes: The bytes of the image of this rank; None: unknown.
         start_timeout: ``Config.start_timeout``.
+        is_outside: Whether the worker is in another container or cgroup, which the images count to.
     """
-    yield from _memory(nbytes)
-    yield from _memory_files()
+    if is_outside:
+        yield Finding("memory", "ok", "images count to the platform's worker: run `asyncckpt doctor` beside it, too")
+    else:
+        yield from _memory(nbytes)
+    yield from _memory_files(nbytes or 0)
     yield from _limits(own_bytes)
     yield _cores()
     yield from _worker(start_timeout)
@@ -76,12 +82,18 @@ def _memory(nbytes: int | None) -> Iterator[Finding]:
         yield Finding("memory", "fails", text, "raise the limit of the cgroup, or save on more hosts")
 
 
-def _memory_files() -> Iterator[Finding]:
+def _memory_files(nbytes: int) -> Iterator[Finding]:
+    advice = "allow memfd_create, or give /dev/shm room (--shm-size, an emptyDir with medium: Memory)"
     try:
-        Segment.create("asyncckpt-doctor", PAGE, touch=True).close()
+        with Segment.create("asyncckpt-doctor", PAGE, touch=True) as segment:
+            place, room = os.readlink(f"/proc/self/fd/{segment.fileno()}"), os.fstatvfs(segment.fileno())
     except (CheckpointError, OSError) as error:
-        yield Finding("shared memory", "fails", str(error), "allow memfd_create, or give /dev/shm room")
+        yield Finding("shared memory", "fails", str(error), advice)
         return
+    if not place.startswith("/memfd:"):
+        left = room.f_bavail * room.f_frsize
+        text = f"memfd_create is refused, and /dev/shm has {left / _GB:.3g} GB left for images"
+        yield Finding("shared memory", "fails" if left < nbytes else "risk", text, advice)
     if only_private():
         text = "memory files get no huge pages, so that a write costs more of the processor"
         advice = "write 'advise' to /sys/kernel/mm/transparent_hugepage/shmem_enabled"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from asyncckpt.doctor.finding import Finding
-from asyncckpt.link.endpoint import connect, endpoint_name, peer_pid
+from asyncckpt.link.endpoint import connect, peer_pid
 from asyncckpt.shm.budget import cgroup_folders
 
 # The first PID namespace of a machine, see PROC_PID_INIT_INO in linux/proc_ns.h.
@@ -18,16 +18,15 @@ _ADVICE = "run `asyncckpt worker` outside of it, see docs/launchers.md"
 
 
 def examine_survival(
-    job: str, rank: int, linger: float, replicas: int, environment: Mapping[str, str]
+    linger: float, replicas: int, environment: Mapping[str, str], *, is_outside: bool
 ) -> Iterator[Finding]:
     """Yield one finding for each thing that may die.
 
     Args:
-        job: The description of the job, see ``job_of_checkpoints``.
-        rank: The rank of this process.
         linger: ``Config.linger``.
         replicas: ``Config.replicas``.
         environment: The environment of this process.
+        is_outside: See ``has_worker_outside``.
     """
     if linger == 0:
         text = "the staged save is written, and a restart reads from storage (Config.linger is 0)"
@@ -37,18 +36,13 @@ def examine_survival(
     yield Finding("worker dies", "ok", "the save under way fails, and another worker starts")
     kept = "the platform's worker writes the staged save, and a restart reads from memory"
     lost = "the worker dies, too: the staged save is lost, and a restart reads the last durable checkpoint"
-    groups = [
-        name
-        for name, applies in (
-            ("container dies", _is_in_container(environment)),
-            ("job step ends", "SLURM_STEP_ID" in environment),
-            ("out of memory", _dies_as_group()),
-        )
-        if applies
-    ]
-    is_kept = bool(groups) and _has_worker_outside(endpoint_name(job, rank))
-    for name in groups:
-        yield Finding(name, "ok", kept) if is_kept else Finding(name, "risk", lost, _ADVICE)
+    for name, applies in (
+        ("container dies", _is_in_container(environment)),
+        ("job step ends", "SLURM_STEP_ID" in environment),
+        ("out of memory", _dies_as_group()),
+    ):
+        if applies:
+            yield Finding(name, "ok", kept) if is_outside else Finding(name, "risk", lost, _ADVICE)
     if replicas:
         yield Finding("host dies", "ok", f"other hosts have copies, so that {replicas} may die")
     else:
@@ -56,7 +50,7 @@ def examine_survival(
         yield Finding("host dies", "risk", text, "Config.replicas=1 keeps copies on another host")
 
 
-def _has_worker_outside(endpoint: str) -> bool:
+def has_worker_outside(endpoint: str) -> bool:
     """Return whether a worker listens that is in another container or cgroup than this process."""
     if (connection := connect(endpoint)) is None:
         return False

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from support.abilities import need_command
 from support.cgroups import MIB, enter, memory_cgroup
 from support.checkpoints import step_folder
 from support.devices import TYPE, MadeUpDevices
+from support.seccomp import need_seccomp, refuse
 from support.states import small_state
 from support.surroundings import mounted, nameless
 from support.workers import wait_for
@@ -308,7 +310,16 @@ def test_shared_memory_and_huge_pages(root: Path, monkeypatch: pytest.MonkeyPatc
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.usefixtures("quick")
+def test_memory_files_that_are_refused(root: Path) -> None:
+    """There is /dev/shm, which may be too small."""
+    need_seccomp()
+    in_child = partial(refuse, "memfd_create", errno.EPERM)
+    found = _doctor(root, in_child=in_child)
+    assert "medium: Memory" in found["risk", "shared memory"]
+    found = _doctor(root, "--size", "1TB", in_child=in_child)
+    assert "memfd_create is refused" in found["fails", "shared memory"]
+
+
 def test_a_driver_that_registers_no_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
         limit, already_registered = 1 << 30, 712

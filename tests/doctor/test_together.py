@@ -60,7 +60,7 @@ def _diagnosed(root: str, trouble: str) -> str:
                 _replace(together, "loopback_scope", lambda: "another host")
                 config = Config(address="198.51.100.1")
             case "memory":
-                _replace(diagnosis, "examine_host", lambda *_: [Finding("memory", "fails", "none is left")])
+                _replace(diagnosis, "examine_host", lambda *_, **__: [Finding("memory", "fails", "none is left")])
             case "unwritable":
                 _replace(builtins, "open", _refusing(open))
     with Checkpointer(root, config) as checkpointer:
