@@ -76,7 +76,7 @@ class _Training:
                 each.process.kill()
 
     def end(self) -> None:
-        """Kill all processes. None is started again."""
+        """Kill all processes, so that the container or step starts none again."""
         self.stop.touch()
         self.kill_trainer()
         _kill_running(self.worker)
@@ -239,7 +239,7 @@ def _disk(folder: Path) -> LoopDisk:
 
 @contextlib.contextmanager
 def _cgroup() -> Iterator[Path]:
-    """Make a memory cgroup whose processes die together, as Kubernetes makes it for each container."""
+    """Make a memory cgroup for processes that die together. Kubernetes makes one for each container."""
     is_v1 = _V1.is_dir()
     folder = (_V1 if is_v1 else _V2) / f"asyncckpt-torture-{os.getpid()}-{time.monotonic_ns()}"
     try:
