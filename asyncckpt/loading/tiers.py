@@ -155,7 +155,9 @@ class Tiers:
         return find_step(step, *self.places, root=self.root)
 
     def _settle(self, timeout: float) -> None:
-        """Wait until no dead trainer's worker writes. Raises as ``newest``."""
+        """Wait until no dead trainer's worker writes. Raises as ``newest``, and as ``check_root``."""
+        if split_place(self.root)[1] is not None:  # an object store was not looked at before
+            check_root(self.root)
         wait_for_attempts(self.roots[0], timeout, self.root)
         begin = self.places[len(self.roots) :]
         missing = [place for place in begin if step_of(place) is not None and split_place(place)[1] is None]
