@@ -9,8 +9,8 @@ in the memory file of the first rank. The other ranks copy it from the slot.
   looks at the slot. If the rank dies, the lock ends, and another rank reads the block.
 - **A slot keeps its block until all ranks that need the block have copied it.** Each rank marks in its own memory file
   that it is done with a block.
-- **Every wait has a limit.** A rank whose wait ends without a block reads all further blocks alone. So a stopped rank
-  costs each other rank this limit once in a load. A rank without memory for a slot, or without locks, reads alone, too.
+- **Every wait has a limit.** After a wait in vain a rank reads all further blocks alone. So a stopped rank costs each
+  other rank this limit once in a load. A rank without memory for a slot, or without locks, reads alone, too.
 - **Each rank compares the checksums of the bytes that it copies.** If they differ, the rank reads the block from
   storage, and only these bytes can show a damaged file. A stray write to a slot costs one more read. A load that
   compares no checksums shares nothing.
