@@ -182,9 +182,10 @@ def test_ranks_share_what_several_of_them_need(tmp_path: Path) -> None:
 def _with_a_killed_rank(root: str) -> tuple[str, float]:
     state = replicas(150, 300_000)  # more blocks than slots
     save(root, state)
+    late(1)
 
     def die(number: int) -> None:
-        if dist.get_rank() == 1 and number == 2:
+        if dist.get_rank() == 1 and number > 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     counted(die)
