@@ -122,7 +122,8 @@ def memory_file(name: str) -> Descriptor:
 class Segment:
     """A mapped memory file. The owner (the worker) calls ``create``, all other processes call ``attach``.
 
-    ``view`` is the memory. ``slots.py`` explains which process may write to which part, and when.
+    ``view`` is the memory. ``slots.py`` explains which process may write to which part, and when. A forked child loses
+    a writable segment, because its memory belongs to one trainer and its worker alone.
     """
 
     def __init__(self, file: Descriptor, nbytes: int, *, writable: bool = True) -> None:
@@ -140,6 +141,8 @@ class Segment:
         try:
             self.view = _mapped(file.fileno(), nbytes, writable=writable)
             self.closed = False
+            if writable:
+                _of_this_process.add(self)
         except BaseException:
             self.close()
             raise
@@ -185,19 +188,15 @@ class Segment:
     def attach(cls, file: Descriptor, *, writable: bool = True) -> Segment:
         """Map a memory ``file``, which the segment owns from here on.
 
-        A forked child loses a writable segment, because its memory belongs to one trainer and its worker alone. Raises
-        ``OutOfMemoryError`` if this process has no address space left.
+        Raises ``OutOfMemoryError`` if this process has no address space left.
         """
         nbytes = os.fstat(file.fileno()).st_size
         try:
-            segment = cls(file, nbytes, writable=writable)
+            return cls(file, nbytes, writable=writable)
         except (MemoryError, OSError) as error:
             if isinstance(error, OSError) and error.errno != errno.ENOMEM:
                 raise
             raise _out_of_memory(nbytes, refusal(error)) from error
-        if writable:
-            _of_this_process.add(segment)
-        return segment
 
     def fileno(self) -> int:
         """Return the descriptor, which can be sent to another process."""

@@ -7,8 +7,9 @@ import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
@@ -190,7 +191,7 @@ class ChecksummedFile(ABC):
         self._bounds = index.bounds
         self.cuts: Sequence[int] = [len(self._bounds)]
         """The spans at which a run begins anew, in rising order, and an end."""
-        self.shared: dict[tuple[int, int], Callable[[Iterator[FilePart]], Iterator[FilePart]]] = {}
+        self.shared: dict[tuple[int, int], partial[Iterator[FilePart]]] = {}
         """By first byte and end of a run that other ranks of this host read, too: a function that takes the parts in
         storage, and returns the parts from storage or from another rank. See ``host_reads.py``."""
         self.nbytes_done = 0
@@ -278,8 +279,11 @@ class ChecksummedFile(ABC):
 
     def _read_run(self, first: int, last: int, destinations: Destinations, verify: bool) -> ReadRun:
         """Read, copy and check the spans from ``first`` up to ``last``, on one of the threads."""
-        alone = last == first + 1
-        damaged = (self._read_span if alone else self._read_short_spans)(first, last, destinations, verify)
+        read = self._read_span if last == first + 1 else self._read_short_spans
+        was_shared = (self._bounds[first], self._bounds[last]) in self.shared
+        damaged = read(first, last, destinations, verify)
+        if damaged and was_shared:  # perhaps only in memory that ranks share: read the bytes in storage
+            damaged = read(first, last, destinations, verify)
         return ReadRun(self._bounds[last] - self._bounds[first], [self._damage(span) for span in damaged])
 
     def _read_span(self, span: int, last: int, destinations: Destinations, verify: bool) -> list[int]:

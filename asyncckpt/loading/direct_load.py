@@ -95,6 +95,7 @@ class DirectLoad:
         with ExitStack() as at_end, DeviceBuffers() as buffers, read_pool(self.path) as pool:
             if self.host_reads is not None:
                 at_end.callback(self.host_reads.finish)
+                self.host_reads.join()
             metadata = pool.submit(self.source.metadata)  # only to compare its checksum
             for file, requests in self.requests.items():
                 for (name, keys), data in requests.read(file, pool, buffers, progress.update, verify=verify):

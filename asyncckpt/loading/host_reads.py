@@ -9,10 +9,11 @@ in the memory file of the first rank. The other ranks copy it from the slot.
   looks at the slot. If the rank dies, the lock ends, and another rank reads the block.
 - **A slot keeps its block until all ranks that need the block have copied it.** Each rank marks in its own memory file
   that it is done with a block.
-- **Every wait has a limit.** After the limit a rank reads the block alone. So a rank that is slow, stopped or dead
-  holds up no other rank.
-- **Each rank compares the checksums of the bytes that it copies.** So each rank finds a damaged file, and also a stray
-  write to the slots.
+- **Every wait has a limit.** After a wait in vain a rank reads all further blocks alone. So a stopped rank costs each
+  other rank this limit once in a load. A rank without memory for a slot, or without locks, reads alone, too.
+- **Each rank compares the checksums of the bytes that it copies.** If they differ, the rank reads the block from
+  storage, and only these bytes can show a damaged file. A stray write to a slot costs one more read. A load that
+  compares no checksums shares nothing.
 - **Only processes of this user can open the memory.** The kernel checks this in ``/proc/PID/fd``.
 """
 
@@ -30,12 +31,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from asyncckpt.budgets import CHECK_S, NOTICE_S
-from asyncckpt.errors import CheckpointError, OutOfMemoryError
+from asyncckpt.budgets import NOTICE_S
+from asyncckpt.errors import CheckpointError
 from asyncckpt.format.index import SPAN_BYTES
 from asyncckpt.link.root_lock import pid_scope
 from asyncckpt.loading.data_file import ChecksummedFile, FilePart
 from asyncckpt.loading.read_requests import ReadRequests
+from asyncckpt.shm import budget
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.shm.segment import PAGE, Descriptor, Segment, round_up
 from asyncckpt.shm.slots import Claims, Readers
@@ -50,9 +52,9 @@ _POLL_S = 0.001
 # The marks of a span.
 _NEEDED, _BEGINS = 1, 2
 
-# A slot has the block; this rank has locked the slot, to read the block; another rank has locked the slot; the slot
-# keeps another block.
-_Turn = Literal["ready", "own", "busy", "full"]
+# The slot has the block; this rank has locked the slot, to read the block; None: another rank has locked the slot, or
+# the slot keeps another block.
+_Turn = Literal["ready", "own"] | None
 
 
 class HostMember(NamedTuple):
@@ -74,9 +76,15 @@ class _Marks:
         self.needs: np.ndarray[Any, Any] = np.frombuffer(segment.view, np.uint8, spans, PAGE)  # by span
         self.done: np.ndarray[Any, Any] = np.frombuffer(segment.view, np.uint8, spans, PAGE + spans)  # by block
 
+    def close(self) -> None:
+        """Unmap the memory, and drop its views first, because a view would keep the mapping."""
+        self.blocks.release()
+        del self.needs, self.done
+        self.segment.close()
+
 
 class HostReads:
-    """The blocks of a load on one rank. Each rank calls ``join`` with the ``member`` of each rank, then reads."""
+    """The blocks of a load on one rank. Each rank sets ``members`` to the ``member`` of each rank, joins, and reads."""
 
     def __init__(self, requests: Mapping[ChecksummedFile, ReadRequests], attempt: str) -> None:
         """Mark the spans that this rank needs. Raises ``OutOfMemoryError``.
@@ -88,28 +96,32 @@ class HostReads:
         self._files = list(requests)
         self._firsts = np.cumsum([0, *(len(file.index.checksums) for file in self._files)]).tolist()
         self._spans = self._firsts[-1]
-        segment = Segment.create("asyncckpt-load", round_up(PAGE + 2 * self._spans, PAGE) + _SLOTS * SPAN_BYTES)
-        self._closing = ExitStack()
-        self._closing.enter_context(segment)
-        self._own = self._pool = _Marks(segment, self._spans)
+        slots_at, slots_bytes = round_up(PAGE + 2 * self._spans, PAGE), _SLOTS * SPAN_BYTES
+        budget.require(slots_at + slots_bytes, "sharing what ranks read", "this rank reads alone")
+        with ExitStack() as made:
+            segment = made.enter_context(Segment.create("asyncckpt-load", slots_at + slots_bytes))
+            segment.touch(slots_at)
+            self._own = self._pool = made.enter_context(closing(_Marks(segment, self._spans)))
+            for begin, (file, its) in zip(self._firsts, requests.items(), strict=False):
+                for ranges in its.ranges():
+                    for first, last in file.touched(ranges):
+                        self._own.needs[begin + first : begin + last] |= _NEEDED
+                        self._own.needs[begin + first] |= _BEGINS
+            self._closing = made.pop_all()
         self._marks = [self._own]  # of all ranks of this host
-        for begin, (file, its) in zip(self._firsts, requests.items(), strict=False):
-            for ranges in its.ranges():
-                for first, last in file.touched(ranges):
-                    self._own.needs[begin + first : begin + last] |= _NEEDED
-                    self._own.needs[begin + first] |= _BEGINS
         scope = f"{pid_scope() or os.urandom(16).hex()}/{os.geteuid()}/{attempt}/{self._spans}"
         facts = os.fstat(segment.fileno())
         self.member = HostMember(xxh3_128_hexdigest(scope.encode()), os.getpid(), segment.fileno(), facts.st_ino)
         self._guards = [Lock() for _ in range(_SLOTS)]  # a lock of the kernel does not keep out threads of this process
-        self._room_s = CHECK_S
+        self.members: Sequence[HostMember | None] = ()
+        self._is_sharing = True
 
-    def join(self, members: Sequence[HostMember | None]) -> None:
+    def join(self) -> None:
         """Find the blocks to share with the other ranks of this host.
 
         Share nothing if the memory of one of them cannot be opened, because all ranks must find the same blocks.
         """
-        here = [member for member in members if member is not None and member.scope == self.member.scope]
+        here = [member for member in self.members if member is not None and member.scope == self.member.scope]
         if len(here) < 2:
             return
         try:
@@ -117,7 +129,7 @@ class HostReads:
             self._claims = self._closing.enter_context(closing(Claims(self._marks[0].segment)))
         except (CheckpointError, OSError) as error:
             logger.info("this rank reads alone, because the memory of another rank cannot be opened: %s", error)
-            self.finish()
+            self._own.done[:] = 1
             return
         self._pool = self._marks[0]
         needs = np.stack([marks.needs for marks in self._marks])
@@ -148,67 +160,81 @@ class HostReads:
         if os.fstat(file.fileno()).st_ino != member.inode:
             file.close()
             raise OSError(f"process {member.pid} has closed it")
-        return _Marks(self._closing.enter_context(Segment.attach(file)), self._spans)
+        return self._closing.enter_context(closing(_Marks(Segment.attach(file), self._spans)))
 
     def _parts(self, number: int, begin: int, end: int, stored: Iterator[FilePart]) -> Iterator[FilePart]:
         """Yield the block ``number``: from its slot, or ``stored``, the parts read from storage."""
-        pool, slot = self._pool, number % _SLOTS
-        at = pool.slots_at + slot * SPAN_BYTES
-        turn = self._wait(number, slot)
+        slot = number % _SLOTS
+        at = self._pool.slots_at + slot * SPAN_BYTES
+        block = self._pool.segment.view[at : at + end - begin]
+        turn: _Turn = None
         try:
+            turn = self._wait(number, slot, at, at + end - begin)
             if turn == "ready":
-                yield FilePart(begin, pool.segment.view[at : at + end - begin])
+                yield FilePart(begin, block)
                 return
-            is_kept = False
-            if turn == "own":
-                pool.blocks[slot] = 0
-                with suppress(OutOfMemoryError):  # otherwise a write to the slot could kill this process
-                    pool.segment.touch(at + SPAN_BYTES, at)
-                    is_kept = True
+            copied = 0
             for part in stored:
-                if is_kept and part.data:
-                    memcpy(pool.segment.address + at + part.begin - begin, address_of(part.data), len(part.data))
+                if turn == "own" and part.data:
+                    memcpy(address_of(block) + part.begin - begin, address_of(part.data), len(part.data))
+                    copied += len(part.data)
                 yield part
-            if is_kept:
-                pool.blocks[slot] = number + 1
+            if copied == len(block):
+                self._pool.blocks[slot] = number + 1
         finally:
+            block.release()  # the traceback of an error may keep this frame
             if turn == "own":
                 self._claims.offer(slot, Readers.OF_IMAGE)
                 self._guards[slot].release()
             self._own.done[number] = 1
 
-    def _wait(self, number: int, slot: int) -> _Turn:
-        """Wait until the block is in its slot, or until this rank may read it.
+    def _wait(self, number: int, slot: int, begin: int, end: int) -> _Turn:
+        """Wait until the block is in its slot, or until this rank may read the block.
 
-        Another rank has ``NOTICE_S`` to read a block. Ranks that are behind have ``CHECK_S`` to copy the blocks of
-        before. Once they fail, there is no wait for them until the next block finds room.
+        After ``NOTICE_S`` without either, or without memory or a lock, this rank reads all further blocks alone.
         """
-        begun = time.monotonic()
-        while True:
-            turn = self._look(number, slot)
-            limit = {"busy": NOTICE_S, "full": self._room_s}.get(turn, 0.0)
-            if time.monotonic() - begun >= limit:
-                self._room_s = 0.0 if turn == "full" else CHECK_S
-                return turn
-            time.sleep(_POLL_S)
+        deadline = time.monotonic() + NOTICE_S
+        try:
+            while self._is_sharing:
+                if (turn := self._look(number, slot, begin, end)) is not None:
+                    return turn
+                if time.monotonic() > deadline:
+                    raise CheckpointError("another rank is slow or stopped")
+                time.sleep(_POLL_S)
+        except CheckpointError as error:
+            logger.info("from now on this rank reads alone: %s", error)
+            self.finish()
+        return None
 
-    def _look(self, number: int, slot: int) -> _Turn:
+    def _look(self, number: int, slot: int, begin: int, end: int) -> _Turn:
         if not self._guards[slot].acquire(blocking=False):
-            return "busy"
-        turn: _Turn = "busy"
-        if self._claims.claim(slot, Readers.OF_IMAGE):
+            return None
+        with ExitStack() as at_end:
+            at_end.callback(self._guards[slot].release)
+            if not self._claims.claim(slot, Readers.OF_IMAGE):
+                return None
+            at_end.callback(self._claims.offer, slot, Readers.OF_IMAGE)
             found = self._pool.blocks[slot]
-            turn = "ready" if found == number + 1 else "full"
-            if not found or (turn == "full" and all(marks.done[found - 1] for marks in self._marks)):
-                return "own"
-            self._claims.offer(slot, Readers.OF_IMAGE)
-        self._guards[slot].release()
-        return turn
+            if found == number + 1:
+                return "ready"
+            if found and not all(marks.done[found - 1] for marks in self._marks):
+                return None
+            self._pool.segment.touch(end, begin)  # otherwise a write to the slot could kill this process
+            self._pool.blocks[slot] = 0
+            at_end.pop_all()
+        return "own"
 
     def finish(self) -> None:
-        """Need no more blocks, also after an error, so that no rank waits for this one."""
-        self._own.done[:] = 1
+        """Share no more blocks, also after an error, so that no rank waits for this one.
+
+        A thread that copies a block marks this block itself, because the slot must not change before.
+        """
+        self._is_sharing = False
+        for file in self._files:
+            with suppress(KeyError):  # all are popped, by this thread or others
+                while True:
+                    self._own.done[file.shared.popitem()[1].args[0]] = 1
 
     def close(self) -> None:
-        """Release the memory. By now all ranks have finished."""
+        """Release the memory of this process. Other ranks keep their mappings, and may still read after an error."""
         self._closing.close()

@@ -111,7 +111,7 @@ def load(
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
         states = _states(state_dict, per_rank, open_reader, held, ranks)
         increment_version(list(_dtensors(states)))
-        if planner is None and (direct := _drafted_by_all(states, source, path, held, ranks)) is not None:
+        if planner is None and (direct := _drafted_by_all(states, source, path, held, ranks, verify)) is not None:
             ranks.on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only, warns=warns and strict))
             names: tuple[Iterable[str], Iterable[str]] = (), direct.unexpected
         else:
@@ -137,13 +137,16 @@ def _dtensors(container: Any) -> Iterator[DTensor]:
 
 
 def _drafted_by_all(
-    states: dict[str, Any], source: Source | None, path: str, held: contextlib.ExitStack, ranks: Ranks
+    states: dict[str, Any], source: Source | None, path: str, held: contextlib.ExitStack, ranks: Ranks, verify: bool
 ) -> DirectLoad | None:
-    """Return the prepared load without DCP; None: some rank needs DCP."""
+    """Return the prepared load without DCP; None: some rank needs DCP.
+
+    Without ``verify`` the ranks share no bytes, because a stray write to the shared memory would go unnoticed.
+    """
 
     def here() -> DirectLoad | None:
         direct = draft(states, source, path, held) if source else None
-        return direct if direct is None or ranks.size == 1 else direct.with_host_reads(held)
+        return direct.with_host_reads(held) if direct is not None and ranks.size > 1 and verify else direct
 
     direct = ranks.on_all(here)
     host_reads = None if direct is None else direct.host_reads
@@ -151,7 +154,7 @@ def _drafted_by_all(
     if not all(is_direct for is_direct, _ in told):
         return None
     if host_reads is not None:
-        host_reads.join([member for _, member in told])
+        host_reads.members = [member for _, member in told]
     return direct
 
 
