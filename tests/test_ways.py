@@ -29,7 +29,7 @@ class Limit(NamedTuple):
 
 SAVE_IN_TRAINER = Limit(36, 243)
 SAVE_IN_WORKER = Limit(27, 436)
-LOAD = Limit(42, 525)
+LOAD = Limit(42, 535)
 
 
 def check(calls: Counter[str], limit: Limit) -> None:
