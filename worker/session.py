@@ -88,7 +88,8 @@ class Session(SessionApi):
         self._saves = SavesOfTrainer(storage_for, segment_store, self._tell, self._end, io_threads)
         endpoint_service.begin_session(trainer, self._saves.unended, self._saves.restarted)
         self._serving = serving
-        serving.ports = trainer.options.ports
+        first, last = trainer.options.ports  # a list, if they came from a command line
+        serving.ports = first, last
         self._rendezvous: Rendezvous | None = None
         self._timeout = 0.0
         self._address: TransferAddress | None = None
