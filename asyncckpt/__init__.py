@@ -44,8 +44,10 @@ if TYPE_CHECKING:
     from asyncckpt.integrations.dcp import save as save
     from asyncckpt.integrations.torch_file import torch_save as torch_save
     from asyncckpt.integrations.wrap import wrap_save as wrap_save
+    from asyncckpt.party import join as join
     from asyncckpt.planning.file_set import FileSet as FileSet
     from asyncckpt.planning.per_rank import PerRank as PerRank
+    from asyncckpt.planning.rng_state import RngState as RngState
     from asyncckpt.publication import Publication as Publication
     from asyncckpt.save_handle import Save as Save
 
@@ -60,10 +62,12 @@ _MODULES = {
     "Loaded": "engine.loads",
     "PerRank": "planning.per_rank",
     "Publication": "publication",
+    "RngState": "planning.rng_state",
     "Save": "save_handle",
     "add_arguments": "config",
     "async_save": "integrations.dcp",
     "export": "exporting.export",
+    "join": "party",
     "load": "integrations.dcp",
     "save": "integrations.dcp",
     "torch_save": "integrations.torch_file",

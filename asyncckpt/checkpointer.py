@@ -23,6 +23,7 @@ from asyncckpt.engine.retention import retention_of
 from asyncckpt.engine.saves import RecentSaves, synchronize_staging
 from asyncckpt.errors import CheckpointError, ClosedError
 from asyncckpt.events import Event
+from asyncckpt.format.write_request import Joint
 from asyncckpt.interval import Advice, parse_duration
 from asyncckpt.link.api import Claim, SessionApi
 from asyncckpt.loading.tiers import Tiers
@@ -82,10 +83,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         Raises:
             CheckpointExistsError: The folder is itself a checkpoint, or holds only checkpoints of other kinds.
             StorageError: The folder cannot be made, or the address is of an unknown kind.
-            ValueError: An environment variable has an invalid value.
+            ValueError: An environment variable has an invalid value, or ``config`` has parties and a local folder.
         """
         config = Config.given(config)
         config = replace(config, on_event=(*config.listeners, *Config(on_event=on_event).listeners))
+        if config.parties and (config.local_root is not None or config.when_busy != "wait"):
+            raise ValueError(
+                "Config.parties needs a root that all parties see, without local_root, and when_busy='wait'"
+            )
         self.root = absolute(root)
         others = [begin_from] if isinstance(begin_from, str | os.PathLike) else begin_from
         self._tiers = Tiers(self.root, config.local_root, [os.fspath(each) for each in others])
@@ -131,9 +136,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Call this before the first training step. Raises as ``save`` does.
         """
+        if self.config.parties:
+            self._engine.announce(self.root)
         self._engine.prepare(state_dict, path=step_folder(self._tiers.roots[0], 0))
 
-    def save(self, step: SupportsIndex, state_dict: StateDict | FileSet, *, upload: bool | None = None) -> Save:
+    def save(
+        self,
+        step: SupportsIndex,
+        state_dict: StateDict | FileSet,
+        *,
+        upload: bool | None = None,
+        cut: str | None = None,
+    ) -> Save:
         """Save ``state_dict`` as the checkpoint of ``step``.
 
         A ``FileSet`` is saved too. ``load`` reads the state dict at the top of a set, and no other file.
@@ -146,6 +160,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         ``upload``: with ``Config.local_root``, whether the step is also uploaded; the same on all ranks. With None: as
         ``Config.upload_every`` says, and yes for a job after SIGTERM (``terminating``).
+
+        ``cut``: with ``Config.parties``, a text that all parts of the step must share, such as the global step with the
+        number of the last prompt.
 
         Raises ``CheckpointExistsError`` if the step is saved already, ``UnsavableStateError``, ``OutOfMemoryError``,
         ``WorkerDiedError``, ``JobTakenError``, ``SaveTimeoutError``, ``ClosedError``. Then nothing was saved, and the
@@ -163,7 +180,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         asked = True if upload is None and self._is_terminating else upload
         retention = retention_of(self.config, origin, self._tiers.roots, step, began=self._began, upload=asked)
         path = step_folder(self._tiers.roots[0], step)
-        save = self._engine.save(path, state_dict, step=step, retention=retention)
+        parties = self._engine.config.parties
+        joint = Joint(tuple(sorted(parties)), cut=cut) if parties else None
+        save = self._engine.save(path, state_dict, step=step, retention=retention, joint=joint)
         self._staging = [*filter(_is_copying, self._staging), save]
         self._recent.add(save)
         return save
@@ -246,6 +265,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._engine.check_open()
         options: dict[str, Any] = {"verify": verify, "weights_only": weights_only, "strict": strict}
         self.loaded = self._loads.load(state_dict, step, memory=memory, fallback=fallback, **options)
+        if self.config.parties:
+            self._engine.announce(self.root, goes_back=True)
         return self.loaded.step
 
     def steps(self) -> list[int]:
@@ -390,7 +411,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             # nvidia-resiliency-ext.
             self._close(linger=not issubclass(kind, (KeyboardInterrupt, SystemExit)))
         except CheckpointError as trouble:
-            logger.error("while the training ends by an error: %s", str(trouble))  # the other error matters more
+            if not trouble.is_logged:  # and not raised, because the other error matters more
+                logger.error("closing the checkpointer of a failed training failed: %s", str(trouble))
 
 
 def _past_closed(number: int, handler: Any) -> Any:
@@ -422,9 +444,8 @@ def _begin(roots: Sequence[str]) -> float:
         found = history(*known)
     if found:
         logger.warning(
-            "there are checkpoints here, the newest of step %d in %s, and this has loaded none: it is a training of"
-            " its own, whose checkpoints count as newer than those, and Config.keep_last removes none of those;"
-            " call load first to go on, or save to another folder",
+            "this training has loaded no checkpoint, and the folder has some, the newest of step %d in %s:"
+            " Config.keep_last removes none of those; call load first to resume, or save to another folder",
             found[-1].step,
             known[-1],
         )

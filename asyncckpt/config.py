@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import numbers
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -75,6 +76,11 @@ class Config:
     of its tensors changes, and is written again if one does. Frozen parameters need no pattern if the state contains
     their module. They need one if the state contains a dict from ``state_dict()`` or DCP's ``get_model_state_dict``,
     because such a dict has lost ``requires_grad``."""
+
+    parties: Sequence[str] = ()
+    """Names of processes that are no ranks, and add their parts to each step of a ``Checkpointer``
+    (``asyncckpt.join``). A step is complete when all ranks and parties have written their parts. In the environment the
+    names are separated by commas. Not with ``local_root``, because the hosts of all parties must see the checkpoint."""
 
     local_root: str | None = None
     """A folder on fast disks. A ``Checkpointer`` saves to a subfolder of it, and uploads steps to its root in the
@@ -213,6 +219,7 @@ class Config:
             "rewrite_unchanged_every": self.rewrite_unchanged_every >= 1,
             "assume_unchanged": not isinstance(self.assume_unchanged, str)
             and all(isinstance(each, str) for each in self.assume_unchanged),
+            "parties": are_parties(self.parties),
             "local_keep_last": self.local_keep_last >= 1,
             "upload_every": self.upload_every is None or (self.upload_every >= 1 and self.local_root is not None),
             "failure": self.failure in get_args(Failure),
@@ -312,7 +319,7 @@ def _warn_unless_known(variable: str) -> None:
         return
     near = difflib.get_close_matches(variable, known, 1)
     logger.warning(
-        "the environment has %s, which asyncckpt does not know%s: it is ignored",
+        "the environment variable %s is unknown to asyncckpt%s, and is ignored",
         variable,
         f" (is {near[0]} meant?)" if near else "",
     )
@@ -332,6 +339,12 @@ def _named(name: str) -> Any:
 def _is_port_range(text: str) -> bool:
     first, _, last = text.partition("-")
     return first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16
+
+
+def are_parties(names: Sequence[str]) -> bool:
+    """Return whether ``names`` are different names that parties can have."""
+    is_valid = not isinstance(names, str) and all(isinstance(name, str) and _PARTY.fullmatch(name) for name in names)
+    return is_valid and TRAINER not in names and len({*names}) == len(names)
 
 
 def _truth(text: str) -> bool:
@@ -406,9 +419,13 @@ _VARIABLES: dict[str, Callable[[str], Any]] = {
         str,
     ),
     **dict.fromkeys(("progress", "direct_io", "link_unchanged"), _truth),
-    **dict.fromkeys(("on_event", "assume_unchanged"), lambda names: tuple(names.split(","))),
+    **dict.fromkeys(("on_event", "assume_unchanged", "parties"), lambda names: tuple(names.split(","))),
 }
 
+TRAINER = "trainer"
+"""The name of the ranks, among the parties of a checkpoint."""
+# The name of a party is the name of a folder.
+_PARTY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _PREFIX = "ASYNC_CKPT_"
 _OTHER_VARIABLES = ("ASYNC_CKPT_COPY_MANY", "ASYNC_CKPT_RUNTIME_DIR", "ASYNC_CKPT_VERL_PUBLISH")
 """Variables of the package that set no field of ``Config``."""

@@ -1,7 +1,7 @@
 """``asyncckpt demo``: kill a training, resume it, compare it with a training that was not killed, and time its saves.
 
-The training is of a small byte-level transformer. SIGKILL ends it while a checkpoint is being written. A new process
-resumes. Its losses and its last state must equal those of a training that was not killed, bit for bit.
+The model is a small byte-level transformer. SIGKILL ends the training while a checkpoint is being written, and a new
+process resumes. All losses and the last state must equal those of a training that was not killed, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+
 from asyncckpt.budgets import LONG_S
 
-_SEED, _TEXT_BYTES = 1234, 4_000_000
-# Width, layers and heads of the model; pieces of text in a batch, and the bytes of each piece.
-_SIZES = {"small": (64, 2, 2, 4, 64), "default": (256, 4, 4, 2, 64)}
-OURS, DCP = "asyncckpt", "torch.distributed.checkpoint.save"
+_SEED, _TEXT_BYTES, _EVERY = 1234, 4_000_000, 4  # a save every 4 steps
+_SIZES = {"small": (64, 2, 2, 4, 64), "default": (256, 4, 4, 2, 64)}  # width, layers, heads, batch, bytes of a text
+OURS, SAVE, ASYNC_SAVE = "asyncckpt", "torch.distributed.checkpoint.save", "torch.distributed.checkpoint.async_save"
 
 
 class Training:
@@ -53,6 +54,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         source = b"".join(file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
         self.text = torch.frombuffer(bytearray(source[:_TEXT_BYTES]), dtype=torch.uint8)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
         self.step = -1
         self.train()
 
@@ -64,138 +66,135 @@ class Training:
         generator = torch.Generator().manual_seed(_SEED * 1_000_003 + self.step)
         begins = torch.randint(len(self.text) - self.context - 1, (self.batch, 1), generator=generator)
         batch = self.text[begins + torch.arange(self.context + 1)].long().to(self.device)
-        scores = self.model(batch[:, :-1]).flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(scores, batch[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return loss.item()
 
-    def state(self) -> dict[str, Any]:
-        """Return the state dict of everything that a resumed training needs."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
-
     def digest(self) -> str:
         """Return a checksum of all bits of the model and of the optimizer."""
         import xxhash
 
-        digest = xxhash.xxh3_128()
         moments = [moment for state in self.optimizer.state.values() for moment in state.values()]
-        for tensor in [*self.model.parameters(), *moments]:
-            digest.update(tensor.detach().cpu().contiguous().numpy())
-        return digest.hexdigest()
+        tensors = [tensor.detach().cpu().contiguous().numpy() for tensor in (*self.model.parameters(), *moments)]
+        return xxhash.xxh3_128_hexdigest(b"".join(tensors))
 
 
-def _train(args: argparse.Namespace, root: str, last: int, is_killed: bool, reports: Connection) -> None:
-    """Train from the newest checkpoint in ``root`` to step ``last``. Send one report. ``is_killed``: die after that."""
+def _train(args: argparse.Namespace, root: str, last: int, is_killed: bool, messages: Connection) -> None:
+    """Train from the newest checkpoint in ``root`` to step ``last``. Send text, then a report. Die if ``is_killed``."""
     import asyncckpt
 
     os.setsid()  # Ctrl-C is for the parent, and the parent ends this process
     training = Training(args.size)
-    losses: dict[int, float] = {}
-    report: dict[str, Any] = {"losses": losses, "state_bytes": 3 * sum(p.nbytes for p in training.model.parameters())}
+    report: dict[str, Any] = {"losses": {}, "nbytes": 3 * sum(p.nbytes for p in training.model.parameters())}
     with asyncckpt.Checkpointer(root, asyncckpt.Config(keep_last=3, linger=60)) as checkpointer:
         if checkpointer.latest() is not None:
-            state = training.state()
-            checkpointer.load(state)
-            training.model.load_state_dict(state["model"])
-            training.optimizer.load_state_dict(state["optimizer"])
-            training.step = state["step"]
+            training.step = checkpointer.load(training.state)
             if (loaded := checkpointer.loaded) is not None:
-                report |= {"from": loaded.step, "source": loaded.source, "resume_s": loaded.seconds}
+                report |= {"from": loaded.step, "source": loaded.source}
+                messages.send(f"   Process {os.getpid()} resumes: it loaded step {loaded.step} from {loaded.source}.\n")
         while training.step < last:
-            losses[training.step] = training.train()
-            if training.step % args.every == 0:
-                save = checkpointer.save(training.step, training.state())
+            loss = report["losses"][training.step] = training.train()
+            if training.step % _EVERY == 0:
+                save = checkpointer.save(training.step, training.state)
+                messages.send(f"   Step {training.step} of {args.steps}: the loss is {loss:.4f}, the state is saved.\n")
         if is_killed:
-            reports.send(report | {"writing": not save.done()})
+            what = "had just written" if save.done() else "was still writing"
+            messages.send(
+                f"   SIGKILL ended process {os.getpid()} after its save of step {last}, which its worker {what}.\n"
+            )
+            messages.send(report)
             os.kill(os.getpid(), signal.SIGKILL)
         report["state"] = training.digest()
-        checkpointer.wait()
-        if not report.get("source"):
-            report["costs"] = _costs(training, checkpointer, args.saves, os.path.join(root, "dcp"))
-    reports.send(report)
+        if "source" not in report:
+            checkpointer.wait()
+            report["costs"] = _costs(training, checkpointer, args.saves, f"{root}/dcp", messages)
+    messages.send(report)
 
 
-def _costs(training: Training, checkpointer: Any, saves: int, folder: str) -> dict[str, dict[str, float]]:
-    """Return the median seconds of the call, and until the save is durable, for each way to save."""
-    from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
+def _costs(training: Training, checkpointer: Any, saves: int, folder: str, messages: Connection) -> dict[str, Any]:
+    """Return the median seconds of each way to save: of the call, until the save is durable, and of CPU."""
+    from torch.distributed.checkpoint import state_dict_saver as dcp
 
-    def save_with_dcp() -> Callable[[], object]:
-        save_by_dcp(training.state(), checkpoint_id=os.path.join(folder, str(training.step)), no_dist=True)
-        return lambda: None
-
-    saving = {OURS: lambda: checkpointer.save(training.step, training.state()).result, DCP: save_with_dcp}
     warnings.simplefilter("ignore")  # DCP warns that there is only one process
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in saving}
-    for _ in range(saves + 1):  # the first save of each way plans and allocates, and is dropped
-        for name, save in saving.items():
-            training.train()
-            begun = time.perf_counter()
-            wait, called = save(), time.perf_counter()
-            wait()
-            seconds[name].append((called - begun, time.perf_counter() - begun))
+    ways: dict[str, Callable[[], Any]] = {
+        OURS: lambda: checkpointer.save(training.step, training.state),
+        SAVE: lambda: dcp.save(training.state, checkpoint_id=f"{folder}/save-{training.step}"),
+        ASYNC_SAVE: lambda: dcp.async_save(training.state, checkpoint_id=f"{folder}/async-{training.step}"),
+    }
+    seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+    used = [0.0, 0.0]  # the worker's CPU after the first and the last turn; the kernel counts it in steps of 10 ms
+    for turn in range(saves + 1):  # the first save of each way plans and allocates, and is dropped
+        training.train()
+        for name, save in ways.items():
+            begun, cpu = time.perf_counter(), time.process_time()
+            handle, called = save(), time.perf_counter()
+            _ = name == SAVE or handle.result(LONG_S)
+            seconds[name].append((called - begun, time.perf_counter() - begun, time.process_time() - cpu))
+        used[turn > 0] = sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children())
+        messages.send(f"{turn} " if turn else "   Turn ")
+    medians = {name: [*map(median, zip(*rows[1:], strict=True))] for name, rows in seconds.items()}
+    medians[OURS][2] += (used[1] - used[0]) / saves
     shutil.rmtree(folder)
-    keys = "call_s", "durable_s"
-    return {name: dict(zip(keys, map(median, zip(*pairs[1:])))) for name, pairs in seconds.items()}  # noqa: B905
+    return {name: dict(zip(("call_s", "durable_s", "cpu_s"), row, strict=True)) for name, row in medians.items()}
 
 
 def _child(*arguments: Any, exit_status: int = 0) -> dict[str, Any]:
-    """Run ``_train`` in a process of its own. Return its report. Exit if it ends with another status."""
+    """Run ``_train`` in a process of its own, and print its text. Return its report. Exit if its status is another."""
     context = multiprocessing.get_context("fork")
-    reports, theirs = context.Pipe()
+    messages, theirs = context.Pipe()
     process = context.Process(target=_train, args=(*arguments, theirs), daemon=True)
     process.start()
     theirs.close()
-    report: dict[str, Any] = {}
+    message: str | dict[str, Any] = ""
     with contextlib.suppress(EOFError):
-        report = reports.recv() if reports.poll(LONG_S) else report
+        while isinstance(message, str) and messages.poll(LONG_S):
+            message = messages.recv()
+            print(message if isinstance(message, str) else "", end="", flush=True)
     process.join(LONG_S)
-    if not report or process.exitcode != exit_status:  # the kernel, too, kills by SIGKILL
+    if isinstance(message, str) or process.exitcode != exit_status:  # the kernel, too, kills by SIGKILL
         process.kill()
         sys.exit(f"asyncckpt demo: a training process ended with status {process.exitcode}")
-    return report
+    return message
 
 
 def _demonstrate(args: argparse.Namespace, root: str) -> dict[str, Any]:
-    killed_in, whole_in = os.path.join(root, "killed"), os.path.join(root, "whole")
-    print(f"Checkpoints go to {root}.\n1. A training saves, and is killed (SIGKILL) ...", flush=True)
-    killed = _child(args, killed_in, args.steps // 2, True, exit_status=-signal.SIGKILL)
-    writing = "was still writing" if killed["writing"] else "had just written"
-    print(f"   Its worker {writing} the checkpoint of the last save, {killed['state_bytes'] / 1e6:.0f} MB.")
-    print("2. A new process resumes; afterwards the same training runs without a kill ...", flush=True)
-    resumed = _child(args, killed_in, args.steps, False)
-    print(f"   Step {resumed['from']} came from {resumed['source']} in {resumed['resume_s']:.2f} s.", flush=True)
-    whole = _child(args, whole_in, args.steps, False)
+    print(f"Checkpoints go to {root}.\n1. A training saves. Its worker, another process, writes the files.", flush=True)
+    killed = _child(args, f"{root}/killed", args.steps // 2, True, exit_status=-signal.SIGKILL)
+    print("2. A new process resumes from the worker's memory, or else from the files.", flush=True)
+    resumed = _child(args, f"{root}/killed", args.steps, False)
+    print("3. The same training runs without a kill. Then asyncckpt and PyTorch's DCP save in turns.", flush=True)
+    whole = _child(args, f"{root}/whole", args.steps, False)
     ok = killed["losses"] | resumed["losses"] == whole["losses"] and resumed["state"] == whole["state"]
-    print(f"   {args.steps} losses and the last state, equal bit for bit: {ok}\n3. Medians of {args.saves} saves:")
+    print(f"\n   {args.steps} losses and the last state, with and without the kill, are equal bit for bit: {ok}.")
+    title = f"4. Medians of {args.saves} saves of {whole['nbytes'] / 1e6:.0f} MB, in ms"
+    print(f"{title:42}{'call':>9}{'durable':>9}{'CPU':>9}")
     for name, cost in whole["costs"].items():
-        print(f"   {name:34} call {cost['call_s'] * 1e3:6.1f} ms, durable {cost['durable_s'] * 1e3:6.1f} ms")
+        print(f"   {name:39}" + "".join(f"{max(1e3 * seconds, 0.1):9.1f}" for seconds in cost.values()))
+    print("   call: the training waits. durable: the files are on disk. CPU: of the training process and the worker.")
+    calls = [f"{max(1e3 * cost['call_s'], 0.1):.1f} ms" for cost in whole["costs"].values()]
+    print("   A save held the training for {}; DCP's save for {}, DCP's async_save for {}.".format(*calls))
     return {"ok": ok, "losses": whole["losses"], "resumed": resumed, "costs": whole["costs"]}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the demo. Return 0, or 1 if the trainings differ. Exit with 1 if one fails, with 2 after a wrong call."""
     parser = argparse.ArgumentParser(prog="asyncckpt demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24, help="steps of the training (default: 24)")
-    parser.add_argument("--every", type=int, default=4, help="steps from save to save (default: 4)")
+    parser.add_argument("--steps", type=int, default=16, help=f"steps, a multiple of {2 * _EVERY} (default: 16)")
     parser.add_argument("--saves", type=int, default=10, help="saves to time (default: 10)")
     parser.add_argument("--size", choices=[*_SIZES], default="default", help="size of the model")
     parser.add_argument("--folder", help="empty folder for the checkpoints (default: a temporary one)")
     parser.add_argument("--json", action="store_true", help="print a summary as JSON; progress goes to stderr")
     args = parser.parse_args(argv)
-    if args.every < 1 or args.steps < 2 * args.every or args.steps % 2 or args.saves < 1:
-        parser.error("--every and --saves are 1 or more, --steps is even, and twice --every or more")
-    folder = os.path.abspath(args.folder or tempfile.mkdtemp(prefix="asyncckpt-demo-"))
-    os.makedirs(folder, exist_ok=True)
-    if os.listdir(folder):
-        sys.exit(f"asyncckpt demo: the folder is not empty: {folder}")
-    try:
+    if min(args.steps, args.saves) < 1 or args.steps % (2 * _EVERY):
+        parser.error(f"--steps is a multiple of {2 * _EVERY}, and --saves is 1 or more")
+    with tempfile.TemporaryDirectory(prefix="asyncckpt-demo-", ignore_cleanup_errors=True) as temporary:
+        folder = os.path.abspath(args.folder or temporary)
+        if os.path.exists(folder) and os.listdir(folder):
+            sys.exit(f"asyncckpt demo: the folder is not empty: {folder}")
         with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
             summary = _demonstrate(args, folder)
-        if args.json:
-            print(json.dumps(summary, indent=1))
-        return 0 if summary["ok"] else 1
-    finally:
-        if args.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
+    if args.json:
+        print(json.dumps(summary, indent=1))
+    return 0 if summary["ok"] else 1

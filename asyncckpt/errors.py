@@ -21,6 +21,9 @@ E = TypeVar("E", bound=BaseException)
 class CheckpointError(Exception):
     """An operation on a checkpoint failed. Base class of all errors of this package."""
 
+    is_logged = False
+    """Whether this process has logged the error, so that a later record of it would be its second."""
+
     def __init__(
         self,
         message: str,
@@ -105,6 +108,10 @@ class JobTakenError(CheckpointError):
 
 class RankFailedError(CheckpointError):
     """Another rank of the job died, left, or made a different call than this rank. ``rank`` is that rank."""
+
+
+class CutError(CheckpointError):
+    """The parts of a checkpoint do not belong together: ranks or parties gave different steps or cuts."""
 
 
 class StructureChangedError(CheckpointError):
@@ -222,7 +229,7 @@ def decode(text: bytes) -> CheckpointError:
             raise ValueError("a field is of another type")
         kind: Any = globals().get(str(fields["kind"]))
     except (ValueError, KeyError, TypeError) as error:
-        return RankFailedError(f"another rank told of a failure in words nobody can read: {error}")
+        return RankFailedError(f"another rank reported a failure in an unreadable message: {error}")
     if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
         kind = RankFailedError
     found: CheckpointError = kind(message, path=path, rank=rank, step=step)

@@ -124,7 +124,7 @@ class Listener:
         if self._waiting.qsize() >= _MOST_WAITING:
             if not self._is_warned:
                 self._is_warned = True
-                logger.warning("%r does not keep up with events, and is not told all of them", self._call)
+                logger.warning("the listener %r is slower than the events: some of them are dropped", self._call)
             return
         self._waiting.put(event)
         if self._thread is None:
@@ -139,7 +139,7 @@ class Listener:
         except BaseException as error:  # also exceptions that would silently end this thread
             if not self._has_failed:
                 self._has_failed = True
-                logger.exception("%r listens to events, and has failed (not logged again): %r", self._call, error)
+                logger.exception("the listener %r failed (not logged again): %r", self._call, error)
 
     def close(self, timeout: float) -> None:
         """Deliver the waiting events, and accept no more. Waits at most ``timeout`` seconds."""
@@ -151,7 +151,7 @@ class Listener:
         if thread is not threading.current_thread():
             thread.join(timeout)
             if thread.is_alive():
-                logger.warning("%r is still busy with an event, and what came after is not waited for", self._call)
+                logger.warning("the listener %r is still busy: the later events are not waited for", self._call)
 
     def _start(self) -> None:
         told = self._waiting, weakref.ref(self)
@@ -160,7 +160,7 @@ class Listener:
             self._thread.start()
         except RuntimeError as error:  # no thread can be started, as at the end of the process
             self._thread = None
-            logger.warning("events are not told: %s", error)
+            logger.warning("events cannot be sent to listeners: %s", error)
 
     def __del__(self) -> None:
         self._waiting.put(None)

@@ -115,7 +115,7 @@ def held_checkpoints(
     try:
         memory = engine.held()
     except CheckpointError as error:
-        logger.warning("not loaded from memory: %s", error)
+        logger.warning("the state is not loaded from memory: %s", error)
         memory = None
     ranks = ranks_of()
     images = find_images(engine.job, memory, engine.config.address, ranks)

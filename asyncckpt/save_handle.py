@@ -15,7 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.errors import SaveDroppedError, SaveTimeoutError
 from asyncckpt.threads import Flag
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class _Calls:
                 call = self._waiting.popleft()
             try:
                 call()
-            except Exception:
+            except (Exception, SystemExit):
                 logger.exception("a callback at the end of a save has failed")
 
 
@@ -107,7 +107,7 @@ def wait_for_actions(timeout: float) -> None:
     Raises ``SaveTimeoutError`` after ``timeout`` seconds.
     """
     if not _actions.wait(timeout):
-        raise SaveTimeoutError(f"what was to follow saves that are durable is not done after {timeout:g} s")
+        raise SaveTimeoutError(f"the actions after durable saves are not done after {timeout:g} s")
 
 
 @atexit.register  # registered before the supervisor's function, which therefore runs first
@@ -237,9 +237,11 @@ class SaveState:
             if self.failure is None:
                 action()
             else:
-                logger.warning("not done: %s, as %s is not saved", what, self.path)
+                is_logged = not isinstance(self.failure, SaveDroppedError)
+                level = logging.DEBUG if is_logged else logging.WARNING
+                logger.log(level, "not done: %s, as %s is not saved", what, self.path)
             outcome.set_result(None)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an action that exits must not end the thread of all actions
             logger.error("%s failed: %s", what, error)
             outcome.set_exception(error)
 
@@ -321,7 +323,7 @@ class Save:
         """
         if not self._state.done.wait(timeout):
             raise SaveTimeoutError(
-                f"not committed after {timeout:g} s; it is still under way", path=self.path, step=self.step
+                f"the save is not committed after {timeout:g} s, and is still under way", path=self.path, step=self.step
             )
         self._state.is_reported = True
         if self._state.failure is not None:
@@ -361,7 +363,7 @@ class Save:
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until ``staged()``. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""
         if not self._state.staged.wait(timeout):
-            raise SaveTimeoutError(f"not staged after {timeout:g} s", path=self.path, step=self.step)
+            raise SaveTimeoutError(f"the save is not staged after {timeout:g} s", path=self.path, step=self.step)
 
     def replicated(self) -> bool:
         """Return whether ``Config.replicas`` other hosts have copies, in memory, of the images of all ranks.
@@ -380,9 +382,9 @@ class Save:
         if not self._state.is_copied:
             if self._state.failure is not None:
                 raise self._state.failure
-            raise ValueError("there are no copies of this save: Config.replicas is 0, or it is no state dict")
+            raise ValueError("this save has no copies: Config.replicas is 0, or the save is no state dict")
         if not self._state.replicated.wait(timeout):
-            raise SaveTimeoutError(f"not replicated after {timeout:g} s", path=self.path, step=self.step)
+            raise SaveTimeoutError(f"the save is not replicated after {timeout:g} s", path=self.path, step=self.step)
         if self._state.replication_failure is not None:
             raise self._state.replication_failure
 

@@ -47,8 +47,8 @@ from asyncckpt.storage.uploads import Uploaded
 logger = logging.getLogger(__name__)
 
 _CLOSED = "this checkpointer is closed; make a new one"
-_TAKEN_OVER = "another one of this process for the same folder or address has taken over from this one: use that"
-_GIVEN_UP = "this was given up, as its process begins anew; make a new one"
+_TAKEN_OVER = "another checkpointer or publisher of this process for this folder or address has taken over: use that"
+_GIVEN_UP = "this checkpointer was closed, because its process restarts the training; make a new one"
 
 # Keyed by id: all supervisors can be listed in one step, while other threads add and remove supervisors.
 _open: weakref.WeakValueDictionary[int, Supervisor] = weakref.WeakValueDictionary()
@@ -198,7 +198,7 @@ class Supervisor:
         if self.client is not None:
             self.client.check_owner()
         elif self.is_forked or (self._predecessor is not None and self._owner != os.getpid()):
-            raise ClosedError("this checkpointer has looked for its worker in another process: make one in each fork")
+            raise ClosedError("this checkpointer belongs to another process: make one in each fork")
 
     @property
     def is_forked(self) -> bool:
@@ -295,14 +295,14 @@ class Supervisor:
         for client in getattr(self, "_begun", ()):  # even if the close was interrupted
             client.abandon()
         if not getattr(self, "_over", True) and getattr(self, "client", None) is not None:
-            warnings.warn("what saves or publishes was not closed", ResourceWarning, stacklevel=2, source=self)
+            warnings.warn("a checkpointer or publisher was not closed", ResourceWarning, stacklevel=2, source=self)
 
     def _check_limit(self, rank: int) -> None:
         died = f"the worker has died {self._deaths} times in a row, and"
         if self._deaths > self._config.worker_restarts:
             raise WorkerDiedError(
-                f"{died} no other is started (see Config.worker_restarts); look at what is in the log, then make a new"
-                " checkpointer",
+                f"{died} no other is started (see Config.worker_restarts); look for the cause in the log, then make a"
+                " new checkpointer",
                 rank=rank,
             )
         if (left := self._restart_at - time.monotonic()) > 0:
@@ -344,7 +344,7 @@ class Supervisor:
             if rank == 0 and self._claim is not None:
                 self._take_root(client, self._claim)
             if options.endpoint is not None and (words := take_log(options.endpoint)):
-                logger.warning("what the worker of the trainer before this one had to say: %s", words)
+                logger.warning("the worker of the previous trainer logged: %s", words)
         except BaseException as error:
             if is_interrupt(error) or is_attached:  # the worker has the memory of the previous trainer
                 client.detach()
@@ -406,7 +406,7 @@ class Supervisor:
                 continue
             is_taken_over = other._job == self._job is not None and (other.is_over() or not only_stale)
             if is_taken_over and other._has_begun and not other._over:
-                logger.warning("what this process had for the same folder or address is closed: it is used anew")
+                logger.warning("an earlier checkpointer or publisher of this process for this place is closed")
                 other._over = _TAKEN_OVER
             if other._over:  # even if it has only loaded: nothing else would end its threads
                 other.close_owner("as another takes over", linger=True)
@@ -418,7 +418,8 @@ class Supervisor:
         try:
             self._close_owner(linger)
         except CheckpointError as error:
-            logger.error("while closing %s: %s", when, str(error))
+            if not error.is_logged:
+                logger.error("closing a checkpointer or publisher %s failed: %s", when, str(error))
             if not isinstance(error, ClosedError):  # after a ``ClosedError`` the worker goes on with the saves
                 note_loss()
 

@@ -76,7 +76,7 @@ def make(call: Callable[[], object]) -> None:
         except MemoryError:
             time.sleep(_AGAIN_S)
         except BaseException:
-            logger.exception("a call failed, and nobody was told: please report this")
+            logger.exception("a call in the background failed: please report this")
             return
 
 
@@ -136,9 +136,8 @@ class Turn:
             self._lock, self._owner = threading.RLock(), os.getpid()
         if self._lock._is_owned():  # type: ignore[attr-defined]
             raise CheckpointError(
-                "this was called out of another call of the same checkpointer, in the same thread: by a signal handler,"
-                " or while it asks the state for its values; have the handler set a flag, and save when that call has"
-                " returned"
+                "a call was made inside of another call of the same checkpointer, by a signal handler or while the"
+                " state is asked for its values; have the handler set a flag, and save when that call has returned"
             )
         return self._lock
 

@@ -1,8 +1,12 @@
-"""Offloaded parameters: those of a module, off their device and back, for trainers that share it with inference.
+"""Offload a module's parameters from the device to the host and back, for a device shared with inference.
 
-What is moved is the memory behind the tensors (their storages): no parameter is replaced, no ``.data`` is set. So
-optimizers, tied parameters, views, FSDP2's shards, flat buffers and DDP's hooks stay as they are, and training goes on
-bit for bit as if nothing had been offloaded. Take this file, and change it as you like; ``offload_sync.py`` uses it.
+    parameters = OffloadedParameters(model, "cuda")  # once; moves nothing yet
+    parameters.offload()  # to the host
+    parameters.load()  # back to the device
+
+Only the memory behind the tensors (their storages) moves: no parameter is replaced, and no ``.data`` is set.
+Optimizers, tied parameters, views, FSDP2's shards, flat buffers and DDP's hooks stay valid. The training continues bit
+for bit as without offloading. Copy this file, and change it; ``offload_sync.py`` uses it.
 """
 
 from __future__ import annotations
@@ -33,12 +37,12 @@ _COPY_LIMIT_S = 600.0
 
 _T = TypeVar("_T")
 _State = tuple[StorageWeakRef, tuple[int, ...]]
-"""Tells what a storage had in it from anything that any has in it later, and does not hold on to its memory."""
+"""Identify the contents of a storage, without keeping its memory alive."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A storage, and how often torch has seen each tensor in it change."""
+    """A storage, and the number of changes that torch has seen of each tensor in it."""
 
     storage: torch.UntypedStorage
     versions: tuple[int, ...]
@@ -49,67 +53,73 @@ class _Part:
 
 
 class OffloadedError(CheckpointError):
-    """Parameters were needed while they were offloaded: load them first."""
+    """The module was called while its parameters were offloaded. Load them first."""
 
 
 class OffloadedParameters:
-    """The parameters and buffers of a module that are on ``device``, which can be brought to the host and back.
+    """Move the parameters and buffers of a module on ``device`` to the host and back.
 
-    It is the storages that are emptied and filled; no tensor is replaced or moved. Whatever has them still has them:
-    optimizers, views, tied parameters, the flat buffers of FSDP and Megatron-LM (which would keep a tensor's old
-    memory if it were given other ``.data``), the hooks of DDP (which autograd drops when a tensor changes device).
-    A ``DTensor`` is offloaded as its local shard. Gradients stay where they are.
+    Storages are emptied and filled; no tensor is replaced or moved. All references to the tensors stay valid:
+    optimizers, views, tied parameters, the flat buffers of FSDP and Megatron-LM (after a change of ``.data`` they would
+    keep the old memory), and the hooks of DDP (autograd drops them if a tensor changes device). A ``DTensor`` is
+    offloaded as its local shard. Gradients stay on the device.
 
-    While they are offloaded, a tensor says that it is on the device, and has no memory there. To compute with it would
-    end the process: a call of the module, of one in it, or of ``state_dict`` raises ``OffloadedError``; the step of an
-    optimizer does not, nor what reads a tensor by itself. No graph of autograd that is yet to go backward may need
-    them: offload between two steps.
+    An offloaded tensor still reports the device, but has no memory there. Computing with it would crash the process.
+    A call of the module, of a submodule, or of ``state_dict`` therefore raises ``OffloadedError``. An optimizer step,
+    and code that reads a tensor directly, are not checked. Offload between two steps: a pending backward must not need
+    the parameters.
 
-    The host's memory is taken by the first ``offload`` and used again by later ones, as long as the storages keep
-    their sizes; it is given back with this object. An offloaded module keeps this object.
+    The first ``offload`` allocates the host's memory. Later calls reuse it while the storages keep their sizes. The
+    memory is freed with this object. An offloaded module keeps this object alive.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str, *, threads: int = 4) -> None:
-        """Moves nothing yet.
+        """Set the module. Nothing is moved yet.
 
         Args:
-            module: Whose parameters and buffers they are.
-            device: Where they are; without an index, any device of its kind.
-            threads: How many copy.
+            module: The module with the parameters and buffers.
+            device: Their device. Without an index: any device of this kind.
+            threads: Number of copying threads.
         """
         self.loaded = True
-        """Whether they are on the device."""
+        """Whether the parameters are on the device."""
         self._module = module
         self._device = torch.device(device)
         self._threads = threads
         self._memory: _HostMemory | None = None
-        self._offloaded: list[_Part] = []  # in the places of the memory
-        self._known: Sequence[_State | None] = []  # what is in the places of the memory, while they are loaded
+        self._offloaded: list[_Part] = []  # in the order of the memory's places
+        self._known: Sequence[_State | None] = []  # contents of the places while the parameters are loaded
         self._guards = contextlib.ExitStack()
 
     def offload(self, *, unchanged: bool = False) -> int:
-        """Bring them to the host, unless they are there, and give the memory of the device back to torch's allocator.
+        """Copy the parameters to the host, unless the host has them already, and free their memory on the device.
 
-        It waits for saves that still copy (``Config.overlap``). Returns bytes copied. If this raises, they all are on
-        the device. After it, ``torch.cuda.empty_cache()`` gives the memory to other processes.
+        Wait for saves that still copy (``Config.overlap``). The memory goes to torch's allocator;
+        ``torch.cuda.empty_cache()`` then frees it for other processes. If this call raises, all parameters are on the
+        device.
 
-        ``unchanged``: nothing has changed them since ``load``, as in a sync that only reads them; what is at the host
-        already is not copied again. It has to be said, because torch counts only changes that it sees: not those
-        through ``.data``, nor those by kernels and collectives of others. Those it sees are copied in any case.
+        Args:
+            unchanged: True if nothing has changed the parameters since ``load``, as in a sync that only reads them.
+                Then the copies on the host are reused. torch does not see changes through ``.data``, or by kernels and
+                collectives of other libraries, so the caller must promise this. Changes that torch sees are copied in
+                any case.
+
+        Returns:
+            The number of copied bytes.
         """
         if not self.loaded:
             return 0
-        wait_for_copies(_COPY_LIMIT_S)  # of a save that overlaps: their memory is about to go
+        wait_for_copies(_COPY_LIMIT_S)  # a save with overlap may still read this memory
         parts = self._parts()
         for part in parts:
             if not part.storage.resizable():
                 raise CheckpointError("some parameters are in memory that torch cannot give back, such as numpy's")
         known: Sequence[_State | None] = self._known if unchanged else []
-        self._known = []  # until all are copied, nothing is
+        self._known = []  # unknown until all are copied
         sizes = [part.storage.nbytes() for part in parts]
         if self._memory is None or self._memory.sizes != sizes:
             known = []
-            self._memory = None  # before more is taken
+            self._memory = None  # free the old memory before the new allocation
             self._memory = _HostMemory(sizes, parts[0].storage.device if parts else None)
         copied = self._in_parallel(_to_host, parts, self._memory.places, known or [None] * len(parts))
         self._offloaded = parts
@@ -119,14 +129,14 @@ class OffloadedParameters:
         return sum(copied)
 
     def load(self) -> int:
-        """Bring them back to the device, unless they are there. Returns bytes copied.
+        """Copy the parameters to the device, unless it has them already. Return the number of copied bytes.
 
-        If this raises, as when memory is short there, they all are offloaded still.
+        If this raises, for example because the device lacks memory, all parameters are still offloaded.
         """
         if self.loaded or self._memory is None:
             return 0
         try:
-            # On the caller's thread: torch's allocator gives memory to its current stream.
+            # torch's allocator uses the current stream, so allocate on the caller's thread.
             for part, nbytes in zip(self._offloaded, self._memory.sizes, strict=True):
                 part.storage.resize_(nbytes)
             copied = self._in_parallel(_to_device, self._offloaded, self._memory.places)
@@ -144,10 +154,10 @@ class OffloadedParameters:
             part.storage.resize_(0)
 
     def _parts(self) -> list[_Part]:
-        """Each storage once, in the order of the module."""
+        """Return each storage once, in the order of the module."""
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward with no backward leaves whole parameters in the place of shards
+                module.reshard()  # a forward without a backward leaves full parameters instead of shards
         found: dict[int, tuple[torch.UntypedStorage, list[int]]] = {}
         for tensor in chain(self._module.parameters(), self._module.buffers()):
             for plain in _plain(tensor):
@@ -158,7 +168,7 @@ class OffloadedParameters:
         return [_Part(storage, tuple(versions)) for storage, versions in found.values()]
 
     def _guard(self) -> None:
-        """Have calls of the module raise, before hooks of others, such as FSDP's, that gather its parameters."""
+        """Make calls of the module raise before other hooks run, such as FSDP's, which gather its parameters."""
         for module in self._module.modules():
             self._guards.enter_context(module.register_forward_pre_hook(self._refuse, prepend=True))
             self._guards.enter_context(module.register_state_dict_pre_hook(self._refuse))  # type: ignore[no-untyped-call]
@@ -167,8 +177,8 @@ class OffloadedParameters:
         raise OffloadedError("the parameters of this module are offloaded: load them first")
 
     def _in_parallel(self, task: Callable[..., _T], *arguments: Iterable[object]) -> list[_T]:
-        """What each task returned, in their order. No copy is under way when this ends, however it ends."""
-        synchronize_used()  # the threads have streams of their own, which wait for none that the caller uses
+        """Run the task in threads. Return the results in order. No copy runs any more when this returns or raises."""
+        synchronize_used()  # the streams of the threads do not wait for the caller's streams
         try:
             with ThreadPoolExecutor(self._threads, thread_name_prefix="asyncckpt-offload") as pool:
                 return list(pool.map(task, *arguments))
@@ -177,13 +187,13 @@ class OffloadedParameters:
 
 
 class _HostMemory:
-    """A place for each of some tensors' bytes, in one piece of memory, which is given back with this object.
+    """One piece of host memory with a place for each storage. The memory is freed with this object.
 
-    Not torch's pinned memory, which is rounded up to the next power of two: 33 GiB would take 64.
+    torch's own pinned memory would be rounded up to the next power of two: 33 GiB would take 64 GiB.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device | None) -> None:
-        """``sizes`` in bytes, none of them 0. Raises ``OutOfMemoryError``."""
+        """Allocate the places. ``sizes`` are in bytes, and not 0. Raise ``OutOfMemoryError`` if memory is short."""
         self.sizes = list(sizes)
         offsets: list[int] = []
         end = 0
@@ -200,12 +210,12 @@ class _HostMemory:
             segment.close()
             raise
         self._give_back = weakref.finalize(self, _give_back, pinned, segment)
-        self._give_back.atexit = False  # the process ends, and the driver may be gone already
+        self._give_back.atexit = False  # at exit, the driver may have been unloaded already
         self.places = [
             torch.frombuffer(segment.view[offset : offset + nbytes], dtype=torch.uint8)
             for offset, nbytes in zip(offsets, sizes, strict=True)
         ]
-        """As bytes, in the order of the sizes."""
+        """The places as tensors of bytes, in the order of ``sizes``."""
 
 
 def _give_back(pinned: PinnedMemory | None, segment: Segment) -> None:
@@ -215,7 +225,7 @@ def _give_back(pinned: PinnedMemory | None, segment: Segment) -> None:
 
 
 def _to_host(part: _Part, place: torch.Tensor, known: _State | None) -> int:
-    """Bytes copied: none if ``known``, which is in ``place`` and to be relied on, is what ``part`` has."""
+    """Copy the part to its place, unless ``known`` says that the place has it. Return the number of copied bytes."""
     if part.state == known:
         return 0
     with use(part.storage.device), torch.inference_mode():
@@ -236,10 +246,10 @@ def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:
 
 
 def _plain(tensor: object) -> Iterator[torch.Tensor]:
-    """The tensors that a ``DTensor``, or another wrapper, has its data in; any other is one itself."""
+    """Yield the plain tensors in a ``DTensor`` or another wrapper. Yield a plain tensor itself."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:  # a device mesh is among them, in newer torch
+        for name in names:  # in newer torch, one is a device mesh
             yield from _plain(getattr(tensor, name))
     elif isinstance(tensor, torch.Tensor):
         yield tensor

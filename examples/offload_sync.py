@@ -1,4 +1,4 @@
-"""A sync of weights whose parameters are kept off the device: load, sync, offload, and how long each takes.
+"""Load offloaded parameters, sync them to an inference engine, offload them again, and measure each phase.
 
     parameters = OffloadedParameters(model, "cuda")  # of offload.py; once, and it moves nothing yet
 
@@ -12,7 +12,7 @@
     metrics = sync_with_offload(parameters.load, sync, partial(parameters.offload, unchanged=True))
     logger.log(metrics.as_dict("timing_s/"), step)  # timing_s/load_s, timing_s/stage_s, timing_s/offload_s, ...
 
-Where the sync awaits, ``loaded`` is the same as a context manager.
+If the sync uses ``await``, use the context manager ``loaded`` instead.
 """
 
 from __future__ import annotations
@@ -35,42 +35,43 @@ Phase = Literal["load", "wait", "plan", "stage", "publish", "transfer", "apply",
 
 @dataclass
 class SyncMetrics:
-    """Seconds of each phase of one sync, and what it moved.
+    """Seconds of each phase of one sync, and the number of moved bytes.
 
-    A phase that did not take place has exactly 0.0; one that took place several times has the sum. Each is measured
-    with ``measure``, and so ends when the device has finished, not when the last of its work is queued.
+    A phase that did not run has exactly 0.0. A phase that ran several times has the sum. ``measure`` measures each
+    phase until the device has finished, not until its work is queued.
     """
 
     load_s: float = 0.0
-    """Bringing offloaded parameters to the device."""
+    """Copying offloaded parameters to the device."""
     wait_s: float = 0.0
-    """Waiting for others: for a free slot, for a receiver."""
+    """Waiting for a free slot or for a receiver."""
     plan_s: float = 0.0
-    """Laying out the weights; 0.0 as long as the layout of an earlier sync still fits."""
+    """Planning the layout of the weights; 0.0 if the layout of an earlier sync still fits."""
     stage_s: float = 0.0
-    """Copying them into shared memory."""
+    """Copying the weights into shared memory."""
     publish_s: float = 0.0
     """Announcing the version."""
     transfer_s: float = 0.0
-    """Sending them to other hosts."""
+    """Sending the weights to other hosts."""
     apply_s: float = 0.0
-    """Bringing them into the inference engine."""
+    """Loading the weights into the inference engine."""
     sync_s: float = 0.0
-    """All that is between load and offload: the phases from ``wait_s`` to ``apply_s``, and what is in none of them."""
+    """All time between load and offload: the phases from ``wait_s`` to ``apply_s``, and the time between them."""
     offload_s: float = 0.0
-    """Giving the device's memory back."""
+    """Freeing the device's memory."""
     total_s: float = 0.0
     bytes_staged: int = 0
     bytes_sent: int = 0
     version: int | None = None
-    """That of the weights, if they have one."""
+    """The version of the weights, if there is one."""
     result: Any = field(default=None, repr=False)
-    """What ``sync`` returned, see ``sync_with_offload``."""
+    """The result of ``sync``, see ``sync_with_offload``."""
 
     @contextlib.contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
-        """Add the time that the body takes to a phase: from when devices are done with what came before, until they are
-        done with this.
+        """Add the time of the body to a phase.
+
+        The time starts when the devices have finished earlier work, and ends when they have finished the body's work.
         """
         name = f"{phase}_s"
         before: float = getattr(self, name)
@@ -79,19 +80,19 @@ class SyncMetrics:
         try:
             yield
             synchronize_used()
-        finally:  # if it failed, the time until then
+        finally:  # after a failure: the time until the failure
             setattr(self, name, before + time.perf_counter() - began)
 
     def count(self, publication: Publication) -> None:
-        """Add what a ``publish`` measured of itself, which its ``publication`` has."""
+        """Add the timings that ``publish`` measured itself and stored in its ``publication``."""
         for name, seconds in publication.timings.items():
             setattr(self, name, getattr(self, name) + seconds)
         self.bytes_staged += publication.nbytes
         self.version = publication.version
 
     def as_dict(self, prefix: str = "") -> dict[str, float]:
-        """All numbers, for a logger, by their names with ``prefix`` before them: ``as_dict("timing_s/")`` has
-        ``"timing_s/load_s"``. No version if it has none.
+        """Return all numbers for a logger. ``prefix`` precedes the names: ``as_dict("timing_s/")`` has
+        ``"timing_s/load_s"``. Without a version, the result has no version.
         """
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "result"}
         return {prefix + name: value for name, value in values.items() if value is not None}
@@ -104,14 +105,17 @@ def sync_with_offload(
     *,
     metrics: SyncMetrics | None = None,
 ) -> SyncMetrics:
-    """Call ``load``, ``sync`` and ``offload``, one after the other, and measure each. What fails is as in ``loaded``.
+    """Call ``load``, ``sync`` and ``offload`` in this order, and measure each. Errors are handled as in ``loaded``.
 
     Args:
-        load: Brings the parameters to the device; None where they are not offloaded.
-        sync: Is given the metrics, to fill in what it knows of its own phases (``with metrics.measure("stage"): ...``).
-            What it returns is their ``result``.
-        offload: Takes the parameters off the device; it is called in any case.
-        metrics: The caller's own, which it has also if this raises.
+        load: Copies the parameters to the device; ``None`` if they are not offloaded.
+        sync: Receives the metrics, and measures its own phases (``with metrics.measure("stage"): ...``). The metrics'
+            ``result`` is its return value.
+        offload: Moves the parameters off the device. It is called in any case.
+        metrics: The caller's metrics, which are filled also if this function raises.
+
+    Returns:
+        The metrics.
     """
     with loaded(load, offload, metrics=metrics) as metrics:
         metrics.result = sync(metrics)
@@ -122,13 +126,13 @@ def sync_with_offload(
 def loaded(
     load: Callable[[], object] | None, offload: Callable[[], object] | None, *, metrics: SyncMetrics | None = None
 ) -> Iterator[SyncMetrics]:
-    """``load``, then the body, the sync, which may await, then ``offload``.
+    """Call ``load``, run the body (the sync, which may use ``await``), then call ``offload``.
 
     Args:
         load: As in ``sync_with_offload``.
-        offload: Is called also if ``load`` or the body raises. After a ``load`` that came half the way, parameters are
-            in both places, and it must be able to start from there. If it raises then, too, the error is still the
-            first; the second is logged, and is a note of the first.
+        offload: Is called also if ``load`` or the body raises. If ``load`` fails halfway, some parameters are on the
+            device, and ``offload`` must accept this. If ``offload`` raises, too, the first error is raised. The second
+            error is logged, and added to the first as a note.
         metrics: As in ``sync_with_offload``.
     """
     metrics = SyncMetrics() if metrics is None else metrics
@@ -151,7 +155,7 @@ def loaded(
             except Exception as second:
                 logger.error("offloading failed, after a sync that failed", exc_info=True)
                 text = "".join(traceback.format_exception(second, chain=False))
-                # As ``add_note`` of Python 3.11 does; before that, nobody prints it.
+                # The same as ``add_note`` of Python 3.11. Older versions do not print notes.
                 notes = [*getattr(error, "__notes__", []), f"Then offloading failed, too:\n{text}"]
                 error.__notes__ = notes  # type: ignore[attr-defined]
             raise

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Reinforcement learning in small: a trainer, and rollout processes that write text with its newest weights.
+"""A small reinforcement learning loop: a trainer, and rollout processes that write text with its newest weights.
 
     examples/rl_sync.py                               # 150 steps, two rollout processes: half a minute on two cores
-    examples/rl_sync.py --checkpoints checkpoints     # the same copies are saved, too
+    examples/rl_sync.py --checkpoints checkpoints     # also saves the published copies
 
-The policy is a character model, and is rewarded for each letter that comes after the one before it in the alphabet.
-The trainer publishes its weights after every step and goes on; each rollout takes the newest there are when it begins a
-text. So a text is of weights some steps old, its staleness, which is printed with the times that both sides lose.
+The policy is a character model. It is rewarded for each letter that follows the previous letter in the alphabet. The
+trainer publishes its weights after every step, and continues. Each rollout loads the newest weights before it begins a
+text. The weights of a text are therefore some steps old (its staleness). The script prints the staleness, and the times
+that publishing and loading take.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TEXTS = 16
 
 
 class Policy(nn.Module):
-    """Letter by letter: what comes next."""
+    """Predict the next letter of a text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def write(self) -> Tensor:
-        """Some texts, as numbers of letters, each from a random first letter on."""
+        """Write texts from random first letters. Return the numbers of the letters."""
         letters = torch.randint(len(LETTERS), (TEXTS, 1))
         state = None
         for _ in range(LENGTH):
@@ -65,7 +66,7 @@ def rewards(letters: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Experience:
-    """What one rollout wrote with the weights of ``version``, and the seconds that it took to get those."""
+    """Texts that a rollout wrote with the weights of ``version``, and the seconds to acquire these weights."""
 
     version: int
     letters: list[list[int]]
@@ -82,14 +83,14 @@ def roll_out(number: int, address: str, root: str | None, experiences: Any, stop
         while not stop.is_set():
             begun = time.perf_counter()
             with subscriber.acquire() as weights:
-                policy.load_state_dict(dict(weights))  # the one copy, into the engine's own memory
+                policy.load_state_dict(dict(weights))  # the only copy, into the engine's memory
                 acquired = time.perf_counter() - begun
             texts = policy.write().tolist()
             while not stop.is_set():
                 try:
                     experiences.put(Experience(weights.version, texts, acquired), timeout=0.1)
                     break
-                except queue.Full:  # the trainer is behind
+                except queue.Full:  # the trainer is slower
                     pass
 
 
@@ -139,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rollouts", type=int, default=2, help="processes")
-    parser.add_argument("--checkpoints", help="save there after every step, and publish what was staged for that")
+    parser.add_argument("--checkpoints", help="folder: save after every step, and publish the staged copy")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     address = f"rl-sync-{os.getpid()}"

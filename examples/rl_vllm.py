@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Reinforcement learning in small, with vLLM: a trainer, and an engine that writes text with its newest weights.
+"""A small reinforcement learning loop with vLLM: a trainer, and an engine that writes text with its newest weights.
 
-    examples/rl_vllm.py               # 60 steps on a CPU: about a minute on two cores; wants vllm and transformers
+    examples/rl_vllm.py               # 60 steps on a CPU: about a minute on two cores; needs vllm and transformers
 
-The policy is a tiny Llama, made here with random weights, and is rewarded for each letter that comes after the one
-before it in the alphabet. The trainer publishes its weights after every step, and knows nothing of vLLM. The process
-with the engine loads the newest there are before it writes, so a text is of weights some steps old, its staleness.
+The policy is a tiny Llama with random weights. It is rewarded for each letter that follows the previous letter in the
+alphabet. The trainer publishes its weights after every step, without vLLM. The process with the engine loads the newest
+weights before it writes. The weights of a text are therefore some steps old (its staleness).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEXTS = 32
 
 @dataclass(frozen=True)
 class Experience:
-    """What the engine wrote with the weights of ``version``, and the seconds that it took to have those."""
+    """Texts that the engine wrote with the weights of ``version``, and the seconds to load these weights."""
 
     version: int
     texts: list[list[int]]
@@ -55,7 +55,7 @@ def config() -> Any:
 
 
 def train(steps: int, address: str, experiences: Any, done: Event) -> None:
-    """The trainer's process."""
+    """Run the trainer."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -100,7 +100,7 @@ def train(steps: int, address: str, experiences: Any, done: Event) -> None:
 
 
 def roll_out(address: str, experiences: Any, done: Event, trainer: Any) -> None:
-    """The process with the engine."""
+    """Run the engine, and write texts until the trainer ends."""
     from vllm import LLM, SamplingParams
 
     from asyncckpt.integrations.vllm.updater import EngineUpdater
@@ -134,7 +134,7 @@ def roll_out(address: str, experiences: Any, done: Event, trainer: Any) -> None:
                 try:
                     experiences.put(Experience(version, texts, updated), timeout=0.1)
                     break
-                except queue.Full:  # the trainer is behind
+                except queue.Full:  # the trainer is slower
                     pass
 
 

@@ -3,9 +3,14 @@
 # ask for a newer platform than this one; what is used of them is pure Python.
 # shellcheck shell=bash
 
+# Whether a peer needs nothing: it is there, or it is none of $WANTED_PEERS. All are wanted if that is not set.
+asyncckpt_peer_is_done() {
+    [ -d "$VENV/peers/$1" ] || [[ " ${WANTED_PEERS-$1} " != *" $1 "* ]]
+}
+
 asyncckpt_peer() {
     local folder="$VENV/peers/$1" python=$2 platform=$3 what=$4
-    if [ -d "$folder" ]; then
+    if asyncckpt_peer_is_done "$1"; then
         return
     fi
     echo "Unpacking $what into $folder" >&2
@@ -21,7 +26,7 @@ asyncckpt_peer() {
 # so an environment that venv.sh has not finished yet does not get it.
 asyncckpt_peer_from_source() {
     local folder="$VENV/peers/$1" what=$2
-    if [ -d "$folder" ] || [ ! -f "$VENV/asyncckpt.stamp" ]; then
+    if asyncckpt_peer_is_done "$1" || [ ! -f "$VENV/asyncckpt.stamp" ]; then
         return
     fi
     echo "Building $what into $folder" >&2
@@ -35,7 +40,7 @@ asyncckpt_peer_from_source() {
 # Several at once, in one folder, for this interpreter. What one of them alone cannot be had for, none is.
 asyncckpt_peers_together() {
     local folder="$VENV/peers/$1"
-    if [ -d "$folder" ]; then
+    if asyncckpt_peer_is_done "$1"; then
         return
     fi
     echo "Unpacking ${*:2} into $folder" >&2
@@ -62,6 +67,7 @@ asyncckpt_peer spmd-types-0.2.3 3.11 any spmd_types==0.2.3
 asyncckpt_peer tyro-1.0.17 3.11 any tyro==1.0.17
 asyncckpt_peer docstring-parser-0.18.0 3.11 any docstring_parser==0.18.0
 asyncckpt_peer typeguard-4.6.0 3.11 any typeguard==4.6.0
+asyncckpt_peer torch-checkpointing-0.1.1 3.11 any torch_checkpointing==0.1.1
 # DeepSpeed, with what it imports that is not here for something else.
 asyncckpt_peer_from_source deepspeed-0.19.8 deepspeed==0.19.8
 asyncckpt_peer hjson-3.1.0 3.11 any hjson==3.1.0

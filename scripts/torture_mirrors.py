@@ -4,7 +4,8 @@
     scripts/torture_mirrors.py                      # 300 kills on four hosts: some minutes on two cores
     scripts/torture_mirrors.py --kills 5            # a taste
 
-All elements of a version equal its number, except in one constant tensor, which is sent only once. A host is a runtime
+All elements of a version equal its number, except in two tensors. One is constant, and sent only once. In the other,
+each version changes a few scattered elements, which are sent as a patch. A host is a runtime
 folder. Readers on each host check every element. The exit code is 1 if an element has another version, a process fails
 by itself, or a reader receives nothing new for a minute.
 """
@@ -39,23 +40,31 @@ LIMIT_S = 60.0
 CONFIG = Config(timeout=LIMIT_S, linger=2.0)
 SIZES = (1_500_000, 300_000, 70, 1)
 CONSTANT = 1_000_000
+# A version changes each of these elements whose number has the same rest.
+SPARSE, PERIOD = 1_000_000, 64
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["asyncckpt.weights"])
+
+
+def expected(name: str, version: int) -> torch.Tensor:
+    """Return the elements of a tensor in a version. The result is broadcast to the shape."""
+    if name == "sparse":
+        return (version - (version - torch.arange(SPARSE)) % PERIOD).float()
+    return torch.tensor(1.0 if name == "constant" else float(version))
 
 
 def _publish(runtime: str, locator: str, published: Synchronized[int]) -> None:
     os.environ[FOLDER_VARIABLE] = runtime
     torch.set_num_threads(1)
     state = {f"layer.{number}.weight": torch.zeros(size) for number, size in enumerate(SIZES)}
-    state["constant"] = torch.ones(CONSTANT)
+    state |= {"constant": torch.zeros(CONSTANT), "sparse": torch.zeros(SPARSE)}
     with WeightPublisher(ADDRESS, when_busy="wait", config=CONFIG) as publisher:
         publisher.serve("127.0.0.1", file=locator)
         while True:
             version = published.value + 1
             for name, tensor in state.items():
-                if name != "constant":
-                    tensor.fill_(version)
+                tensor.copy_(expected(name, version))
             publisher.publish(state, version)
             published.value = version
             time.sleep(0.05)
@@ -70,8 +79,7 @@ def _read(runtime: str, locator: str, reads: Synchronized[int], wrong: Synchroni
             with subscriber.acquire(newest + 1, timeout=LIMIT_S) as weights:
                 newest = weights.version
                 wrong.value += any(
-                    not bool((tensor == (1 if name == "constant" else newest)).all())
-                    for name, tensor in weights.items()
+                    not bool((tensor == expected(name, newest)).all()) for name, tensor in weights.items()
                 )
             reads.value += 1
 

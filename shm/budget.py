@@ -22,7 +22,7 @@ def available_bytes(cgroup_root: Path = _CGROUP) -> int:
     try:
         limits = [psutil.virtual_memory().available]
     except OSError as error:
-        raise OutOfMemoryError(f"it is not known how much memory is left: {error}") from error
+        raise OutOfMemoryError(f"the free memory of this host is not known: {error}") from error
     for folder, limit_name, usage_name in cgroup_folders(cgroup_root):
         limit = _read_number(folder / limit_name)
         usage = _read_number(folder / usage_name)

@@ -1,4 +1,4 @@
-"""Copies by address: single copies by the C library, and batches past the CPU caches if the extension is compiled."""
+"""Copies and comparisons by address. Batches of copies bypass the CPU caches if the extension is compiled."""
 
 from __future__ import annotations
 
@@ -45,17 +45,21 @@ memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _COPY_ALONE_BYTES = 256 << 10
 
 
-def _compiled() -> Callable[..., None] | None:
-    """Return the function of ``_copies.c``; None if it is not compiled."""
+def _compiled(name: str, result: type[ctypes.c_size_t] | None, *arguments: type) -> Callable[..., Any] | None:
+    """Return a function of ``_copies.c``; None if it is not compiled."""
     if (library := compiled(__file__, "_copies")) is None:
         return None
-    function: Any = library.asyncckpt_copy_many
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_size_t]
+    function: Any = getattr(library, name)
+    function.restype, function.argtypes = result, arguments
     return function  # type: ignore[no-any-return]
 
 
-_copy_many = _compiled()
+_VOID, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_copy_many = _compiled("asyncckpt_copy_many", None, _VOID, _VOID, _VOID, _SIZE)
+differing = _compiled("asyncckpt_differing", _SIZE, _VOID, _VOID, _SIZE, _VOID, _SIZE)
+"""Finds 16-bit words that differ, see ``_copies.c``; None if it is not compiled."""
+BLOCK = 4096
+"""The room that ``differing`` needs beyond the maximum number of words."""
 IS_COMPILED = _copy_many is not None
 """Whether ``copy_many`` bypasses the CPU caches and releases Python's lock."""
 

@@ -32,7 +32,7 @@ has_obstore = importlib.util.find_spec("obstore") is not None
 _FOR_STORES = (
     *("engine/test_object_stores.py", "engine/test_sets_on_stores.py"),
     *("asyncckpt/storage/test_object_store.py", "asyncckpt/storage/test_stock_names.py"),
-    *("exporting/test_stored_there.py", "report/test_on_stores.py"),
+    *("exporting/test_stored_there.py", "report/test_on_stores.py", "test_party_on_stores.py"),
 )
 collect_ignore = [] if has_obstore else list(_FOR_STORES)
 
@@ -198,8 +198,11 @@ def subscriber() -> Iterator[WeightSubscriber]:
 
 
 @pytest.fixture
-def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty) -> Path:
-    """Return the path of a file. The worker writes nothing before this file exists."""
-    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(tmp_path / "gate"))
+def gate(runtime: Path, monkeypatch: pytest.MonkeyPatch, faulty_worker: Faulty) -> Iterator[Path]:
+    """Yield the path of a file. The worker writes nothing before this file exists."""
+    # Unlike ``tmp_path``, this folder is kept while a worker still writes after the test.
+    gate = runtime.parent / "gate"
+    monkeypatch.setenv("ASYNCCKPT_TEST_GATE", str(gate))
     faulty_worker("write:hold")
-    return tmp_path / "gate"
+    yield gate
+    gate.touch()

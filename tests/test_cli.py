@@ -113,7 +113,7 @@ def test_inspect_of_a_sharded_one(root: Path, capsys: pytest.CaptureFixture[str]
     assert "0,0" in out and "4x3" in out and "__0_0.distcp" in out
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_what_stock_dcp_wrote(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dcp_save({"w": torch.zeros(4, 3), "n": 3}, checkpoint_id=str(root))
     status, out = _run(capsys, "inspect", root)
@@ -185,6 +185,7 @@ def test_every_choice_has_a_variable() -> None:
     values |= {"link_unchanged": "no", "differing_replicas": "raise"}
     values |= {"transport": "nixl", "port_range": "1-3"}
     values |= {"assume_constant_structure": "on", "progress": "no", "on_event": "builtins:print"}
+    values |= {"parties": "loader"}
     environment = {option.variable: values.get(name, "3") for name, option in _OPTIONS.items()}
     assert set(_OPTIONS) == names and len(environment) == len(names)
     unread = [name for name in names if getattr(Config.from_env(environment), name) == getattr(Config(), name)]

@@ -162,7 +162,7 @@ def test_one_whose_endpoint_was_removed(root: Path, shell: Shell, runtime: Path)
     for file in runtime.iterdir():
         file.unlink()
     facts = shell.listed(worker)
-    assert facts is not None and not facts["has_trainer"] and "nobody at its endpoint" in facts["trouble"]
+    assert facts is not None and not facts["has_trainer"] and "no process listens at its endpoint" in facts["trouble"]
     assert shell("--end", worker)[0] == 0 and not is_running(worker)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
+import os
 import re
 import subprocess
+import symtable
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import docs_pictures
 import griffe
 import pytest
 from support.pages import DOCS, HERE, TRAINING, Block, blocks, first_steps, pages, run_forked, script
@@ -17,6 +21,7 @@ from support.pages import DOCS, HERE, TRAINING, Block, blocks, first_steps, page
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 _ENTRY = re.compile(r"^::: (\S+)$", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_CODE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _INTEGRATIONS = "asyncckpt.integrations"
 
 
@@ -86,7 +91,8 @@ def test_every_public_name_has_its_entry() -> None:
     assert set(_public()) - entries == set()
     unknown = entries - set(_public())
     # Objects that are returned, or made by a framework, and never imported.
-    assert {name.rpartition(".")[2] for name in unknown} == {"Exported", "AsyncckptFSDPManager"}
+    of_verl = {f"Asyncckpt{engine}Manager" for engine in ("FSDP", "Megatron", "TorchTitan", "VeOmni")}
+    assert {name.rpartition(".")[2] for name in unknown} == {"Exported", *of_verl}
 
 
 def test_every_entry_has_an_example() -> None:
@@ -135,6 +141,48 @@ def test_what_pages_import_is_there() -> None:
         compile(block.text, f"{block.page}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         for name in _imported(block):
             _found(name)
+
+
+# The pages show fragments. Names that a page uses without a definition are of any type.
+_GIVEN = "import json, os, torch, asyncckpt; from typing import Any; from asyncckpt import Checkpointer, Config"
+_LOOSE = (
+    "# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators,"
+    ' no-warn-unreachable, disable-error-code="no-redef,has-type,used-before-def,union-attr,func-returns-value,misc"'
+)
+
+
+def _used(table: symtable.SymbolTable) -> Iterator[str]:
+    """Yield the global names that a block of Python uses."""
+    for symbol in table.get_symbols():
+        if symbol.is_global() or (table.get_type() == "module" and symbol.is_referenced()):
+            yield symbol.get_name()
+    for child in table.get_children():
+        yield from _used(child)
+
+
+def _module(page: Path) -> str:
+    """Return the Python of a page as a module for mypy, with the line numbers of the page."""
+    code = script(page, all_blocks=True)
+    top = symtable.symtable(code, str(page), "exec")
+    known = {each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported()}
+    known |= {*dir(builtins), "json", "os", "torch", "asyncckpt", "Checkpointer", "Config"}
+    kinds = {"ckpt": "Checkpointer", "checkpointer": "Checkpointer"}
+    declared = [f"{name}: {kinds.get(name, 'Any')}" for name in sorted({*_used(top)} - known)]
+    first = "; ".join([_GIVEN, *declared])
+    return f"{first}{code}\n{_LOOSE}\n"
+
+
+def test_the_types_of_the_examples_fit(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    for page in pages():
+        if any(_python(page)) and page.stem != "tutorial":  # its scripts are in examples/
+            name = "_".join(page.relative_to(HERE).with_suffix("").parts).replace("-", "_")
+            (tmp_path / f"{name}.py").write_text(_module(page))
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", str(tmp_path)]
+    found = subprocess.run(command, cwd=HERE, env=os.environ | {"MYPYPATH": ""}, capture_output=True, text=True)
+    # torch has no __all__ in the package of DCP.
+    wrong = [line for line in found.stdout.splitlines() if "does not explicitly export" not in line]
+    assert not wrong and not found.stderr, "\n".join([*wrong, found.stderr])
 
 
 @pytest.mark.usefixtures("forkserver")
@@ -205,10 +253,17 @@ def test_links_and_pictures_are_there() -> None:
     lost = [
         f"{page.relative_to(HERE)}: {link}"
         for page in pages()
-        for link in _LINK.findall(page.read_text())
+        for link in _LINK.findall(_CODE.sub("", page.read_text()))
         if "://" not in link and (page.parent / link).resolve() not in known
     ]
     assert not lost
+
+
+def test_pictures_are_as_the_script_draws_them() -> None:
+    drawn = {f"{name}.svg": draw().svg() for name, draw in docs_pictures.PICTURES.items()}
+    assert drawn == {path.name: path.read_text() for path in docs_pictures.FOLDER.iterdir()}
+    shown = "".join(page.read_text() for page in pages())
+    assert [name for name in drawn if f"pictures/{name}" not in shown] == []
 
 
 def test_what_builds_the_site_says_how_it_is_used() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from queue import SimpleQueue
 
@@ -71,6 +72,7 @@ def test_what_follows_a_save_is_done_when_it_is_durable(caplog: pytest.LogCaptur
     one.when_durable(lambda: wait_for_actions(60), "waiting for itself")
     late = one.when_durable(lambda: done.append("cancelled"), "being late")
     broken = other.when_durable(lambda: 1 // 0, "dividing")
+    exiting = other.when_durable(lambda: sys.exit("enough"), "exiting")
     undone = failed.when_durable(lambda: done.append("failed"), "removing")
     one.end(None)
     failed.end(CheckpointError("the disk is full"))
@@ -81,8 +83,8 @@ def test_what_follows_a_save_is_done_when_it_is_durable(caplog: pytest.LogCaptur
     go.set()
     wait_for_actions(60)
     assert done == ["slow"] and undone.result(60) is None
-    assert isinstance(broken.exception(60), ZeroDivisionError)
-    assert "not done: removing, as failed is not saved" in caplog.text and "dividing failed" in caplog.text
+    assert isinstance(broken.exception(60), ZeroDivisionError) and isinstance(exiting.exception(60), SystemExit)
+    assert "dividing failed" in caplog.text and "removing" not in caplog.text  # the failure of the save is logged
     other.when_durable(lambda: done.append("at once"), "")
     wait_for_actions(60)
     assert done == ["slow", "at once"]

@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
         endpoint_service.close()
         serving.close()
     if is_stuck:
-        logging.error("storage does not answer; leaving a write behind")
+        logging.error("storage does not answer: the worker exits, and a write stays unfinished")
         os._exit(1)
     for uploader in uploaders.values():
         uploader.close()  # waits for uploads; no trainer waits for this process

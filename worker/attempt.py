@@ -21,7 +21,8 @@ from typing import Any
 
 import xxhash
 
-from asyncckpt.errors import CheckpointError, StorageError, StructureChangedError
+from asyncckpt.config import TRAINER
+from asyncckpt.errors import CheckpointError, CutError, StorageError, StructureChangedError
 from asyncckpt.format import archive
 from asyncckpt.format.index import Index, spans
 from asyncckpt.format.manifest import (
@@ -45,8 +46,9 @@ from asyncckpt.format.segment_layout import (
     SpannedFile,
 )
 from asyncckpt.format.storage_meta import storage_meta
-from asyncckpt.format.write_request import ANY_PLAN
+from asyncckpt.format.write_request import ANY_PLAN, Joint
 from asyncckpt.ranks.rounds import Call, check_same_call
+from asyncckpt.storage import parties
 from asyncckpt.storage.history import time_of_creation
 from asyncckpt.storage.storage import OpenAttempt, OutputFile, Storage, exists_error
 from asyncckpt.worker.durable_files import DurableFile, DurableFiles
@@ -159,14 +161,16 @@ class Attempt:
         """Write the small files. Return this rank's report, for ``commit``. Raises ``StorageError``."""
         for name, data in self.request.small_files:
             self._write_small(name, data)
-        call = Call.of_save(self.request.step, self.request.path)
+        joint, call = self.request.joint, Call.of_save(self.request.step, self.request.path)
         timings = {CALLED_AT: self.request.called_at, **self.timings}
         report = {"files": self._files, "timings": timings, "plan": self.request.plan, "call": call}
         report["replicas"] = self.staged_image.replicas
-        return json.dumps(report).encode()
+        if joint is not None:
+            report["cut"] = joint.cut
+        return json.dumps(report).encode() if joint is None or not joint.party else parties.encoded(report)
 
     def commit(self, reports: Sequence[dict[str, Any]]) -> None:
-        """First rank: finalize the checkpoint. ``reports``: the reports of all ranks, in the order of the ranks.
+        """First rank: finalize the checkpoint. ``reports``: the reports of all ranks, then of all parties, in order.
 
         Raises ``StorageError`` or ``CheckpointExistsError``.
         """
@@ -192,7 +196,7 @@ class Attempt:
         if self._first_index is not None:
             with contextlib.suppress(StorageError):
                 self._first_index.close()
-        self.opened.discard(None if self.request.rank == 0 else self._names())
+        self.opened.discard(None if self.request.member == 0 else self._names())
 
     def _link(self, file: _LargeFile, pool: ThreadPoolExecutor) -> bool:
         """Link a file from the last durable save, if it has not changed since. Return whether it is linked."""
@@ -236,7 +240,7 @@ class Attempt:
                 raise NotImplementedError(type(file))
 
     def _index_name(self, number: int) -> str:
-        return index_name(self.request.rank, number)
+        return index_name(self.request.member, number)
 
     def _write_beside(self) -> None:
         """Write the small files in parallel with the large files, because they may have a twentieth of all bytes."""
@@ -248,30 +252,54 @@ class Attempt:
 
     def _write_manifest(self, reports: Sequence[dict[str, Any]]) -> None:
         request = self.request
+        ranks, others = reports[: request.world_size], reports[request.world_size :]
         # With constant structure, the trainers have not compared their calls.
-        check_same_call([Call(*report["call"]) for report in reports])
-        self._check_plans(reports)
+        check_same_call([Call(*report["call"]) for report in ranks])
+        self._check_plans(ranks)
         files = merged(report["files"] for report in reports)
+        if request.joint is not None:
+            files |= parties.marks(request.joint.parties) | self._join(request.joint, ranks, others)
         path = os.path.dirname(request.path)
         manifest = Manifest(
             attempt=request.attempt,
             step=request.step,
             created=time.time() if request.step is None else time_of_creation(path, request.since),
-            world_size=len(reports),
+            world_size=len(ranks),
             keep=request.keep,
             nbytes=sum(facts["bytes"] for facts in files.values()),
             files=files,
-            timings=of_all_ranks([report["timings"] for report in reports]),
+            timings=of_all_ranks([report["timings"] for report in ranks]),
             began=request.began,
             version=request.version,
             upload=request.upload,
         )
         self._write_small(MANIFEST_NAME, manifest.encode())
 
+    def _join(
+        self, joint: Joint, ranks: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """Check that the parts of ranks and parties belong together. Return the files that tell their names and cut."""
+        for rank, report in enumerate(ranks):
+            if report["cut"] != joint.cut:
+                raise CutError(f"rank {rank} has the cut {report['cut']!r}, and rank 0 has {joint.cut!r}", rank=rank)
+        name, data = parties.summary(joint.parties, joint.cut)
+        self._write_small(name, data)
+        files = {name: self._files[name]}
+        for party, report in zip(joint.parties, others, strict=True):
+            if report["call"][1] != ranks[0]["call"][1]:
+                raise CutError(f"the party {party!r} {report['call'][0]}, and the trainer {ranks[0]['call'][0]}")
+            if report["cut"] != joint.cut:
+                raise CutError(f"the party {party!r} has the cut {report['cut']!r}, and the trainer has {joint.cut!r}")
+            data = parties.encoded(report)
+            files[parties.name_of(party)] = {"bytes": len(data), "xxh3": f"{checksum(data):016x}"}
+        return files
+
     def _names(self) -> list[str]:
         """Return the names of the files that this rank may have created."""
         large = self._large_names
-        return [*large, *map(self._index_name, range(len(large))), *dict(self.request.small_files)]
+        party = self.request.party
+        reports = [parties.name_of(party), parties.name_of(party, "begun")] if party else []
+        return [*large, *map(self._index_name, range(len(large))), *dict(self.request.small_files), *reports]
 
     def _create(self, name: str) -> OutputFile:
         if self._first_index is None or name != self._index_name(0):
@@ -299,7 +327,7 @@ class Attempt:
         for rank, plan in enumerate(plans):
             if plan not in (known, ANY_PLAN):
                 raise StructureChangedError(
-                    f"rank {rank} has saved a state of another structure (other names, for one) than rank 0, and"
+                    f"rank {rank} has saved a state of another structure (such as other names) than rank 0, and"
                     " assume_constant_structure was promised; save the same on all ranks, or do not promise that",
                     rank=rank,
                 )
@@ -310,11 +338,13 @@ class Attempt:
         for rank, report in enumerate(reports):
             missing = report["files"].keys() & missing_names
             if missing:
+                party = rank - self.request.world_size
+                who = f"rank {rank}" if party < 0 else f"the party {self.request.parties[party]!r}"
                 raise StorageError(
-                    f"rank {rank} has written {sorted(missing)[0]}, and rank 0 does not see it here: all ranks must"
+                    f"{who} has written {sorted(missing)[0]}, and rank 0 does not see it here: all ranks must"
                     " save to the same path, on a file system that all nodes share",
                     path=self.opened.path,
-                    rank=rank,
+                    rank=rank if party < 0 else None,
                 )
 
     def _image(self, file: LargeFile) -> memoryview:
@@ -360,10 +390,15 @@ def begin_attempt(storage: Storage, staged_image: StagedImage, durable: DurableF
     beside = sum(region.nbytes for region in layout.constants())
     beside += sum(len(data) for _, data in request.small_files)
     # The locks of other hosts may be invisible here. But no attempt outlives its timeout.
-    sees_all = request.world_size == 1 and storage.has_locks
-    orphan_s = None if request.rank > 0 else _ORPHAN_S if sees_all else request.timeout
+    sees_all = request.world_size == 1 and storage.has_locks and request.joint is None
+    orphan_s = None if request.member > 0 else _ORPHAN_S if sees_all else request.timeout
     if not storage.has_locks and orphan_s is not None and not storage.may_put(request.path, request.existing):
         raise exists_error(request.path, request.existing, request.step)  # the trainer has not checked
+    if request.joint is not None and request.joint.party:
+        joined = parties.join(storage, request, layout.data_bytes + beside, staged_image.can_succeed)
+        return Attempt(joined, staged_image, layout, durable)
     nbytes, linked = layout.data_bytes + beside, durable.expected_bytes(request.segment, request.most_links)
     folder = storage.begin_checkpoint(request.path, request.attempt, nbytes, orphan_s, linked_bytes=linked)
+    if request.joint is not None and request.rank == 0:
+        folder.claim(parties.name_of(TRAINER, "begun"))  # now the parties may join
     return Attempt(folder, staged_image, layout, durable)

@@ -185,7 +185,7 @@ class EndpointService:
             try:
                 redirect_log(self._name)
             except OSError as error:
-                logger.warning("there is no log: %s", error)
+                logger.warning("the worker has no log: %s", error)
 
     def _handle(self, event: LifeEvent) -> None:
         """Give an event to the machine, and carry out its actions."""
@@ -290,7 +290,8 @@ class EndpointService:
         images = self._segment_store.held_images()
         published, held = self._segment_store.published_alone(), self._segment_store.held_segments()
         # If one of several trainers has died, its host may be lost. So the next trainer must not wait for their saves.
-        waited_for = [each for each in self._unended_saves() if each.world_size == 1 or self._life.is_closed]
+        alone = [each for each in self._unended_saves() if each.world_size == 1 and each.joint is None]
+        waited_for = [*self._unended_saves()] if self._life.is_closed else alone
         saves = tuple(each.path for each in waited_for)
         return Inventory(os.getpid(), session, held, images, published, saves, self._serving.follows)
 

@@ -103,4 +103,4 @@ class MetricsFile:
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True
-                logger.warning("Config.metrics_folder: %s cannot be written (not said again): %s", self.path, error)
+                logger.warning("Config.metrics_folder: %s cannot be written (not logged again): %s", self.path, error)

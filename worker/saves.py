@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -23,8 +24,10 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncckpt.budgets import ANSWER_S, NOTICE_S, SILENCE_S, TELL_S
+from asyncckpt.config import TRAINER
 from asyncckpt.errors import (
     CheckpointError,
+    CheckpointExistsError,
     RankFailedError,
     SaveTimeoutError,
     StorageError,
@@ -35,6 +38,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.manifest import note
 from asyncckpt.format.write_request import WriteRequest
 from asyncckpt.link.api import Committed, Failed, Hosting, Rendezvous, Staged, TrainerApi
+from asyncckpt.link.root_lock import is_locked
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.protocol import commit, replication
 from asyncckpt.protocol import saves as machines
@@ -54,10 +58,10 @@ from asyncckpt.ranks.rounds import (
 from asyncckpt.ranks.store import ENDS, Operation, Store
 from asyncckpt.ranks.store_connection import Patience
 from asyncckpt.shm.slots import State
-from asyncckpt.storage import resolve
+from asyncckpt.storage import parties, resolve
 from asyncckpt.storage.follow_up import follow_up, remove_rest
 from asyncckpt.storage.history import prune
-from asyncckpt.storage.storage import Storage
+from asyncckpt.storage.storage import OpenAttempt, Storage
 from asyncckpt.storage.uploader import Uploader
 from asyncckpt.threads import Flag, Pool, start, wait_until
 from asyncckpt.worker.attempt import Attempt, begin_attempt
@@ -76,9 +80,9 @@ _TICK_S = 0.25
 # report that has arrived counts before a deadline.
 _MOST_EVENTS = 1000
 _REVOKED = (
-    "the files of this save were removed while it was written: another rank has failed it, or somebody has removed them"
+    "the files of this save were removed while it was written: another rank has failed it, or someone removed them"
 )
-_NOT_KNOWN = "the first rank could not ask storage whether this was saved"
+_NOT_KNOWN = "the first rank could not ask storage whether the save was committed"
 
 
 class _Stored(NamedTuple):
@@ -133,6 +137,11 @@ class SavesOfTrainer:
         self._images: dict[int, StagedImage] = {}
         self._attempts: dict[int, Attempt] = {}
         self._kept: dict[int, Attempt] = {}  # attempts of ended saves that the trainer has not been told
+        self._reported: set[int] = set()  # saves of a party that were reported to the first rank
+        self._is_looking = False
+        self._look_s = 0.0
+        self._looks_at = 0.0  # the time of the next look for parties
+        self._orphan_at = math.inf  # from then on, others are not waited for if they are gone, as the trainer is
         self._to_write: SimpleQueue[StagedImage | None] = SimpleQueue()
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._to_hear: SimpleQueue[WriteRequest | None] = SimpleQueue()
@@ -177,6 +186,7 @@ class SavesOfTrainer:
     def hurry(self) -> None:
         """Note that the trainer is gone. So no trainer restarts the store for its saves."""
         self._patience.end()
+        self._orphan_at = time.monotonic() + NOTICE_S
         self._events.put(commit.TrainerGone())
 
     def restarted(self) -> None:
@@ -190,7 +200,8 @@ class SavesOfTrainer:
         hosted = self._segment_store.hosted(request.segment)
         self._images[save] = StagedImage(request, hosted, lambda: save in self._open)
         is_copied = request.is_copied and self.replicator is not None
-        self._events.put(commit.Begun(save, request.rank, request.world_size, request.timeout, is_copied))
+        others = () if request.joint is None else request.parties
+        self._events.put(commit.Begun(save, request.member, request.world_size, request.timeout, is_copied, others))
         if request.rank > 0:
             self._patience.renew()
             self._to_hear.put(request)
@@ -275,6 +286,9 @@ class SavesOfTrainer:
             elif now >= tick_at and (self._events.empty() or events >= _MOST_EVENTS):
                 event = commit.Tick({} if self._store is None else self._store.heard())
                 tick_at, events = now + _TICK_S, 0
+                if now >= self._looks_at and not self._is_looking and self._has_joint():
+                    self._is_looking = True
+                    self._jobs.put(self._look_around)
             else:
                 try:
                     event = self._events.get(timeout=max(0.0, tick_at - now))
@@ -293,6 +307,10 @@ class SavesOfTrainer:
                 self._trainer_left.set()
             if has_left and not self._machines.uses_slots():
                 self._to_write.put(None)
+
+    def _has_joint(self) -> bool:
+        """Return whether a save with parties is under way."""
+        return any(request.joint is not None for request in self._open.copy().values())
 
     def _translated(self, stored: _Stored) -> machines.SaveEvent | None:
         """Translate a field of the store into an event; None if the field does not concern a save."""
@@ -346,12 +364,18 @@ class SavesOfTrainer:
             case commit.SendReport(save, report) if self._rounds is not None:
                 # In the background: a slow worker of the first rank must not delay the next write.
                 self._rounds.report_soon(round_name(SAVE, save), report, self._untold[save].timeout)
+            case commit.SendReport(save, report) if self._untold[save].party:
+                self._jobs.put(partial(self._report_as_party, save, report))
+            case commit.SendFailure(save, error) if self._untold[save].party:
+                self._jobs.put(partial(self._fail_as_party, save, error))
             case commit.SendFailure(save, error) if self._rounds is not None:
                 request = self._untold[save]
                 self._rounds.fail_soon(round_name(SAVE, save), located_in(request, error), request.timeout)
             case commit.SendGone(why) if self._rounds is not None:
                 self._rounds.gone_soon(why, ANSWER_S)
             case commit.Conclude(save, error):
+                if error is not None and self._untold[save].joint is not None:  # before the attempt is removed
+                    self._jobs.put(partial(self._note_failure, self._untold[save], TRAINER, error))
                 self._conclude(SAVE, save, COMMITTED if error is None else located_in(self._untold[save], error))
             case commit.ConcludeUnknown(save):
                 self._conclude(SAVE, save, UNKNOWN)
@@ -423,7 +447,7 @@ class SavesOfTrainer:
                 self._attempts[save] = attempt
                 # A removal begins with the files of the attempt, and ends with its folder. So check for both.
                 is_revoked = isinstance(error.__cause__, FileNotFoundError) or attempt.opened.is_revoked()
-                if request.world_size > 1 and isinstance(error, StorageError) and is_revoked:
+                if (request.world_size > 1 or request.joint) and isinstance(error, StorageError) and is_revoked:
                     # Rank 0 removes the files of a failed save, and tells the reason, which says more than this error.
                     error = RankFailedError(_REVOKED, rank=0)
                     if request.rank > 0:
@@ -442,7 +466,8 @@ class SavesOfTrainer:
         try:
             decoded = [json.loads(report) for report in reports]
             if request.world_size > 1:
-                self._replicas.check(request, [report.get("replicas", {}) for report in decoded])
+                ranks = decoded[: request.world_size]
+                self._replicas.check(request, [report.get("replicas", {}) for report in ranks])
             self._next_step = request.step
             self._attempts[save].commit(decoded)
         except MemoryError:  # end the worker
@@ -474,9 +499,11 @@ class SavesOfTrainer:
 
     def _keep(self, save: int) -> None:
         attempt = self._kept[save] = self._attempts.pop(save)
+        self._reported.discard(save)
         attempt.release()
 
     def _discard(self, save: int) -> None:
+        self._reported.discard(save)
         if (attempt := self._attempts.pop(save, None)) is not None:
             attempt.discard()
 
@@ -490,12 +517,71 @@ class SavesOfTrainer:
         elif attempt is not None:
             note(attempt.timings, "commit", attempt.written_at, request.called_at)
             self._on_end(request, Committed(save, attempt.timings, attempt.layout.data_bytes, trouble))
-            if request.rank == 0 and request.keep_last is not None and request.step is not None:
+            if request.member == 0 and request.keep_last is not None and request.step is not None:
                 self._prunable.put(partial(prune, os.path.dirname(request.path), request.keep_last, self._is_recent))
 
     def _is_recent(self, step: int) -> bool:
         """Return whether ``step`` was committed last, or is being committed, or waits for its upload."""
         return step in (self._last_step, self._next_step) or (self.uploader is not None and self.uploader.needs(step))
+
+    # The parties
+
+    def _report_as_party(self, save: int, report: bytes) -> None:
+        """Party: let the first rank's worker see that this part is durable."""
+        try:
+            parties.write(self._attempts[save].opened, parties.name_of(self._untold[save].party), report)
+            self._reported.add(save)
+        except StorageError as error:
+            self._events.put(commit.FirstLost(save, error))
+
+    def _fail_as_party(self, save: int, error: CheckpointError) -> None:
+        """Party: let the first rank's worker see that this part will not become durable.
+
+        If another process of this party has the part of the step, the step can still succeed.
+        """
+        if not isinstance(error, CheckpointExistsError):
+            self._note_failure(self._untold[save], self._untold[save].party, error)
+
+    def _note_failure(self, request: WriteRequest, who: str, error: CheckpointError) -> None:
+        with _logged("telling the parties of a failure", logging.INFO):
+            root = os.path.dirname(request.path)
+            parties.note_failure(root, who, request.attempt, located_in(request, error))
+
+    def _look_around(self) -> None:
+        """Look for the reports of parties; on a party, look for the outcome."""
+        try:
+            for save, attempt in self._attempts.copy().items():
+                request = self._untold.get(save)
+                if request is not None and request.joint is not None and save in self._open:
+                    with _logged("looking for the parties of a save", logging.DEBUG):
+                        for event in self._found(save, request, attempt.opened):
+                            self._events.put(event)
+        finally:
+            self._looks_at = time.monotonic() + self._look_s
+            self._is_looking = False
+
+    def _found(self, save: int, request: WriteRequest, opened: OpenAttempt) -> Iterator[commit.CommitEvent]:
+        storage, joint, root = self._storage_for(request.path), request.joint, os.path.dirname(request.path)
+        self._look_s = parties.look_s(storage)
+        is_orphan = time.monotonic() > self._orphan_at
+        if joint is not None and joint.party and save in self._reported:
+            is_there = opened.read(parties.name_of(joint.party)) is not None
+            is_final = storage.is_finalized(request.path, request.attempt)
+            if not is_final and (failure := parties.failure_of(root, TRAINER, request.attempt)) is not None:
+                yield commit.FirstLost(save, failure)
+            elif not is_final and is_orphan and parties.is_superseded(root, joint.token):
+                yield commit.FirstLost(save, RankFailedError("the training was started again"))
+            yield commit.PartyLooked(save, is_final, is_there)
+        for number, party in enumerate(request.parties):
+            if (failure := parties.failure_of(root, party, request.attempt)) is not None:
+                yield commit.RankFailed(save, failure)
+            elif (report := parties.received(opened, party)) is not None:
+                yield commit.Reported(save, request.world_size + number, report)
+            elif is_orphan and not is_locked(parties.folder_of(root, party)):
+                gone = RankFailedError(f"the training has ended, and the party {party!r} has, too")
+                yield commit.RankGone(request.world_size + number, gone)
+        if request.parties and opened.is_revoked():
+            yield commit.RankFailed(save, RankFailedError("a party has given up this step"))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -508,7 +594,7 @@ class SavesOfTrainer:
             try:
                 job()
             except Exception:
-                logger.exception("removing old checkpoints failed")
+                logger.exception("the removal of old checkpoints failed: please report this")
 
     # The thread that waits for the first rank
 
@@ -547,7 +633,7 @@ def _failed(kind: str, save: int, error: CheckpointError) -> machines.SaveEvent:
 
 def located_in(request: WriteRequest, error: BaseException) -> CheckpointError:
     """Return ``error`` as an error of the save of ``request``, with path, rank and step."""
-    return located(error, path=request.path, rank=request.rank, step=request.step)
+    return located(error, path=request.path, rank=None if request.party else request.rank, step=request.step)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-_CLOSED = "it has closed its checkpointer"
+_CLOSED = "the trainer of this rank has closed its checkpointer"
 
 
 class Session(SessionApi):
@@ -156,10 +156,10 @@ class Session(SessionApi):
                         return _CLOSED
             except (EOFError, OSError) as error:
                 if isinstance(error, ConnectionError) or not self._connection.has_other_end():
-                    return "its trainer is gone"
+                    return "the trainer of this rank has exited"
                 raise  # an error of the operating system, and the trainer lives
             if any(each in ready for each in trainer):
-                return "its trainer has died"
+                return "the trainer of this rank has died"
 
     # The calls of the trainer, see ``SessionApi``.
 
@@ -246,7 +246,7 @@ class Session(SessionApi):
     ) -> None:
         if (replicator := self._saves.replicator) is None:
             if self._rendezvous is None or self._address is None:
-                raise WorkerDiedError("the worker has not met those of the other ranks: please report this")
+                raise WorkerDiedError("the worker is not connected to the other ranks: please report this")
             from asyncckpt.transfer.replicator import Replicator  # imported only if needed
 
             where, how = (self._rendezvous, self._timeout), (transport, rate)

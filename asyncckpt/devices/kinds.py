@@ -276,6 +276,12 @@ def is_unknown_used() -> bool:
     return _module_of_unknown() is not None
 
 
+def used_module() -> Any:
+    """Return torch's module of the accelerator that this process uses, such as ``torch.cuda``; None: it uses none."""
+    used = (getattr(torch, device_type) for device_type, kind in KINDS.items() if kind.is_initialized())
+    return next(used, None) or _module_of_unknown()
+
+
 def _module_of_unknown() -> Any:
     """Return torch's module of this machine's accelerator, if the accelerator is used and has no kind; else None."""
     try:
@@ -292,7 +298,7 @@ def _module_of_unknown() -> Any:
 @functools.cache
 def _warn_of_unknown(device_type: str) -> None:
     logger.warning(
-        "nothing is known here of devices of type %r: their tensors are copied one by one, while the host and the"
-        " device wait",
+        "tensors on devices of type %r are copied one by one, while the host and the device wait: asyncckpt does not"
+        " know this type",
         device_type,
     )

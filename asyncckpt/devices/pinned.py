@@ -103,7 +103,7 @@ class PinnedMemory:
                 self._device.type,
                 self._code,
             )
-        logger.info("pinned %d bytes in %.2f s", end - begin - refused, time.perf_counter() - started)
+        logger.info("memory was pinned: %d bytes in %.2f s", end - begin - refused, time.perf_counter() - started)
 
     def cut_back(self, end: int) -> None:
         """Unregister the memory from byte ``end`` on. A range has to end at ``end``."""
@@ -162,8 +162,8 @@ class PinnedMemory:
             code = pinner.register(address, nbytes)
         if code == pinner.already_registered:
             raise CheckpointError(
-                "the driver takes this memory for other memory, which was unmapped while it was pinned; copies would"
-                " be lost, so nothing is copied: look for who pins memory and does not take that back"
+                "the driver has this memory registered for memory that was unmapped while pinned; nothing is copied,"
+                " because copies would be lost: find the library that unmaps pinned memory"
             )
         if code == 0:
             self.addresses.append(address)

@@ -29,7 +29,7 @@ _LEAST_FILES, _LEAST_PROCESSES = 256, 64
 _PINNED_BYTES = 16 << 20
 _GB = 1e9
 TRIED = {
-    "torch": ("2.6", "2.13"),
+    "torch": ("2.6", "2.15"),
     "nvidia-resiliency-ext": ("0.4.1", "0.7"),
     "megatron-core": ("0.16", "0.16"),
     "transformers": ("5.24", "5.24"),

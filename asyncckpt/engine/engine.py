@@ -12,20 +12,30 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch.distributed
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from asyncckpt.config import Config
+from asyncckpt.config import TRAINER, Config
 from asyncckpt.devices.kinds import ready_events
 from asyncckpt.engine.plan_selection import Captured, PlanSelection, SaveInput, check_file_set_place, save_input
 from asyncckpt.engine.retention import Retention
 from asyncckpt.engine.saves import Copier, SaveOperation, Saves, check_writable
-from asyncckpt.errors import CheckpointError, ClosedError, JobTakenError, interrupts_as_they_are, is_interrupt
-from asyncckpt.format.write_request import Existing, Pointer, Rotation
+from asyncckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    JobTakenError,
+    StorageError,
+    interrupts_as_they_are,
+    is_interrupt,
+    located,
+)
+from asyncckpt.format.write_request import Existing, Joint, Pointer, Rotation
 from asyncckpt.link.api import Claim
 from asyncckpt.link.client import WorkerClient
+from asyncckpt.link.root_lock import is_locked
 from asyncckpt.link.takeover import Takeover
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.planning.file_set import FileSet
@@ -40,7 +50,7 @@ from asyncckpt.shm.slots import PublishedVersion
 from asyncckpt.staging.buffer import StagingBuffer
 from asyncckpt.staging.buffer_pool import BufferPool
 from asyncckpt.staging.slot_copy import wait_for_copies
-from asyncckpt.storage import absolute, place_to_put, storage_for
+from asyncckpt.storage import absolute, is_address, parties, place_to_put, storage_for
 from asyncckpt.supervisor import Supervisor
 from asyncckpt.threads import Turn
 
@@ -93,10 +103,9 @@ def _number_of(plan: Plan, folder: str | None) -> int:
         return folders.index(folder)
     if "" in plan.parts and not folders:
         raise CheckpointError("a file cannot be published, only state dicts; a WeightPublisher publishes tensors")
-    wrong = "it has to be named" if folder is None else f"{folder!r} is none"
+    wrong = "one has to be named" if folder is None else f"{folder!r} is none"
     raise CheckpointError(
-        "of a set of files one of the folders of DCP's can be published, and no other file; of those in this set,"
-        f" {folders}, {wrong}"
+        f"publish takes one DCP folder of a set of files; of the folders in this set, {folders}, {wrong}"
     )
 
 
@@ -194,6 +203,7 @@ class Engine(AbstractContextManager["Engine"]):
         retention: Retention | None = None,
         planner: SavePlanner | None = None,
         separate: str = "",
+        joint: Joint | None = None,
     ) -> Save:
         """Save a state dict as a checkpoint, or a set of files: the files of all ranks appear together, or no file.
 
@@ -208,6 +218,7 @@ class Engine(AbstractContextManager["Engine"]):
             retention: Rules for the other steps, instead of the three arguments above; None: no rules.
             planner: A planner of DCP's or of the caller's; None: DCP's default.
             separate: A prefix. Values with this prefix go to a file of their own, with the prefix in its name.
+            joint: The parties that save with the ranks. Ranks give no token.
 
         Returns:
             The handle of the save. A later failure comes from the handle, on all ranks the same.
@@ -234,7 +245,21 @@ class Engine(AbstractContextManager["Engine"]):
             given = save.group, save.number, state_dict, planner, separate
             return self._plans.for_all(save_input(*given, path=save.path, call=call, check=check))
 
-        return self._carry_out(place_to_put(path, retention.existing), step, retention, capture)
+        return self._carry_out(place_to_put(path, retention.existing), step, retention, capture, joint)
+
+    def announce(self, root: str, *, goes_back: bool = False) -> None:
+        """First rank: let the parties of ``root`` find this trainer, unless another trainer has the root.
+
+        ``goes_back``: the training goes back, so parts that were saved before belong to nothing. Raises
+        ``StorageError``.
+        """
+        group = self._usable()
+        if goes_back:
+            group.renew_joint()
+        mine = parties.Announcement(group.joint_token(), tuple(sorted(self.config.parties)))
+        may_announce = self.worker is not None or is_address(root) or not is_locked(root)
+        if group.rank == 0 and may_announce and parties.session_of(root) != mine:
+            parties.announce(root, mine)
 
     def save_file(
         self, path: str | os.PathLike[str], obj: object, *, pickle_protocol: int = 2, follow_link: bool = True
@@ -254,7 +279,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         def capture(save: SaveOperation) -> Captured:
             if not save.group.alone:
-                raise ValueError("a file is of one process: give it an Engine(alone=True)")
+                raise ValueError("a file is saved by one process: give it an Engine(alone=True)")
             storage_for(final).check_file_place(final)
             content = TorchFileContents(obj, pickle_protocol)
             return self._plans.for_all(SaveInput(save.group, save.number, content, path=final))
@@ -315,7 +340,7 @@ class Engine(AbstractContextManager["Engine"]):
             try:
                 self._inherit(self._supervisor.find_predecessor(self._usable().rank))
             except JobTakenError as error:
-                logger.info("nothing is loaded from memory: %s", error)
+                logger.info("the load reads storage only, because the memory of a worker cannot be used: %s", error)
             if self._memory is not None and self._memory.is_closed():
                 self._memory = None  # the memory was released for a state with another structure
             return self._memory
@@ -352,7 +377,8 @@ class Engine(AbstractContextManager["Engine"]):
                 self._close(linger=False)
                 self._saves.raise_failure()
             except CheckpointError as error:
-                logger.error("given up: %s", str(error))
+                if not error.is_logged:
+                    logger.error("closing an engine that was given up failed: %s", str(error))
 
     def _close(self, *, linger: bool) -> None:
         if self._closed or self._supervisor.is_forked:
@@ -384,7 +410,12 @@ class Engine(AbstractContextManager["Engine"]):
         return self._group
 
     def _carry_out(
-        self, path: str, step: int | None, retention: Retention, capture: Callable[[SaveOperation], Captured]
+        self,
+        path: str,
+        step: int | None,
+        retention: Retention,
+        capture: Callable[[SaveOperation], Captured],
+        joint: Joint | None = None,
     ) -> Save:
         """Carry out a save until it is staged. ``capture`` returns the state and its memory."""
         try:
@@ -398,16 +429,27 @@ class Engine(AbstractContextManager["Engine"]):
             save = SaveOperation(path, step, group, next(self._numbers), self.config, self._on_outcome, self.tell)
             try:
                 with interrupts_as_they_are():
+                    if joint is not None and not joint.party and step is not None:
+                        group.begin_joint(step)
+                        self.announce(os.path.dirname(path))
                     captured = capture(save)
+                    if joint is None:
+                        save.attempt = group.attempt(save.number)
+                    else:
+                        # Now the ranks are connected.
+                        save.joint = joint if joint.party else replace(joint, token=group.joint_token())
+                        save.attempt = save.joint.attempt(step)
                     self._memory = None  # the save overwrites the held images
                     self._saves.add(save)
                     save.stage(captured, retention, self._copier)
             except BaseException as error:
                 if not save.is_posted:
                     self._saves.failures += 1
-                    save.end(CheckpointError("it was interrupted") if is_interrupt(error) else error)
+                    save.end(CheckpointError("the save was interrupted") if is_interrupt(error) else error)
                     save.release()
                     group.report_failure(save.number, error, begun=False)
+                    if joint is not None and group.rank == 0 and not is_interrupt(error):
+                        self._tell_others(joint, save, error)
                 # A save that goes on after an interrupt may still fail, and that failure is not reported yet.
                 save.is_reported = not is_interrupt(error) or save.done.is_set()
                 if not _is_only_logged(error, self.config):
@@ -416,6 +458,13 @@ class Engine(AbstractContextManager["Engine"]):
                 save.on_return()
             self._saves.raise_failure(after=save)
             return Save(save)
+
+    def _tell_others(self, joint: Joint, save: SaveOperation, error: BaseException) -> None:
+        """Tell the trainer or the parties that this process has failed a save before its worker knew of it."""
+        its = joint if joint.party else replace(joint, token=save.group.joint_token())
+        with contextlib.suppress(StorageError):
+            root = os.path.dirname(save.path)
+            parties.note_failure(root, joint.party or TRAINER, its.attempt(save.step), located(error))
 
     def _on_outcome(self, failure: CheckpointError | None, was_begun: bool) -> None:
         if failure is None:
@@ -461,5 +510,5 @@ def _is_only_logged(error: BaseException, config: Config) -> bool:
     """Return True, and log ``error``, if ``Config.failure`` says that the failure of a save is not raised."""
     if config.failure != "warn" or not isinstance(error, CheckpointError) or isinstance(error, ClosedError):
         return False
-    logger.warning("not saved, and training goes on: %s", str(error))
+    logger.warning("a save failed, and the training continues: %s", str(error))
     return True

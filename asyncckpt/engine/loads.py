@@ -105,7 +105,7 @@ class Loads:
             raise
         told = {name: getattr(loaded, name) for name in ("step", "source", "seconds", "nbytes")}
         self._engine.tell(Event(phase="loaded", **about, **told))
-        logger.info("loaded step %d from %s in %.2f s", loaded.step, loaded.source, loaded.seconds)
+        logger.info("step %d was loaded from %s in %.2f s", loaded.step, loaded.source, loaded.seconds)
         return loaded
 
     def latest(self) -> int | None:
@@ -177,5 +177,5 @@ class Loads:
         except ClosedError:
             return None
         except CheckpointError as error:
-            logger.warning("not loaded from memory: %s", error)
+            logger.warning("the state is not loaded from memory: %s", error)
             return None

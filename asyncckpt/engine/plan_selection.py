@@ -53,7 +53,7 @@ PREPARES = Call("prepares a save", "prepare")
 def check_file_set_place(files: FileSet, path: str, existing: Existing) -> None:
     """Raise ``ValueError`` if a set of files cannot go to ``path``. Fail its save if an object store refuses a name."""
     if existing == "join":
-        raise ValueError("a set of files cannot join what is there: it comes in one step, or not at all")
+        raise ValueError("a set of files cannot be added to an existing folder, because it is committed in one step")
     for name in files.contents if is_address(path) else ():
         if not may_be_key(name):
             reason = "cannot be the name of a file on an object store; give it another"
@@ -191,11 +191,10 @@ def _warn_untrusted(plan: Plan, path: str) -> None:
             continue
     if refused:
         logger.warning(
-            "%d values of %s are of kinds that could run code when they are loaded: %s; asyncckpt's load will refuse"
-            " them unless it is given weights_only=False; save what they are made of (numbers, text, tensors) to do"
-            " without",
+            "%d values of %s are of kinds that could run code when they are loaded: %s; a load refuses them without"
+            " weights_only=False; save numbers, text and tensors instead",
             len(refused),
-            path or "the state that is prepared",
+            path or "the prepared state",
             some(refused),
         )
 
@@ -235,7 +234,7 @@ class PlanSelection:
                 raise
             # The first rank's worker may have died long before, unnoticed until now. Then nothing is lost. The first
             # rank starts another worker, and asks again. The other ranks wait meanwhile.
-            logger.warning("asking again: %s", str(error))
+            logger.warning("the ranks agree on a plan again, with another worker on rank 0: %s", str(error))
             client.wait_for_end(_DEATH_S)
             client = wanted.group.connect_worker(self.supervisor.running)
             found = self._found_by_all(wanted, client, prepares)
@@ -315,9 +314,9 @@ class PlanSelection:
         names = wanted.contents.names
         if any(names & known.plan.names for known in self.buffers.known):
             raise StructureChangedError(
-                "the state has the names of one that was saved before, in another structure (a name, dtype, shape or"
-                " placement differs), and assume_constant_structure was promised; call prepare with it on all ranks"
-                " first, or do not promise that"
+                "the state has the names of an earlier state in another structure (a name, dtype, shape or placement"
+                " differs), and assume_constant_structure was promised; call prepare with it on all ranks first, or"
+                " do not promise that"
             )
 
     def _placed_by_all(self, wanted: SaveInput, client: WorkerClient, plan: Plan) -> Captured:

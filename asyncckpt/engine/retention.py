@@ -66,7 +66,7 @@ def retention_of(
             is_there = is_address(root) or storage_for(root).exists(path)
             logger.log(
                 logging.WARNING if is_there else logging.INFO,
-                "step %d is saved again, after step %d was loaded: one that is there then is renamed to %s.abandoned-N",
+                "step %d is saved again, after step %d was loaded: an existing checkpoint is renamed to %s.abandoned-N",
                 step,
                 origin.step,
                 path,

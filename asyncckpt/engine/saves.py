@@ -42,7 +42,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.events import Event, EventPhase, end_of_save
 from asyncckpt.format.manifest import note, own_version
-from asyncckpt.format.write_request import Existing, WriteRequest
+from asyncckpt.format.write_request import Existing, Joint, WriteRequest
 from asyncckpt.interval import Advice
 from asyncckpt.link.api import Committed, SessionApi, Staged
 from asyncckpt.link.client import WorkerClient, longest
@@ -133,7 +133,7 @@ class Copier:
         self.threads.close()
 
 
-_INTERRUPTED = "it was interrupted"
+_INTERRUPTED = "the save was interrupted"
 
 
 class _ToCopy(NamedTuple):
@@ -158,6 +158,10 @@ class SaveOperation(SaveState):
 
     request: WriteRequest
     buffer: StagingBuffer
+    joint: Joint | None = None
+    """The parties that save with the ranks; None: only the ranks save."""
+    attempt = ""
+    """The name of the attempt, the same on all ranks; "" before the capture."""
     is_posted = False
     """Whether the saves' thread knows of this save, or will in a moment."""
     is_begun = False
@@ -324,7 +328,7 @@ class SaveOperation(SaveState):
         if failure is not None and failure.path is None:
             failure = located(failure, path=self.path, rank=self.group.rank, step=self.step)
         try:
-            with _logged("taking note of the end of a save"):
+            with _logged("recording the end of a save"):
                 self._on_outcome(failure, self.is_begun)
         finally:
             self.end(failure, None if committed is None else committed.timings)
@@ -366,7 +370,7 @@ class SaveOperation(SaveState):
         return failure
 
     def tell_decision(self, decision: Decision) -> None:
-        with _logged("telling the other ranks what becomes of a save"):
+        with _logged("sending the slot of a save to the other ranks"):
             self.group.tell_decision("slot", self.number, decision)
 
     def report(self, error: CheckpointError, *, begun: bool) -> None:
@@ -375,7 +379,7 @@ class SaveOperation(SaveState):
     def _copy(self, what: _ToCopy) -> None:
         """Copy the tensors, once. Nobody else uses the slot until the end of the copy is posted."""
         if self._end_of_copy is None:  # otherwise this call repeats one that had no memory to post the end
-            no_memory = CheckpointError("there was no memory to say why the copy failed")
+            no_memory = CheckpointError("the copy failed, and this process had no memory to describe the error")
             copied, self._end_of_copy = Copied(self.number), CopyFailed(self.number, no_memory, told=True)
             try:
                 self._copy_tensors(what)
@@ -427,7 +431,7 @@ class SaveOperation(SaveState):
             save_id=self.number,
             segment=self.buffer.number,
             path=os.fspath(self.path),
-            attempt=group.attempt(self.number),
+            attempt=self.attempt,
             step=self.step,
             rank=group.rank,
             world_size=group.world_size,
@@ -449,6 +453,8 @@ class SaveOperation(SaveState):
             most_links=self._config.rewrite_unchanged_every if self._config.link_unchanged else 0,
             refuses_differing=self._config.differing_replicas == "raise",
             is_copied=self._is_for_copies,
+            member=group.rank if self.joint is None else self.joint.member(group.rank),
+            joint=self.joint,
         )
 
 
@@ -493,14 +499,16 @@ class Saves:
         """Add a save that begins. Forget saves that have ended, unless their failure is not reported."""
         self._saves = [each for each in self._saves if not each.done.is_set() or _is_untold(each)] + [save]
 
-    def on_failure(self, failure: BaseException, *, is_raised: bool = False) -> None:
+    def on_failure(self, failure: CheckpointError, *, is_raised: bool = False) -> None:
         """Count the ``failure`` of a save, and log it unless the call of ``save`` raises it."""
         if is_raised:
             self.failures += not isinstance(failure, SaveDroppedError)
         elif isinstance(failure, ClosedError):
             logger.warning("%s", str(failure))
+            failure.is_logged = True
         elif not isinstance(failure, SaveDroppedError):
             logger.error("saving failed: %s", str(failure))  # not the error itself: its traceback keeps tensors alive
+            failure.is_logged = True
             self.failures += 1
 
     def check_place(self, save: SaveOperation, existing: Existing) -> None:
@@ -533,7 +541,7 @@ class Saves:
                 path = os.fspath(save.path)
                 with contextlib.suppress(StorageError):
                     storage = storage_for(path)
-                    storage.remove(storage.revoke(path, save.group.attempt(save.number)))
+                    storage.remove(storage.revoke(path, save.attempt))
 
     def wait(self, timeout: float | None) -> None:
         """Wait until all saves have ended. Raises ``SaveTimeoutError`` after ``timeout`` seconds."""

@@ -63,7 +63,7 @@ class Engines:
             self._unused.append(bare)
             differing = {name for name, value in vars(config).items() if value != getattr(engine.config, name)}
             logger.warning(
-                "these ranks save by a configuration of an earlier call, which stays; of a later one is not used: %s",
+                "the configuration of the first call stays, and these fields of a later one are ignored: %s",
                 ", ".join(sorted(differing)),
             )
         return engine
@@ -86,7 +86,8 @@ class Engines:
         try:
             engine.close(linger=linger)
         except CheckpointError as error:
-            logger.error("while closing %s: %s", when, error)
+            if not error.is_logged:
+                logger.error("closing an engine %s failed: %s", when, error)
             if linger and not isinstance(error, ClosedError):
                 note_loss()
 

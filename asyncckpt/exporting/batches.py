@@ -133,7 +133,7 @@ class Batch:
     def what(self) -> str:
         """Return the names of the tensors, for errors."""
         if not self.names:
-            return "what stands around the tensors"
+            return "the bytes around the tensors"
         first, last = self.names[0], self.names[-1]
         return repr(first) if first == last else f"{first!r} to {last!r}"
 

@@ -10,6 +10,7 @@ from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stored import Box, StoredObject, StoredState, StoredTensor
 from asyncckpt.format.index import Item
 from asyncckpt.format.manifest import METADATA_NAME
+from asyncckpt.loading.rank_files import RankFiles
 from asyncckpt.loading.read_requests import dtype_named
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.loading.unpickle import load_metadata
@@ -17,29 +18,24 @@ from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 
 
-def open_checkpoint(folder: SourceFiles, source: StorageSource, within: str = "") -> StoredState:
+def open_checkpoint(folder: SourceFiles, source: StorageSource | RankFiles) -> StoredState:
     """Return the state in a checkpoint.
 
     Args:
         folder: The folder of the checkpoint.
-        source: The same folder, or the set of files that contains it.
-        within: The prefix of the folder's file names in ``source``: for a DCP folder in a set of files, the folder's
-            name and "/".
+        source: Its files.
 
     Raises:
         CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is no checkpoint, or it is damaged.
         MismatchError: This is a set of files without a state dict.
     """
     path = folder.folder
-    data = source.read(f"{within}{METADATA_NAME}") if within else source.metadata()
-    metadata = load_metadata(data, path, weights_only=True)
-    names = [name for name in source.manifest.data_files() if name.startswith(within)]
-    names = [name for name in names if "/" not in name[len(within) :] and name.endswith(".distcp")]
-    files = {name: folder.open_from(source, name) for name in names}
+    metadata = load_metadata(source.metadata(), path, weights_only=True)
+    files = {name: folder.open_from(source, name) for name in source.data_files()}
     items: dict[str, dict[tuple[int, ...], tuple[str, Item]]] = {}
     for name, file in files.items():
         for item in file.index.items:  # keep one item of each part
-            items.setdefault(item.name.removeprefix(within), {}).setdefault(tuple(item.offsets), (name, item))
+            items.setdefault(item.name, {}).setdefault(tuple(item.offsets), (name, item))
     state = StoredState(path, {}, {}, nesting(metadata), files)
     for name, known in metadata.state_dict_metadata.items():
         its = list(items.get(name, {}).values())

@@ -32,11 +32,11 @@ from asyncckpt.exporting.source_files import SourceFiles
 from asyncckpt.exporting.stock_source import open_stock
 from asyncckpt.exporting.stored import StoredState
 from asyncckpt.exporting.torch_file_target import plan_torch_file
-from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
-from asyncckpt.loading.contents import set_with_file
+from asyncckpt.format.manifest import MANIFEST_NAME
+from asyncckpt.loading.contents import source_at
 from asyncckpt.loading.data_file import read_pool
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import StorageSource, find_step, is_stock
+from asyncckpt.loading.source import find_step, stock_kind
 from asyncckpt.storage import absolute, named_steps, step_folder, storage_for
 from asyncckpt.storage.history import newest_step
 from asyncckpt.threads import without_gc
@@ -86,7 +86,7 @@ def export(
     is never replaced.
 
     Args:
-        path: A checkpoint of asyncckpt or of stock DCP, or a root, to export its newest step.
+        path: A checkpoint of asyncckpt, of stock DCP or of torch_checkpointing, or a root, to export its newest step.
         out: For "hf" and "dcp" a folder, for "torch" a file. A "dcp" folder with the name of a step becomes that step
             of its root.
         to: "hf": safetensors with an index, as ``from_pretrained`` reads them, tensors only. "torch": one file that
@@ -140,12 +140,8 @@ class _Planned(NamedTuple):
 @without_gc
 def _open(folder: SourceFiles, held: contextlib.ExitStack) -> StoredState:
     """Open the stored state of a checkpoint, or of a folder of DCP in a set of files."""
-    if not is_stock(folder.folder):
-        return open_checkpoint(folder, StorageSource(folder.folder))
-    found = set_with_file(os.path.join(folder.folder, METADATA_NAME), held)
-    if found is None:
-        return open_stock(folder)
-    return open_checkpoint(folder, found[0], found[1].removesuffix(METADATA_NAME))
+    source = source_at(folder.folder, held)
+    return open_stock(folder) if source is None else open_checkpoint(folder, source)
 
 
 @without_gc
@@ -153,7 +149,7 @@ def _plan(state: StoredState, selection: Selection, to: Target, most: int, *, we
     """Lay out the selected values. ``most``: see ``plan_safetensors``."""
     if to == "hf":
         if not selection.tensors:
-            raise MismatchError("there are no tensors in it", path=state.path)
+            raise MismatchError("the state to export has no tensors", path=state.path)
         return _Planned(*plan_safetensors(selection, most))
     check_nesting(selection.keys, state.path)
     pickles = state.pickles(selection.objects.values())
@@ -207,7 +203,7 @@ def _write(
 
 def _checkpoint_at(path: str) -> str:
     """Return the checkpoint at ``path``; for a root, its newest step. Raises ``CheckpointNotFoundError``."""
-    if storage_for(path).exists(os.path.join(path, MANIFEST_NAME)) or is_stock(path) or not named_steps(path):
+    if storage_for(path).exists(os.path.join(path, MANIFEST_NAME)) or stock_kind(path) or not named_steps(path):
         return path
     if (step := newest_step(path)) is None:
         raise CheckpointNotFoundError("there is no checkpoint here yet", path=path)

@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from asyncckpt.errors import DamagedCheckpointError, StorageError
 from asyncckpt.format.index import Index, Item
 from asyncckpt.loading.data_file import ChecksummedFile, StoredFile
+from asyncckpt.loading.rank_files import RankFiles
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import FileStamp, InputFile
@@ -103,8 +104,8 @@ class SourceFiles:
         items = [Item(value, "", "", [], [], at, nbytes, at, nbytes) for value, at, nbytes in places]
         return self._held.enter_context(closing(StoredFile(self._opened(path), Index(name, size, items, ()))))
 
-    def open_from(self, source: StorageSource, name: str) -> ChecksummedFile:
-        """Open the file ``name`` of a checkpoint of this library."""
+    def open_from(self, source: StorageSource | RankFiles, name: str) -> ChecksummedFile:
+        """Open the file ``name`` of a checkpoint. Its checksums are compared, if there are any."""
         return self._held.enter_context(closing(source.open(name, self._opened)))
 
     def _opened(self, path: str) -> InputFile:

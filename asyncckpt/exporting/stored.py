@@ -169,8 +169,7 @@ def fetch(
         some.sort()
         columns = [[part[column] for part in some] for column in range(3)]
         damages = []
-        verify = len(file.index.checksums) > 0
-        for run in file.read([part[:2] for part in some], pool, Destinations(*columns), verify=verify):
+        for run in file.read([part[:2] for part in some], pool, Destinations(*columns)):
             damages += run.damages
         if damages:
             raise file.explained(damages[0])

@@ -152,7 +152,7 @@ def _items(found: Mapping[str, Any]) -> list[Item]:
     kinds, dtypes, shapes, offsets, *sizes = zip(*found["forms"], strict=True)
     are_typed = {*map(type, chain(names, kinds, dtypes))} == {str} and {*map(type, chain(shapes, offsets))} == {list}
     if not are_typed or list(map(len, shapes)) != list(map(len, offsets)):
-        raise ValueError("what it says of an item")
+        raise ValueError("an entry of an item")
     known = [*numbers, *ats, *chain(*sizes), *chain(*shapes), *chain(*offsets)]
     if {*map(type, known)} != {int} or not 0 <= min(known) <= max(known) < MOST_BYTES // 2:  # sums of two stay valid
         raise ValueError("a size of an item")

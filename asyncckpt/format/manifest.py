@@ -230,7 +230,7 @@ def merged(reports: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Mapp
     for rank, report in enumerate(reports):
         if known := sorted(files.keys() & report.keys()):
             raise CheckpointError(
-                f"two ranks have written {known[0]}, and only one can have: give one of them another name", rank=rank
+                f"two ranks have written the file {known[0]}: give one of them another name", rank=rank
             )
         files |= report
     return files
@@ -265,7 +265,7 @@ def _check_fields(manifest: Manifest) -> None:
         "upload": its.upload is not None and not _is_upload(its.upload),
     }
     if any(wrong.values()):
-        raise ValueError(f"what it says of {', '.join(name for name, is_wrong in wrong.items() if is_wrong)}")
+        raise ValueError(f"the entry {', '.join((name for name, is_wrong in wrong.items() if is_wrong))}")
     for name, facts in its.files.items():
         _check_file(name, facts)
     _check_timings(its.timings, its.world_size)
@@ -291,14 +291,14 @@ def _check_file(name: str, facts: Mapping[str, Any]) -> None:
     if "index" in facts:
         is_told = digest is None and isinstance(facts["index"], str) and is_index(facts["index"])
     if not is_size(nbytes) or not is_told:
-        raise ValueError(f"what it says of {name!r}")
+        raise ValueError(f"the entry {name!r}")
 
 
 def _check_timings(timings: Mapping[str, Sequence[float | None]], nranks: int) -> None:
     """Check the timings of ``nranks`` ranks. Raises ``ValueError``, ``TypeError``, ``AttributeError``."""
     for name, each in timings.items():
         if len(each) != nranks or not all(number is None or _is_timing(number) for number in each):
-            raise ValueError(f"what it says of {name!r}")
+            raise ValueError(f"the entry {name!r}")
 
 
 def _is_timing(number: object) -> bool:
@@ -323,8 +323,8 @@ def check_format(found: Mapping[str, Any], path: str) -> None:
                 "the version that wrote it",
             )
         raise FormatError(
-            f"this was written in format {number} by {writer}, and asyncckpt {own_version()} reads format {FORMAT}:"
-            f" install {wanted} to read it",
+            f"this checkpoint was written in format {number} by {writer}, and asyncckpt {own_version()} reads"
+            f" format {FORMAT}: install {wanted} to read it, or read its state with torch.distributed.checkpoint.load",
             path=path,
         )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import xxhash
+
 from asyncckpt.format.manifest import Upload
 from asyncckpt.format.segment_layout import ImageLayout
 
@@ -52,6 +54,36 @@ class Rotation:
     spares: int = 0
 
 
+FIRST_PARTY = 10_000_000
+"""The member number of the first party. No job has as many ranks."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The parties of a checkpoint: processes that are no ranks, and add their parts to it.
+
+    Args:
+        parties: The names of the parties, sorted, without the ranks.
+        party: The party of this part; "": this is the part of a rank.
+        token: The token of the trainer. The trainer writes it to the root (``storage/parties.py``), where the parties
+            read it. It has a part that differs for each trainer, and a number that grows when a step is tried again.
+        cut: A text that all parts must share, such as a global step with a sequence number; None: no text.
+    """
+
+    parties: tuple[str, ...]
+    party: str = ""
+    token: str = ""
+    cut: str | None = None
+
+    def member(self, rank: int) -> int:
+        """Return the number of this part in the commit: the ``rank``, or a number above all ranks for a party."""
+        return FIRST_PARTY + self.parties.index(self.party) if self.party else rank
+
+    def attempt(self, step: int | None) -> str:
+        """Return the name of the attempt at ``step``. It is the same for all ranks and parties."""
+        return f"{xxhash.xxh3_64_hexdigest(f'{self.token} {step}'.encode())[:12]}-{step}"
+
+
 @dataclass(frozen=True)
 class WriteRequest:
     """The order to write one slot: this rank's part of a checkpoint, or a single file.
@@ -77,6 +109,8 @@ class WriteRequest:
         refuses_differing: Fail the save if ranks have different values under one name.
         version: Version of this package, for the manifest. The trainer sends it, because the worker imports nothing
             more by then.
+        member: The number of this part in the commit (``Joint.member``).
+        joint: The parties of the checkpoint; None: only ranks save it.
     """
 
     save_id: int
@@ -105,6 +139,18 @@ class WriteRequest:
     most_links: int = 0
     refuses_differing: bool = False
     version: str = ""
+    member: int = 0
+    joint: Joint | None = None
+
+    @property
+    def party(self) -> str:
+        """The party of this part; "": a rank."""
+        return "" if self.joint is None else self.joint.party
+
+    @property
+    def parties(self) -> tuple[str, ...]:
+        """The parties that the first rank waits for."""
+        return () if self.joint is None or self.joint.party else self.joint.parties
 
 
 @dataclass(frozen=True)

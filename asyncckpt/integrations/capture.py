@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -169,9 +170,10 @@ class Capture:
         @functools.wraps(stock)
         def save(state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
             writer = options.get("storage_writer")
+            place = options.get("checkpoint_id") or getattr(writer, "path", None)
             # A subclass of the writer may write other bytes.
-            name = self.name_of(writer.path) if type(writer) is FileSystemWriter else None
-            if name is None or args or set(options) - {"storage_writer", "planner"}:
+            name = self.name_of(place) if type(writer) in (FileSystemWriter, NoneType) else None
+            if name is None or args or set(options) - {"storage_writer", "checkpoint_id", "planner"}:
                 return stock(state_dict, *args, **options)
             self.files.add_dcp_folder(name, state_dict, options.get("planner"))
             self._seen.add(name, state_dict)
@@ -186,7 +188,7 @@ class Capture:
         """
         if changed := self._seen.changed():
             raise UnsavableStateError(
-                f"what was given to be saved as {', '.join(changed)} was changed before all of the checkpoint was made;"
+                f"an object to be saved as {', '.join(changed)} was changed before all of the checkpoint was made;"
                 " save copies of tensors that you change or move meanwhile"
             )
         for file in sorted(self.folder.rglob("*")):
@@ -195,7 +197,7 @@ class Capture:
                 self.files.add_bytes(name, data)
                 if len(data) > _LARGE:
                     logger.warning(
-                        "%s, of %d bytes, is not staged: the training waited while it was made", name, len(data)
+                        "%s, of %d bytes, is not staged: the training waited while it was written", name, len(data)
                     )
 
 
@@ -227,7 +229,7 @@ def _warn_of_others(folder: Path) -> None:
     """Warn about files beside the scratch folder, because they are lost."""
     beside = [each for each in folder.parent.iterdir() if each != folder]
     if others := [each.name for each in beside if each.is_file() or any(each.rglob("*"))]:
-        logger.warning("not saved, as it was written beside the folder of the checkpoint: %s", ", ".join(others))
+        logger.warning("files beside the folder of the checkpoint are not saved: %s", ", ".join(others))
 
 
 def wait_for_dead_trainer(root: str, config: Config | None) -> None:
@@ -240,7 +242,7 @@ def wait_for_dead_trainer(root: str, config: Config | None) -> None:
         wait = partial(wait_for_attempts, absolute_path(root), Config.given(config).timeout, _locked(root))
         ranks_of().from_first(wait)
     except StorageError as error:
-        logger.warning("training may resume from a checkpoint that is not the newest: %s", error)
+        logger.warning("the training may resume from a checkpoint that is not the newest: %s", error)
 
 
 def lock_for_worker(root: str, config: Config | None) -> None:

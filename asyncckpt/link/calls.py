@@ -24,6 +24,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+PROTOCOL = 1
+"""The version of the calls, and of the data and the memory that they describe. Every answer has it.
+
+Increase it with each change that makes an older process misread an answer, a segment or an image. The call ``retire``
+never changes, so that a worker of another version can be asked to leave.
+"""
+
 CallMessage: TypeAlias = tuple[int, str, tuple[Any, ...], dict[str, Any]]
 """A call as it is sent: the number of its answer (0: there is none), the method, and the arguments."""
 
@@ -34,7 +41,7 @@ _numbers = itertools.count(1)
 class Answer:
     """The answer to a call.
 
-    It is sent as a tuple of these values.
+    It is sent as a tuple of these values and the ``PROTOCOL``.
 
     Args:
         number: The number of the call; 0: the begin of a session, or a sign of life before a slow answer.
@@ -53,15 +60,15 @@ class Answer:
 
     @classmethod
     def received(cls, message: Any) -> Answer | None:
-        """Return the answer in a received message; None if it is no answer."""
+        """Return the answer in a received message; None if it is no answer of this ``PROTOCOL``."""
         match message:
-            case (int(number), value, bytes() | None as error):
+            case (int(number), value, bytes() | None as error, int(protocol)) if protocol == PROTOCOL:
                 return cls(number, value, error)
         return None
 
-    def sent(self) -> tuple[int, Any, bytes | None]:
+    def sent(self) -> tuple[int, Any, bytes | None, int]:
         """Return the message to send."""
-        return self.number, self.value, self.error
+        return self.number, self.value, self.error, PROTOCOL
 
     def result(self) -> Any:
         """Return the value. Raises the ``CheckpointError`` of the method."""
@@ -162,7 +169,7 @@ def await_answer(connection: SocketConnection, timeout: float) -> None:
 def receive_answer(connection: Messages) -> Answer:
     """Receive an answer. Raises ``OSError``, ``EOFError``."""
     if (answer := Answer.received(connection.receive())) is None:
-        raise OtherVersionError("a message came that is no answer of this version")
+        raise OtherVersionError("the other process sent a message that is no answer of this version")
     return answer
 
 
@@ -187,7 +194,7 @@ def carry_out(message: Any, api: type, target: object, answer: Callable[[Answer,
         case (int(number), str(method), tuple(given), dict(named)) if method in _public(api):
             pass
         case _:
-            raise OtherVersionError("a message came that is no call of this version")
+            raise OtherVersionError("the other process sent a message that is no call of this version")
     try:
         result = getattr(target, method)(*given, **named)
     except CheckpointError as error:

@@ -227,7 +227,7 @@ class WorkerClient:
             self._listener.start()
             _clients.add(self)
             if trouble is not None:
-                logger.warning("a trainer that is started in the place of this one will not find it: %s", trouble)
+                logger.warning("a restarted trainer will not find the worker: %s", trouble)
         except BaseException as error:
             self._process.end()
             if isinstance(error, RuntimeError):
@@ -305,7 +305,7 @@ class WorkerClient:
         deadline = time.monotonic() + timeout
         while not flag.wait(max(0.0, min(deadline - time.monotonic(), CHECK_S))):
             if not self._listener.is_alive() and not flag.is_set():
-                raise self._death or ClosedError("the worker was left")
+                raise self._death or ClosedError("the connection to the worker is closed")
             if time.monotonic() >= deadline:
                 return False
         return True
@@ -411,7 +411,7 @@ class WorkerClient:
                 self._death = self._how_it_died(self._process.wait(NOTICE_S))
                 raise self._death from error
             self._ended.wait(ANSWER_S)
-            raise self._death or WorkerDiedError(f"the worker {self.pid} does not listen any more") from error
+            raise self._death or WorkerDiedError(f"the worker {self.pid} takes no more calls") from error
 
     def _release(self, segment: int) -> None:
         """Tell the worker to release a segment. The worker may be dead."""
@@ -422,7 +422,7 @@ class WorkerClient:
         try:
             self._take_messages()
         except Exception:  # of any kind, because without this thread no save would ever end
-            logger.exception("the messages of the worker %d cannot be taken, so it has to go", self.pid)
+            logger.exception("a message of the worker %d failed, and the worker is ended", self.pid)
             self._process.kill()
         finally:
             self._on_exit()
@@ -489,7 +489,7 @@ class WorkerClient:
         self._death = self._death or self._how_it_died(code)
 
     def _end_saves(self) -> None:
-        self._death = self._death or WorkerDiedError(f"the worker {self.pid} is gone")
+        self._death = self._death or WorkerDiedError(f"the worker {self.pid} has exited")
         self.saves.post(WorkerGone(self._death, self._detaching, self.pid))
 
     def _end_calls(self) -> None:

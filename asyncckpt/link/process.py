@@ -228,8 +228,8 @@ class WorkerProcess:
             end = os.lseek(fd, 0, os.SEEK_END)
             text = os.pread(fd, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace")
         except OSError as error:
-            return f"what it said cannot be read: {error}"
-        return f"its last words: {text.strip()}" if text.strip() else "it said nothing"
+            return f"its stderr cannot be read: {error}"
+        return f"its stderr ends with: {text.strip()}" if text.strip() else "its stderr is empty"
 
     def close(self) -> None:
         """Close this end of the socket, and the worker's stderr file. Safe to call twice."""
@@ -267,7 +267,7 @@ def how_it_ended(code: int | None) -> str:
     if code == ENDED:
         return "has ended"
     if code == 0 and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-        return "has ended, and nobody knows how, because this process ignores SIGCHLD"
+        return "has ended, with an unknown status because this process ignores SIGCHLD"
     if code >= 0:
         return f"ended with status {code}"
     try:

@@ -23,7 +23,7 @@ from asyncckpt.link.api import Claim, Claimed, RootHolder
 from asyncckpt.link.endpoint import ROOT_LOCK, endpoint_name, endpoint_scope, runtime_folder
 from asyncckpt.link.takeover import is_running
 from asyncckpt.storage import is_address
-from asyncckpt.storage.file_system import LockFile, opened, read_facts
+from asyncckpt.storage.file_system import LockFile, lock_alone, opened, read_facts
 
 logger = logging.getLogger(__name__)
 
@@ -100,16 +100,30 @@ def take_root(claim: Claim, ask: Callable[[], Claimed], timeout: float) -> str |
         patience = timeout if is_ending else 0.0 if is_near else NOTICE_S
         if time.monotonic() - begun >= min(patience, timeout):
             raise JobTakenError(
-                f"{who} is still writing here what that trainer had staged; wait for it, or end it"
+                f"{who} still writes what that trainer had staged; wait for it, or end it"
                 if is_ending
                 else f"{who} saves to this folder; end that job, or save to another folder",
                 path=claim.root,
             )
         if not is_told:
-            logger.warning("waiting until %s lets go of %s", who, claim.root)
+            logger.warning("this trainer waits until %s releases the lock of %s", who, claim.root)
             is_told = True
         time.sleep(5 * POLL_S)  # each question opens a file, perhaps of a network file system
     return found.trouble
+
+
+def is_locked(root: str) -> bool:
+    """Return whether a process may have the lock of ``root``. On an object store, and for other hosts, say yes."""
+    if is_address(root):
+        return True
+    try:
+        with opened(_lock_path(root), os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+            is_known = _holder(read_facts(fd)).scope == pid_scope()
+            return not is_known or lock_alone(fd) is not True
+    except FileNotFoundError:
+        return False
+    except unless_interrupt(OSError):
+        return True
 
 
 def is_finishing(root: str) -> bool:

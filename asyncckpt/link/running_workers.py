@@ -100,8 +100,8 @@ def end_worker(worker: RunningWorker, timeout: float, *, force: bool = False) ->
         return
     if worker.doing == "stopped":
         raise CheckpointError(
-            f"the worker {worker.pid} is stopped by a signal, and writes nothing: have it go on (kill -CONT"
-            f" {worker.pid}), or kill it (--force), and what it has not written is lost"
+            f"the worker {worker.pid} is stopped by a signal, and writes nothing: resume it (kill -CONT {worker.pid}),"
+            " or kill it (--force), which loses its unwritten saves"
         )
     if worker.has_trainer:
         raise CheckpointError(
@@ -119,8 +119,8 @@ def end_worker(worker: RunningWorker, timeout: float, *, force: bool = False) ->
         _wait_end(worker, deadline - time.monotonic())
     if _is_there(worker):
         raise SaveTimeoutError(
-            f"the worker {worker.pid} still writes after {timeout:g} s; it ends by itself when all is written, or when"
-            " it is killed (--force), and what it has not written is lost"
+            f"the worker {worker.pid} still writes after {timeout:g} s; it exits when all is written; --force kills"
+            " it, and loses its unwritten saves"
         )
 
 
@@ -157,7 +157,7 @@ def _ask(pid: int, said: CommandLine) -> tuple[WorkerStatus | None, str | None]:
     if name is None:
         return None, None  # only its trainer can reach a worker without an endpoint
     if (connection := connect(name, _ANSWER_S, said.runtime)) is None:
-        return None, f"there is nobody at its endpoint in {said.runtime}"
+        return None, f"no process listens at its endpoint in {said.runtime}"
     with connection:
         if peer_pid(connection) != pid:
             return None, "another worker has its endpoint"
@@ -168,7 +168,7 @@ def _ask(pid: int, said: CommandLine) -> tuple[WorkerStatus | None, str | None]:
         except OtherVersionError as error:
             return None, str(error)
         except (EOFError, OSError):
-            return None, "it is just leaving"
+            return None, "it is exiting"
     return status, None
 
 

@@ -62,7 +62,7 @@ def take_memory(
         # processes then take memory in parallel, at some 2 GiB a second.
         with host_lock(_TURN_S) as alone:
             if not alone:
-                logger.warning("%d bytes are taken without a look at what others take", nbytes)
+                logger.warning("%d bytes of memory are taken without the lock of this host", nbytes)
             try:
                 _check_room(segment, nbytes)
             except OutOfMemoryError:
@@ -383,7 +383,7 @@ class SegmentStore:
         """
         with self._lock:
             if self._is_closed:
-                raise ConnectionAbortedError("the worker is leaving")
+                raise ConnectionAbortedError("the worker is exiting")
             return tuple(
                 PublishedSegment(number, hosted.layout)
                 for number, hosted in self._hosted.items()

@@ -72,7 +72,7 @@ class SocketConnection(Connection):
         try:
             return pickle.loads(received)
         except (AttributeError, ImportError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
-            raise OtherVersionError("a message of another version") from error
+            raise OtherVersionError("the other process sent a message of another version") from error
 
     def _send_bytes(self, buf: memoryview) -> None:
         """Send a message, and before it the rest of an earlier message that an asynchronous exception interrupted.
@@ -138,7 +138,7 @@ class SocketConnection(Connection):
             _, _, said, _ = next(again)
             if said & socket.MSG_CTRUNC:  # the kernel has dropped the descriptor
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from None
-            raise EOFError("there came no descriptor") from None
+            raise EOFError("the message came without a descriptor") from None
         return descriptor
 
     def receive_segment(self, *, writable: bool = True) -> Segment:
@@ -152,8 +152,8 @@ class SocketConnection(Connection):
             if error.errno != errno.EMFILE:
                 raise
             raise OutOfMemoryError(
-                f"shared memory of the worker cannot be mapped: {error.strerror} (ulimit -n); close some, or raise"
-                " that limit"
+                f"shared memory of the worker cannot be mapped: {error.strerror}; close file descriptors, or raise the"
+                " limit (ulimit -n)"
             ) from error
         return Segment.attach(file, writable=writable)
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import psutil
 
 from asyncckpt.budgets import ANSWER_S, LONG_S, NOTICE_S, POLL_S
-from asyncckpt.errors import CheckpointError, SaveTimeoutError, decode, is_interrupt
+from asyncckpt.errors import CheckpointError, JobTakenError, SaveTimeoutError, decode, is_interrupt
 from asyncckpt.format.segment_layout import ImageLayout
 from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.link.api import Images, Inventory, PublishedSegments, Served, TrainerAlive, WorkerApi
@@ -77,12 +77,14 @@ class Takeover:
             left: The process ids of workers that this process itself has left, and that may not have noticed yet.
 
         Returns:
-            The connection; None if there is no worker.
+            The connection; None if there is no worker. A worker of another protocol is asked to exit, and what it
+            holds is not loaded.
 
         Raises:
-            JobTakenError: The trainer of the worker lives.
+            JobTakenError: The trainer of the worker lives, or the worker is of another protocol and does not exit.
             SaveTimeoutError: The worker does not answer.
         """
+        asked = False  # whether a worker of another protocol was asked to exit
         noticed, left_by = time.monotonic() + NOTICE_S, time.monotonic() + timeout
         while (connection := connect(endpoint, strict=True)) is not None:
             try:
@@ -90,7 +92,7 @@ class Takeover:
                 if isinstance(reply, Inventory):
                     return cls(connection, reply, _take_segments(connection, reply, timeout))
                 if not isinstance(reply, TrainerAlive):
-                    raise OtherVersionError("an inventory of another version")
+                    raise OtherVersionError("the worker sent an inventory of another version")
                 is_left = reply.worker in left and reply.trainer == os.getpid()
                 # A busy worker notices the death of its trainer late. A trainer that is not found may live in another
                 # container, unless the worker is in this container.
@@ -101,6 +103,19 @@ class Takeover:
             except CheckpointError:
                 connection.close()
                 raise
+            except OtherVersionError as error:
+                worker = peer_pid(connection)
+                if asked and time.monotonic() > noticed:
+                    connection.close()
+                    raise JobTakenError(
+                        f"a worker ({worker}) of another version of asyncckpt has a trainer as this rank of this job:"
+                        " end that training, or save to another folder"
+                    ) from error
+                if not asked:
+                    logger.warning("the worker %d is asked to exit, and its images are not loaded: %s", worker, error)
+                asked = True
+                with connection:
+                    _retire(connection, worker, timeout)
             except (EOFError, OSError) as error:
                 connection.close()  # the worker has just left
                 if time.monotonic() > noticed:
@@ -148,12 +163,13 @@ class Takeover:
         try:
             process = WorkerProcess.attached(peer_pid(self._connection), self._connection, stderr_file())
         except OSError as error:
-            raise not_started("the worker of the trainer before this one cannot be used:", error) from error
+            raise not_started("the worker of the previous trainer cannot be used:", error) from error
         try:
             own = asdict(options), asdict(Surroundings.here())
             self._connection.send(call_of(1, WorkerApi.attach, fingerprint(), self._session, *own))
             process.send_stderr()
-            answer = receive_answer(self._connection) if self._wait(timeout, longest) else None
+            timeout = self._timeout(timeout, longest)
+            answer = receive_answer(self._connection) if _wait(self._connection, self.worker, timeout) else None
         except BaseException as error:
             process.end()  # the session may have begun
             if isinstance(error, CheckpointError) or not isinstance(error, EOFError | OSError) or is_interrupt(error):
@@ -164,7 +180,7 @@ class Takeover:
                 return process
             level = logging.INFO if self._session > 0 else logging.WARNING  # 0: started in advance for this trainer
             why = decode(answer.error).message
-            logger.log(level, "the worker %d, which was there before, is not used: %s", self.worker, why)
+            logger.log(level, "the worker %d of the previous trainer is not used: %s", self.worker, why)
             self.retire(timeout, longest)
         process.end()
         return None
@@ -180,32 +196,17 @@ class Takeover:
         Raises:
             SaveTimeoutError: The worker cannot be killed.
         """
-        try:
-            tell(self._connection, WorkerApi.retire)
-            self._wait(timeout, longest)  # until the end of file
-        except CheckpointError:
-            raise
-        except OSError:
-            pass  # the worker has left
+        _retire(self._connection, self.worker, self._timeout(timeout, longest))
         self._connection.close()
 
-    def _wait(self, timeout: float, longest: float) -> bool:
-        """Wait for the worker, which may still write. After the timeout kill it, and return False.
-
-        Raises ``SaveTimeoutError``, ``OSError``.
-        """
+    def _timeout(self, timeout: float, longest: float) -> float:
+        """Return the timeout of a wait for the worker, which may still write. See ``retire``."""
         if self._not_held:
             timeout = max(timeout, longest)
-            logger.info("waiting for the worker %d, which writes %s", self.worker, ", ".join(sorted(self._not_held)))
-        if self._connection.poll(timeout):
-            return True
-        logger.warning("the worker %d of the trainer before this one is killed, after %g s", self.worker, timeout)
-        # The process id is 0 if the worker is in another container. A signal to 0 would go to our own process group.
-        if (pid := peer_pid(self._connection)) > 0:
-            os.kill(pid, signal.SIGKILL)
-        if not self._connection.poll(NOTICE_S):
-            raise SaveTimeoutError(f"the worker {self.worker} of the trainer before this one cannot be killed")
-        return False
+            logger.info(
+                "this trainer waits for worker %d, which writes %s", self.worker, ", ".join(sorted(self._not_held))
+            )
+        return timeout
 
     def close(self) -> None:
         """Close the connection, and unmap the memory."""
@@ -276,7 +277,7 @@ class ReaderClient:
     def _check_answers(self) -> None:
         """Raise an error if the worker is stopped. A running worker always answers on a second connection."""
         if (connection := connect(self._endpoint)) is None:
-            raise EOFError("the worker has left")
+            raise EOFError("the worker has exited")
         with connection:
             call(connection, self.timeout / 2, WorkerApi.status)
 
@@ -324,6 +325,33 @@ def retire_idle_workers(timeout: float) -> bool:
                 tell(connection, WorkerApi.retire)
                 found |= connection.poll(timeout)
     return found
+
+
+def _retire(connection: SocketConnection, worker: int, timeout: float) -> None:
+    """Tell a worker to exit, and wait until it has written everything. Raises ``SaveTimeoutError``."""
+    try:
+        tell(connection, WorkerApi.retire)
+        _wait(connection, worker, timeout)  # until the end of file
+    except CheckpointError:
+        raise
+    except OSError:
+        pass  # the worker has left
+
+
+def _wait(connection: SocketConnection, worker: int, timeout: float) -> bool:
+    """Wait for an answer of the worker. After the timeout kill it, and return False.
+
+    Raises ``SaveTimeoutError``, ``OSError``.
+    """
+    if connection.poll(timeout):
+        return True
+    logger.warning("the worker %d of the previous trainer is killed, after %g s", worker, timeout)
+    # The process id is 0 if the worker is in another container. A signal to 0 would go to our own process group.
+    if (pid := peer_pid(connection)) > 0:
+        os.kill(pid, signal.SIGKILL)
+    if not connection.poll(NOTICE_S):
+        raise SaveTimeoutError(f"the worker {worker} of the previous trainer cannot be killed")
+    return False
 
 
 def _take_segments(connection: SocketConnection, inventory: Inventory, timeout: float) -> dict[int, Segment]:

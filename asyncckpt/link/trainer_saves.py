@@ -258,7 +258,7 @@ class RunningSaves:
                 except Exception as second:
                     self._on_error(action, second, events, again=True)
             case _:
-                logger.error("what follows a save could not be done: please report this", exc_info=error)
+                logger.error("the work after a save failed: please report this", exc_info=error)
 
     def _carry_out(self, action: TrainerAction, events: deque[TrainerEvent]) -> None:
         if isinstance(action, machines.KillWorker):
@@ -297,7 +297,7 @@ class RunningSaves:
 
 
 def _end_lost(work: SaveWork, *, is_left: bool) -> None:
-    error = CheckpointError("this process had no memory to take note of the end of the save")
+    error = CheckpointError("this process had no memory to record the end of the save")
     work.release()
     work.on_slot_free()
     work.on_replicated(error)
@@ -308,5 +308,5 @@ def _found_out(work: SaveWork, error: CheckpointError) -> CheckpointError | None
     try:
         return work.find_out(error)
     except Exception:
-        logger.exception("finding out how a save has ended failed")
+        logger.exception("finding the outcome of a save failed")
         return error

@@ -9,13 +9,16 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from asyncckpt.format.index import Index
 from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
-from asyncckpt.loading.source import StorageSource, checkpoints_in, is_stock
+from asyncckpt.loading.source import FolderSource, StorageSource, checkpoints_in, has_rank_files, is_stock, stock_kind
 from asyncckpt.storage import is_address, named_steps, step_folder, step_of, storage_for
+
+if TYPE_CHECKING:
+    from asyncckpt.loading.rank_files import RankFiles
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ def checkpoints_at(path: str) -> list[str]:
     ``StorageError``.
     """
     storage = storage_for(path)
-    if any(storage.exists(os.path.join(path, name)) for name in (MANIFEST_NAME, METADATA_NAME)):
+    if any(storage.exists(os.path.join(path, name)) for name in (MANIFEST_NAME, METADATA_NAME)) or stock_kind(path):
         return [path]
     names = list(storage.names_in(path))
     steps = named_steps(path)
@@ -87,6 +90,11 @@ def contents(path: str) -> list[Value]:
         for name, dtype, shard in _stock_shards(path):
             found.setdefault(name, Value(name, dtype)).shards.append(shard)
         return _alike(found, path)
+    if stock_kind(path) is not None:
+        # Imported here, because checkpoints of this library can be inspected without torch.
+        from asyncckpt.loading.rank_files import RankFiles
+
+        return values_of(RankFiles(path).read().indexes(), path)
     return values_of(StorageSource(path).indexes(), path)
 
 
@@ -150,6 +158,33 @@ def set_with_file(path: str, held: ExitStack) -> tuple[StorageSource, str] | Non
     return None
 
 
+def source_at(path: str, held: ExitStack, rank: int = 0, *, trusts: bool = False) -> StorageSource | RankFiles | None:
+    """Return the source of the checkpoint ``path``; None: stock DCP wrote it, and no set of files contains it.
+
+    Args:
+        path: The folder of the checkpoint.
+        held: Protects the set of files against removal.
+        rank, trusts: See ``RankFiles.read``.
+
+    Raises:
+        CheckpointNotFoundError, DamagedCheckpointError, StorageError: There is no checkpoint, it is damaged, or it
+            cannot be read.
+        UntrustedValueError, MismatchError, FormatError: As ``RankFiles`` raises.
+    """
+    kind = stock_kind(path)
+    if kind == "dcp":
+        found = set_with_file(os.path.join(path, METADATA_NAME), held)
+        return None if found is None else FolderSource(found[0].path, os.path.dirname(found[1]))
+    if kind is None:
+        source = StorageSource(path)
+        if METADATA_NAME in source.manifest.files or not has_rank_files(source.manifest.files):
+            return source
+    # Imported here, because sets of files can be inspected without torch.
+    from asyncckpt.loading.rank_files import RankFiles
+
+    return RankFiles(path).read(rank, trusts=trusts)
+
+
 def _is_set(above: str, folder: str) -> bool:
     """Return whether a set of files is at ``above``. Another program may use the name of the manifest, too."""
     storage, name = storage_for(above), os.path.join(above, MANIFEST_NAME)
@@ -163,7 +198,7 @@ def _is_set(above: str, folder: str) -> bool:
     except StorageError as error:  # e.g. an object store that allows reading only some keys
         if above == folder:
             raise
-        logger.info("whether %s is a set of files cannot be seen: %s", above, error)
+        logger.info("the check whether %s is a set of files failed: %s", above, error)
         return False
 
 

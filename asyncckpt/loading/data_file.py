@@ -212,12 +212,13 @@ class ChecksummedFile(ABC):
             ranges: First byte and end of each range to read; ranges may overlap.
             pool: The threads that read, check and copy. The first runs are under way when this returns.
             destinations: The destinations of the bytes; bytes without a destination are only checked.
-            verify: Whether to compare the checksums.
+            verify: Whether to compare the checksums, if the file has any.
             at_once: Maximum number of runs under way; None: enough for all threads.
 
         Raises:
             DamagedCheckpointError: The index names bytes beyond the file's end.
         """
+        verify = verify and len(self.index.checksums) > 0
         return FileReading(self, self.runs(ranges), pool, destinations, at_once or _AHEAD, verify=verify)
 
     def nbytes_read(self, ranges: Iterable[tuple[int, int]]) -> int:

@@ -67,14 +67,14 @@ def check_metadata(metadata: Metadata, path: str) -> None:
     try:
         for name, about in metadata.state_dict_metadata.items():
             if not isinstance(name, str) or not _is_value(about):
-                raise ValueError(f"what it says of {name!r}")
+                raise ValueError(f"the entry {name!r}")
         for index, place in (metadata.storage_data or {}).items():
             name = index.fqn
             if not (isinstance(index, MetadataIndex) and isinstance(name, str) and _is_place(place)):
-                raise ValueError(f"where it says that {name!r} is stored")
+                raise ValueError(f"the place of {name!r}")
             its = metadata.state_dict_metadata.get(name)
             if isinstance(its, TensorStorageMetadata) and not _are_sizes(index.offset or its.size, len(its.size)):
-                raise ValueError(f"which part of {name!r} it says is stored")
+                raise ValueError(f"the part of {name!r} that is stored")
     except unless_interrupt(Exception) as error:  # unpickled attributes may be missing, or be of any type
         raise DamagedCheckpointError(
             f"{METADATA_NAME} is damaged: {type(error).__name__}: {error}", path=path

@@ -172,13 +172,12 @@ def _empty(container: Any, name: str) -> Iterator[str]:
 def warn_left_out(left: Sequence[str], path: str) -> None:
     """Warn about forgotten values.
 
-    A fresh optimizer has no state yet, and a dict may get its keys later. DCP skips such values silently.
+    The dict of a fresh optimizer has no state yet, and a dict may get its keys later. DCP skips such values silently.
     """
     if left:
         logger.warning(
-            "%d values of %s were not asked for, and not loaded: %s; if they belong to an optimizer, give it its"
-            " state before loading (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does), and to a"
-            " dict its keys",
+            "%d values of %s were not asked for, and not loaded: %s; for an optimizer, put the optimizer itself into"
+            " the state, or make its dict by get_optimizer_state_dict; give another dict its keys",
             len(left),
             path,
             some(left),

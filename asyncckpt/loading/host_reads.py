@@ -159,7 +159,7 @@ class HostReads:
         file = Descriptor.of(os.open, f"/proc/{member.pid}/fd/{member.fd}", flags)
         if os.fstat(file.fileno()).st_ino != member.inode:
             file.close()
-            raise OSError(f"process {member.pid} has closed it")
+            raise OSError(f"process {member.pid} has closed its memory file")
         return self._closing.enter_context(closing(_Marks(Segment.attach(file), self._spans)))
 
     def _parts(self, number: int, begin: int, end: int, stored: Iterator[FilePart]) -> Iterator[FilePart]:
@@ -202,7 +202,7 @@ class HostReads:
                     raise CheckpointError("another rank is slow or stopped")
                 time.sleep(_POLL_S)
         except CheckpointError as error:
-            logger.info("from now on this rank reads alone: %s", error)
+            logger.info("this rank reads alone from now on: %s", error)
             self.finish()
         return None
 

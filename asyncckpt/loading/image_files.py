@@ -85,7 +85,7 @@ class ImageFiles(ABC):
         if checksum(memoryview(found)) != held.constants[held.layout.constants().index(region)]:
             self.is_damaged = True
             raise DamagedCheckpointError(
-                "its image in memory is damaged", path=held.request.path, step=held.request.step
+                "the image in memory is damaged", path=held.request.path, step=held.request.step
             )
         return found
 
@@ -151,7 +151,7 @@ class FetchedImage(ImageFiles):
         except OSError as error:
             self.is_gone = True
             raise CheckpointNotFoundError(
-                f"the worker that holds this can be read no more: {error}", path=self.held.request.path
+                f"the worker with this image is not reachable any more: {error}", path=self.held.request.path
             ) from error
 
     def _bytes(self, region: Region) -> bytes:

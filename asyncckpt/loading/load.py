@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from asyncckpt.budgets import ANSWER_S, CHECK_S
 from asyncckpt.errors import (
@@ -28,12 +29,14 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.manifest import data_of_rank
 from asyncckpt.format.storage_meta import without_storage_meta
+from asyncckpt.loading.contents import source_at
 from asyncckpt.loading.dcp_reader import CheckingPlanner, CheckpointReader, StockReader, load_by_dcp
 from asyncckpt.loading.direct_load import DirectLoad, draft
+from asyncckpt.loading.optimizer_state import stored_state
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import Source, StorageSource, is_stock, stands_there
+from asyncckpt.loading.source import Source, StorageSource, stands_there
 from asyncckpt.planning.draft import StoredPlan
-from asyncckpt.planning.per_rank import PerRank, per_rank_values
+from asyncckpt.planning.per_rank import PerRank, values_of_type
 from asyncckpt.planning.structure import give_states, stateful_to_dict, stateful_types
 from asyncckpt.ranks.ranks import Ranks, ranks_of
 from asyncckpt.storage import absolute, storage_for
@@ -104,12 +107,12 @@ def load(
             "strict=False is for loads without a planner: DefaultLoadPlanner(allow_partial_load=True) is one"
         )
     path, ranks = absolute(path), ranks_of(False if no_dist else process_group)
-    per_rank = per_rank_values(state_dict)
-    with contextlib.ExitStack() as held, _as_ours(path, ranks):
+    per_rank, optimizers = values_of_type(state_dict, PerRank), values_of_type(state_dict, Optimizer)
+    with contextlib.ExitStack() as undo, contextlib.ExitStack() as held, _as_ours(path, ranks):
         bar = held.enter_context(Progress("loading", delay=_LONG_S, shown=progress and ranks_of().rank == 0))
-        source = source or held.enter_context(opened(path, ranks))
+        source = source or held.enter_context(opened(path, ranks, trusts=not weights_only))
         open_reader = partial(_open_reader, path, source, bar, verify, weights_only)
-        states = _states(state_dict, per_rank, open_reader, held, ranks)
+        states = _states(state_dict, per_rank, optimizers, open_reader, held, undo, ranks)
         increment_version(list(_dtensors(states)))
         if planner is None and (direct := _drafted_by_all(states, source, path, held, ranks, verify)) is not None:
             ranks.on_all(partial(direct.read, bar, verify=verify, weights_only=weights_only, warns=warns and strict))
@@ -120,7 +123,10 @@ def load(
             planner = planner or checking
             load_by_dcp(states, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
             names = checking.missing, checking.unexpected
+        undo.pop_all()
     give_states(state_dict, states)
+    for value in per_rank.values():
+        value.after_load()
     return Filled(bar.nbytes, *map(tuple, names))
 
 
@@ -161,16 +167,25 @@ def _drafted_by_all(
 def _states(
     state_dict: dict[str, Any],
     per_rank: Mapping[str, PerRank],
+    optimizers: Mapping[str, Optimizer],
     open_reader: Callable[[], StorageReader],
     held: contextlib.ExitStack,
+    undo: contextlib.ExitStack,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Return the values to fill, with states for ``Stateful`` values. Per-rank values look up the stored metadata."""
+    """Return the values to fill, with states for ``Stateful`` values.
+
+    Per-rank values look up the stored metadata. A new optimizer gets the state to fill, until ``undo`` takes it back.
+    """
+    fresh = {name: each for name, each in optimizers.items() if not each.state}
 
     def ask_for_stored() -> None:
-        metadata = open_reader().read_metadata() if per_rank else Metadata({})
+        metadata = open_reader().read_metadata() if per_rank or fresh else Metadata({})
         for name, value in per_rank.items():
             held.enter_context(value.loaded_from(metadata, name))
+        for name, optimizer in fresh.items():
+            undo.callback(optimizer.state.clear)
+            optimizer.state.update(stored_state(optimizer, name, metadata))
 
     ranks.on_all(ask_for_stored)  # before ``Stateful`` values are called, because they may communicate
     keys: Iterable[str] = state_dict
@@ -180,17 +195,18 @@ def _states(
 
 
 @contextlib.contextmanager
-def opened(path: str, ranks: Ranks, *, may_be_stock: bool = True) -> Iterator[Source | None]:
+def opened(path: str, ranks: Ranks, *, may_be_stock: bool = True, trusts: bool = False) -> Iterator[Source | None]:
     """Open the checkpoint ``path`` on all ranks, and protect it against removal; None: stock DCP wrote it.
 
-    Raises ``DamagedCheckpointError`` for a checkpoint of stock DCP unless it ``may_be_stock``.
+    Raises ``DamagedCheckpointError`` for a checkpoint of another library unless it ``may_be_stock``. ``trusts``: see
+    ``RankFiles.read``.
 
     If only some ranks find the checkpoint, wait for the others: a network file system may show a new name late.
     """
 
     def here() -> Source | None:
         held.enter_context(storage_for(path).reading(path))
-        return None if may_be_stock and is_stock(path) else StorageSource(path)
+        return source_at(path, held, ranks.rank, trusts=trusts) if may_be_stock else StorageSource(path)
 
     deadline = time.monotonic() + ANSWER_S
     with contextlib.ExitStack() as held:

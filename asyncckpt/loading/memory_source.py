@@ -174,7 +174,7 @@ def _held_here(job: str, scope: str, key: bytes, host: str | None) -> Iterator[I
                 images = _settled(client).images
                 served = _served(client, key, host) if host is not None and images else None
         except (CheckpointError, EOFError, OSError) as error:
-            logger.warning("what a worker on this host holds is not loaded: %s", error)
+            logger.warning("images of a worker on this host are not loaded: %s", error)
             return []
         return [ImagePlace(each, scope, endpoint, served) for each in images]
 
@@ -187,7 +187,7 @@ def _served(client: ReaderClient, key: bytes, host: str) -> TransferAddress | No
     try:
         return TransferAddress(host, client.serve(key, host))
     except OSError as error:
-        logger.warning("what a worker on this host holds cannot be read from others: %s", error)
+        logger.warning("images of a worker on this host cannot be read from other hosts: %s", error)
         return None
 
 
@@ -244,9 +244,9 @@ def held_candidates(
             words = str(source.failure)
             source.failure = None  # the error has references to the memory
             if not source.choose_again():
-                logger.warning("not loaded from memory: %s", words)
+                logger.warning("the state is not loaded from memory: %s", words)
                 return
-            logger.warning("step %s is loaded from what else is held, for: %s", source.step, words)
+            logger.warning("step %s is loaded from other images in memory, because one failed: %s", source.step, words)
 
 
 def choose_in_memory(places: Sequence[str], step: int | None, found: FoundImages) -> HeldAttempt | None:
@@ -291,7 +291,7 @@ def _choose(
         if is_finalized:
             is_newest = newest is not None and newest.step == request.step and root in newest.roots
             return each if step is not None or is_newest else None
-        if each.committed or is_taken or not each.is_whole:
+        if each.committed or is_taken or not each.is_whole or request.joint is not None:
             continue
         return each if step is not None or _is_newer(request, newest) else None
     return None
@@ -394,7 +394,7 @@ class MemorySource(Candidate):
             if stored.attempt == request.attempt:  # otherwise another checkpoint has just replaced this one
                 return self._noted("storage", stored.open(name))
         raise CheckpointNotFoundError(
-            f"{name} is in no memory that can be reached, and not yet in storage", path=request.path, step=request.step
+            f"{name} is in no reachable memory, and not yet in storage", path=request.path, step=request.step
         )
 
     def nbytes_from(self) -> dict[str, int]:
@@ -420,7 +420,7 @@ class MemorySource(Candidate):
         image = self._image(0)
         if image is None:
             raise CheckpointNotFoundError(
-                "the image of the first rank is held no more", path=self.request.path, step=self.request.step
+                "the image of the first rank is not held any more", path=self.request.path, step=self.request.step
             )
         return image.metadata()
 

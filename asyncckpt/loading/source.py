@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
@@ -39,6 +41,9 @@ _SOME = 4  # maximum number of checkpoints that an error names
 
 # Maximum number of saves that a dead trainer can have staged for its worker: some slots for each structure.
 _MOST_STAGED = 8
+# The metadata of torch_checkpointing, and its files of ranks.
+RANKS_METADATA_NAME = "metadata.pkl"
+_RANK_FILE = re.compile(r".+_\d+\.pt")
 # Files that mark a checkpoint: of this library, of stock DCP, of Hugging Face's Trainer.
 _MARKS = (MANIFEST_NAME, METADATA_NAME, "trainer_state.json")
 
@@ -91,7 +96,7 @@ def wait_for_attempts(root: str, timeout: float, locked: str | None = None) -> N
         elif attempts and known.isdisjoint(attempts):
             return
         if not is_told:
-            logger.warning("waiting until a worker has written what was staged before, under %s", root)
+            logger.warning("the load waits until a worker has written the staged saves under %s", root)
             is_told = True
         if time.monotonic() >= deadline:
             raise StorageError(
@@ -143,6 +148,24 @@ def is_stock(path: str) -> bool:
     return not any(map(is_index, storage.names_in(path)))
 
 
+def has_rank_files(names: Iterable[str]) -> bool:
+    """Return whether these files are a checkpoint of torch_checkpointing with metadata.
+
+    Without metadata, the files of ranks could be files of steps or epochs just as well.
+    """
+    own = set(names)
+    return RANKS_METADATA_NAME in own and any(map(_RANK_FILE.fullmatch, own))
+
+
+def stock_kind(path: str) -> Literal["dcp", "torch_checkpointing"] | None:
+    """Return which other library wrote the checkpoint ``path``; None: this library did, or there is no checkpoint."""
+    if is_stock(path):
+        return "dcp"
+    storage = storage_for(path)
+    is_ours = storage.exists(os.path.join(path, MANIFEST_NAME))
+    return None if is_ours or not has_rank_files(storage.names_in(path)) else "torch_checkpointing"
+
+
 def read_manifest(path: str) -> Manifest:
     """Return the manifest of the checkpoint ``path``. Its step must match the name of the folder.
 
@@ -154,8 +177,8 @@ def read_manifest(path: str) -> Manifest:
         if step is None or manifest.step in (None, step):
             return manifest
         raise DamagedCheckpointError(
-            f"this is the checkpoint of step {manifest.step}, under the name of step {step}: it was renamed, or copied"
-            " here; give it back its name, or remove it",
+            f"this is the checkpoint of step {manifest.step}, under the name of step {step}: it was renamed,"
+            " or copied here; rename it back, or remove it",
             path=path,
             step=step,
         )
@@ -243,6 +266,8 @@ class Candidate(ABC):
             self.is_loaded = True
         except self._expected as error:
             self.failure = error
+            # Their variables hold the states of the load. From Python 3.13 on the frames and the error form a cycle.
+            traceback.clear_frames(error.__traceback__)
 
     def raise_failure(self) -> NoReturn:
         """Raise the error of the last trial, and keep no reference to it: its traceback has the states of the load."""
@@ -347,6 +372,31 @@ class StorageSource:
         return CheckedFile(its.device, its.inode, self._facts(self._facts(name)["index"])["xxh3"])
 
 
+class FolderSource(StorageSource):
+    """A folder of DCP in a set of files, as a checkpoint of its own."""
+
+    def __init__(self, path: str, folder: str) -> None:
+        """Read the manifest of the set at ``path``. Raises as ``StorageSource`` does."""
+        super().__init__(path)
+        self._within = f"{folder}/"
+
+    def metadata(self) -> bytes:
+        return self.read(self._within + METADATA_NAME)
+
+    def data_files(self) -> list[str]:
+        names = (
+            name.removeprefix(self._within) for name in self.manifest.data_files() if name.startswith(self._within)
+        )
+        return [name for name in names if "/" not in name and name.endswith(".distcp")]
+
+    def open(self, name: str, opened: Callable[[str], InputFile] | None = None) -> ChecksummedFile:
+        return super().open(self._within + name, opened)
+
+    def index(self, data: str) -> Index:
+        found = super().index(data)
+        return replace(found, items=[item._replace(name=item.name.removeprefix(self._within)) for item in found.items])
+
+
 @dataclass
 class Report:
     """Result of ``verify``: ``nbytes`` checked, and an error for each damage, with its file.
@@ -386,7 +436,7 @@ def verify(
         verify_files(source, source.manifest.files, report, progress, checked)
         found = stands_there(path, source.attempt) if report.damages else "still"
     if found == "none":
-        raise CheckpointNotFoundError("this was removed while it was checked", path=path)
+        raise CheckpointNotFoundError("the checkpoint was removed while it was checked", path=path)
     return verify(path, progress, checked) if found == "another" else report
 
 

@@ -187,4 +187,4 @@ def _make_folder(path: str) -> None:
         make_folder(path, 0o777)
     except OSError as error:
         why = "this is a file" if os.path.lexists(path) else error.strerror
-        raise StorageError(f"making the folder for checkpoints failed: {why}", path=path) from error
+        raise StorageError(f"making the folder for checkpoints failed: {why}; choose another", path=path) from error

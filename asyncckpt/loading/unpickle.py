@@ -172,7 +172,7 @@ def _without_names(file: io.BytesIO) -> Any:
 
     torch's unpickler knows only some opcodes, and none for an integer of more than 2,040 bits.
     """
-    magic, protocol, _, value, storages = (_NamelessUnpickler(file).load() for _ in range(5))
+    magic, protocol, _, value, storages = (NamelessUnpickler(file).load() for _ in range(5))
     if (magic, protocol, storages) != (MAGIC_NUMBER, PROTOCOL_VERSION, []):
         raise _NotAllowed("it is not in the older form of torch.save, or has tensors")
     return value
@@ -201,9 +201,11 @@ class _NotAllowed(pickle.UnpicklingError):
     pass
 
 
-class _NamelessUnpickler(pickle.Unpickler):
+class NamelessUnpickler(pickle.Unpickler):
+    """An unpickler that raises ``UntrustedValueError`` if the pickle names a class or a function."""
+
     def find_class(self, module: str, name: str) -> Any:
-        raise _NotAllowed(f"it names {module}.{name}")
+        raise UntrustedValueError(f"the pickle could run code: it names {module}.{name}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -214,13 +216,20 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.memory_format)):
             return found
-        for each in torch.serialization.get_safe_globals():
-            safe, full = each if isinstance(each, tuple) else (each, None)
-            if full == f"{module}.{name}":
-                return safe
-            if getattr(safe, "__module__", None) == module and getattr(safe, "__qualname__", None) == name:
-                return safe
+        if (allowed := allowed_by_user(module, name)) is not None:
+            return allowed
         raise _NotAllowed(f"it names {module}.{name}")
+
+
+def allowed_by_user(module: str, name: str) -> Any:
+    """Return the class or function that the user has allowed under this name; None: there is none."""
+    for each in torch.serialization.get_safe_globals():
+        safe, full = each if isinstance(each, tuple) else (each, None)
+        if full == f"{module}.{name}":
+            return safe
+        if getattr(safe, "__module__", None) == module and getattr(safe, "__qualname__", None) == name:
+            return safe
+    return None
 
 
 def untrusted(what: str, error: Exception, path: str) -> UntrustedValueError:

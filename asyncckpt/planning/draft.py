@@ -226,7 +226,8 @@ class Draft:
     def global_plans(self, plans: list[SavePlan]) -> list[Any]:
         """First rank: decide which rank writes which item. Return the final plan of each rank."""
         with planning():
-            self._finals, self.global_metadata = self._planner.create_global_plan(plans)
+            # A copy, because the planner of torch 2.6 removes items from the plans in the list.
+            self._finals, self.global_metadata = self._planner.create_global_plan(list(plans))
         if type(self._planner) is DefaultSavePlanner:
             return list(map(kept_items, plans, self._finals))
         return self._finals

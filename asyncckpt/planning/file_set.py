@@ -127,7 +127,11 @@ class FileSet:
         parts = name.split("/") if name or not isinstance(content, DcpFolder) else []
         if "\0" in name or not {"", ".", ".."}.isdisjoint(parts) or _OURS.fullmatch("".join(parts[:1])):
             raise UnsavableStateError(f"{name!r} cannot be the name of a file in a checkpoint; give it another")
-        for known in self.contents:
-            if name == known or known.startswith(f"{name}/") or name.startswith(f"{known}/"):
+        for known, other in self.contents.items():
+            (outer, around), (inner, _) = sorted(((known, other), (name, content)), key=lambda named: len(named[0]))
+            within = inner.removeprefix(f"{outer}/")
+            # Other files may be in a folder of DCP, as Megatron-LM has them there.
+            has_room = within == inner or (isinstance(around, DcpFolder) and not _OURS.fullmatch(within))
+            if name == known or not has_room:
                 raise UnsavableStateError(f"{name!r} cannot stand beside {known!r}: give it another name")
         self.contents[name] = content

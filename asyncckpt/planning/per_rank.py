@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from asyncckpt.errors import MismatchError
 from asyncckpt.planning.structure import give_states, stateful_to_dict, stateful_types
 
+T = TypeVar("T")
+RankOf = tuple[int, int]
+"""A rank, and the number of ranks in its job."""
 _STORED = re.compile(r"(?<![^.])rank-(\d+)-of-(\d+)(?=\.|$)")
 
 
@@ -55,17 +58,20 @@ class PerRank:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the value under the name of this rank. A save or a load calls this."""
-        return self._stored or {_name(*_rank()): self._state()}
+        return self._stored or {_name(*rank_of()): self._state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the loaded value. A load calls this."""
-        if callable(self._missing) and _name(*_rank()) not in state_dict:
+        if callable(self._missing) and _name(*rank_of()) not in state_dict:
             self.value = self._missing(list(state_dict.values()))
         else:
             holder = {"": self.value}
             (state,) = state_dict.values()
             give_states(holder, {"": state})
             self.value = holder[""]
+
+    def after_load(self) -> None:
+        """Finish the load of this value, after all other values are loaded."""
 
     def _state(self) -> Any:
         return stateful_to_dict({"": self.value})[""]
@@ -90,32 +96,42 @@ class PerRank:
         """
         if self._stored is not None:
             raise MismatchError(f"{name!r} is a PerRank that is in the state dict under another name, too: make two")
-        _, ranks = _rank()
-        stored: dict[tuple[int, int], list[str]] = {}
+        stored: dict[RankOf, list[str]] = {}
         for each in metadata.state_dict_metadata:
             if each.startswith(f"{name}.") and (found := _STORED.match(each, len(name) + 1)):
                 stored.setdefault((int(found[1]), int(found[2])), []).append(each)
-        if stored and all(of != ranks for _, of in stored):
-            of = max(of for _, of in stored)
-            if self._missing == "error":
-                raise MismatchError(
-                    f"{name!r} is of each rank, was saved by {of} ranks, and this job has {ranks}: say by"
-                    " PerRank(..., missing=...) what they are to get"
-                )
-            if self._missing == "rank0":
-                self._stored = {_name(0, of): self._state()}
-            else:
-                self._stored = _empty(metadata, {_name(*each): stored[each] for each in sorted(stored)})
+        self._stored = self._chosen(name, metadata, stored) if stored else None
         try:
             yield
         finally:
             self._stored = None
 
+    def _chosen(self, name: str, metadata: Metadata, stored: Mapping[RankOf, list[str]]) -> dict[str, Any] | None:
+        """Return the values of other ranks to load; None: load this rank's own.
 
-def per_rank_values(state_dict: Mapping[str, Any]) -> dict[str, PerRank]:
-    """Return all ``PerRank`` values of ``state_dict``, by name. Raises ``TypeError`` if it is no mapping."""
+        ``stored``: the names of the stored values of each rank.
+        """
+        _, ranks = rank_of()
+        if any(of == ranks for _, of in stored):
+            return None
+        of = max(of for _, of in stored)
+        if self._missing == "error":
+            raise MismatchError(
+                f"{name!r} is of each rank, was saved by {of} ranks, and this job has {ranks}: say by"
+                " PerRank(..., missing=...) what they are to get"
+            )
+        if self._missing == "rank0":
+            return {_name(0, of): self._state()}
+        return empty_values(metadata, {rank: stored[rank] for rank in sorted(stored)})
+
+
+def values_of_type(state_dict: Mapping[str, Any], wanted: type[T]) -> dict[str, T]:
+    """Return all values of a ``Stateful`` type in ``state_dict``, by name.
+
+    Raises ``TypeError`` if ``state_dict`` is no mapping.
+    """
     top, deep = stateful_types(state_dict)
-    return dict(_values(state_dict)) if any(issubclass(kind, PerRank) for kind in top | deep) else {}
+    return dict(_values(state_dict, wanted)) if any(issubclass(kind, wanted) for kind in top | deep) else {}
 
 
 def of_any_rank(name: str) -> str:
@@ -123,21 +139,22 @@ def of_any_rank(name: str) -> str:
     return _STORED.sub("rank", name)
 
 
-def _values(container: Any, prefix: str = "") -> Iterator[tuple[str, PerRank]]:
+def _values(container: Any, wanted: type[T], prefix: str = "") -> Iterator[tuple[str, T]]:
     for key, value in container.items() if isinstance(container, Mapping) else enumerate(container):
-        if isinstance(value, PerRank):
+        if isinstance(value, wanted):
             yield f"{prefix}{key}", value
         elif isinstance(value, Mapping | list):
-            yield from _values(value, f"{prefix}{key}.")
+            yield from _values(value, wanted, f"{prefix}{key}.")
 
 
-def _empty(metadata: Metadata, stored: Mapping[str, list[str]]) -> dict[str, Any]:
+def empty_values(metadata: Metadata, stored: Mapping[RankOf, list[str]]) -> dict[str, Any]:
     """Return empty values of all ranks to load into, nested as DCP noted.
 
     ``stored``: the names of the stored values of each rank. Tensors are uninitialized, and other values are None.
     """
     empty: dict[str, Any] = {}
-    for rank_name, names in stored.items():
+    for rank, names in stored.items():
+        rank_name = _name(*rank)
         holder: dict[str, Any] = {}
         for each in names:
             known = metadata.state_dict_metadata[each]
@@ -154,7 +171,7 @@ def _name(rank: int, ranks: int) -> str:
     return f"rank-{rank}-of-{ranks}"
 
 
-def _rank() -> tuple[int, int]:
+def rank_of() -> RankOf:
     """Return the rank in the job, and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

@@ -129,7 +129,7 @@ def lay_out(
     end = 0
     for name, (dtype, shape) in forms.items():
         if dtype not in _NAMES:
-            raise UnsavableStateError(f"{name!r}: safetensors knows no {dtype}; save it as another")
+            raise UnsavableStateError(f"{name!r}: safetensors has no {dtype}; save it as another")
         if name == METADATA or not isinstance(name, str):
             raise UnsavableStateError(f"{name!r} cannot be the name of a tensor in a safetensors file")
         begins[name], end = end, end + math.prod(shape) * dtype.itemsize

@@ -40,16 +40,17 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...
     return itemgetter(*positions)
 
 
-def is_leaf(value: object) -> bool:
+def is_leaf(value: object, tensor: type = torch.Tensor) -> bool:
     """Return whether DCP stores ``value`` as one value.
 
     A mapping is no leaf, and a list with a tensor or a mapping in it is none either. All other values are leaves,
-    tuples too. ``torch.distributed.checkpoint._traverse`` has the same rule (torch 2.4 and later).
+    tuples too. ``torch.distributed.checkpoint._traverse`` has the same rule (torch 2.4 and later). ``tensor``: the type
+    of tensors.
     """
     if isinstance(value, Mapping):
         return False
     if isinstance(value, list):
-        return all(is_leaf(entry) and not isinstance(entry, torch.Tensor) for entry in value)
+        return all(is_leaf(entry, tensor) and not isinstance(entry, tensor) for entry in value)
     return True
 
 

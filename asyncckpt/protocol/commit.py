@@ -26,11 +26,17 @@ The other ranks:
     OPEN        PartFailed, FirstLost, deadline   FAILED      SendFailure, DiscardPart, Tell
     OPEN        Outcome                           FAILED      DiscardPart, Tell
     REPORTED    FirstLost, deadline               RESOLVING   SendFailure, Resolve
+    REPORTED    PartyLooked(final)                     COMMITTED   KeepPart, Tell
+    REPORTED    PartyLooked(the report is gone)        RESOLVING   Resolve
     REPORTED,   Outcome()                         COMMITTED   KeepPart, Tell
     RESOLVING   Outcome(error)                    FAILED      DiscardPart, Tell
     RESOLVING   Resolved(True)                    COMMITTED   KeepPart, Tell
     RESOLVING   Resolved(False)                   FAILED      DiscardPart, Tell
     RESOLVING   Resolved(None)                    UNKNOWN     KeepPart, Tell
+
+A *party* is a process that is no rank, and writes a part too. It has no connection to the first rank. A party writes
+its report to storage, and looks there for the outcome (``PartyLooked``). The first rank looks for the reports of
+parties, which count as the ranks after the last one.
 
 Invariants:
 
@@ -82,6 +88,8 @@ class Begun:
     """A save begins on this rank.
 
     ``timeout``: seconds until all ranks must have written their parts. ``is_copied``: other hosts keep copies.
+    ``parties``: on the first rank, the names of processes that are no ranks, and write parts too. They count as the
+    ranks from ``ranks`` on. For a party itself, ``rank`` is any number above 0.
     """
 
     save: int
@@ -89,6 +97,7 @@ class Begun:
     ranks: int
     timeout: float
     is_copied: bool = False
+    parties: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,15 @@ class FirstLost:
 
     save: int
     error: CheckpointError
+
+
+@dataclass(frozen=True)
+class PartyLooked:
+    """A party has looked at storage: whether the checkpoint is final, and whether the party's own report is there."""
+
+    save: int
+    is_final: bool
+    is_report_there: bool
 
 
 @dataclass(frozen=True)
@@ -299,9 +317,29 @@ class Leave:
     """End the loop, because all saves have ended and the other ranks have left. No event may follow."""
 
 
-_OF_SAVE = PartWritten, PartFailed, Reported, RankFailed, Outcome, FirstLost, Finalized, FollowedUp, Resolved
+_OF_SAVE = (
+    PartWritten,
+    PartFailed,
+    Reported,
+    RankFailed,
+    Outcome,
+    FirstLost,
+    PartyLooked,
+    Finalized,
+    FollowedUp,
+    Resolved,
+)
 OfSave: TypeAlias = (
-    PartWritten | PartFailed | Reported | RankFailed | Outcome | FirstLost | Finalized | FollowedUp | Resolved
+    PartWritten
+    | PartFailed
+    | Reported
+    | RankFailed
+    | Outcome
+    | FirstLost
+    | PartyLooked
+    | Finalized
+    | FollowedUp
+    | Resolved
 )
 CommitEvent: TypeAlias = Begun | OfSave | RankGone | TrainerGone | Restarted | Left | Finish | Tick
 CommitAction: TypeAlias = (
@@ -397,16 +435,19 @@ class _First(_Save):
     def pass_time(self, now: float) -> list[CommitAction]:
         if self.state is not CommitState.OPEN or now < self.deadline:
             return []
-        missing = self.missing()
+        missing, ranks = self.missing(), self.begun.ranks
         if missing == [0]:
-            text = f"not written within {self.begun.timeout:g} s; the storage may be stalled"
+            text = f"the save was not written within {self.begun.timeout:g} s; the storage may be stalled"
         else:
-            text = f"{in_words(missing)} did not get here within {self.begun.timeout:g} s"
-        return self.fail(SaveTimeoutError(text, rank=missing[0]))
+            late = [f"the party {self.begun.parties[number - ranks]!r}" for number in missing if number >= ranks]
+            if missing[0] < ranks:
+                late.insert(0, in_words([rank for rank in missing if rank < ranks]))
+            text = f"{' and '.join(late)} did not write the save within {self.begun.timeout:g} s"
+        return self.fail(SaveTimeoutError(text, rank=missing[0] if missing[0] < ranks else None))
 
     def missing(self) -> list[int]:
         """Return the ranks that have not reported."""
-        return [rank for rank in range(self.begun.ranks) if rank not in self.reports]
+        return [rank for rank in self._members() if rank not in self.reports]
 
     def fail(self, error: CheckpointError) -> list[CommitAction]:
         return [Conclude(self.number, error), *self._end(CommitState.FAILED, error)]
@@ -414,11 +455,14 @@ class _First(_Save):
     def finalize(self) -> list[CommitAction]:
         """Begin to finalize. Call this when all earlier saves have ended."""
         self.state = CommitState.FINALIZING
-        return [Finalize(self.number, [self.reports[rank] for rank in range(self.begun.ranks)])]
+        return [Finalize(self.number, [self.reports[rank] for rank in self._members()])]
+
+    def _members(self) -> range:
+        return range(self.begun.ranks + len(self.begun.parties))
 
     def _note(self, rank: int, report: bytes) -> None:
         self.reports.setdefault(rank, report)
-        if len(self.reports) == self.begun.ranks:
+        if len(self.reports) == len(self._members()):
             self.state = CommitState.READY
 
     def _follow(self) -> list[CommitAction]:
@@ -439,6 +483,10 @@ class _Other(_Save):
                 return self._end(CommitState.FAILED, error or CheckpointError(_UNREPORTED))
             case CommitState.REPORTED, FirstLost(_, error):
                 return [SendFailure(self.number, error), *self._resolve(error)]
+            case CommitState.REPORTED, PartyLooked(_, True):
+                return self._end(CommitState.COMMITTED, None)
+            case CommitState.REPORTED, PartyLooked(_, False, False):
+                return self._resolve(RankFailedError(_NOT_JOINED))
             case CommitState.REPORTED | CommitState.RESOLVING, Outcome(_, error):
                 return self._end(CommitState.FAILED if error is not None else CommitState.COMMITTED, error)
             case CommitState.RESOLVING, Resolved(_, True):
@@ -455,10 +503,14 @@ class _Other(_Save):
             return []
         seconds = self.begun.timeout + late_s
         return self.handle(
-            FirstLost(self.number, SaveTimeoutError(f"rank 0 came to no conclusion within {seconds:g} s", rank=0))
+            FirstLost(self.number, SaveTimeoutError(f"rank 0 sent no outcome within {seconds:g} s", rank=0))
         )
 
 
+_NOT_JOINED = (
+    "this step is not in storage: the trainer or another party has failed it (see their logs), or a newer step is saved"
+    " and this one was removed (see Config.keep_last)"
+)
 _UNREPORTED = "a save was concluded before this rank had reported: please report this"
 
 
@@ -560,8 +612,8 @@ class Commits:
             self._awake_since = now
         if isinstance(save, _First) and save.state is CommitState.OPEN and self._is_restarted:
             for rank in save.missing():
-                if rank > 0 and now - max(heard.get(rank, 0.0), self._awake_since) > limit:
-                    self._gone.setdefault(rank, RankFailedError("its trainer and its worker are gone", rank=rank))
+                if 0 < rank < save.begun.ranks and now - max(heard.get(rank, 0.0), self._awake_since) > limit:
+                    self._gone.setdefault(rank, RankFailedError("its trainer and its worker have exited", rank=rank))
                     self._left.add(rank)
 
     def _fail_without_lost_ranks(self, actions: list[CommitAction]) -> None:

@@ -204,7 +204,7 @@ CopyAction: TypeAlias = (
 )
 
 _UNMADE = "this rank did not make this save, or its worker has died since"
-_REPLACED = "its worker died before it could say whether this is replicated"
+_REPLACED = "the worker of rank 0 died before it reported whether the save is replicated"
 _NEWER = "a newer image of this rank was copied first"
 
 
@@ -372,7 +372,7 @@ class Replication:
         """First rank: fail the saves that ``rank`` will never have copies of."""
         for save, its in [*self._saves.items()]:
             if self._begins.get(rank, 0) > save:  # the copies died with the earlier worker
-                self._conclude(save, WorkerDiedError("its worker died, with its copies", rank=rank), actions)
+                self._conclude(save, WorkerDiedError("its worker died, and its copies are lost", rank=rank), actions)
             elif rank in self._gone and rank not in its.reports:
                 self._conclude(save, self._gone[rank], actions)
 
@@ -384,7 +384,7 @@ class Replication:
                 text = f"{in_words(missing)} did not copy all images within {seconds:g} s"
                 self._conclude(save, SaveTimeoutError(text, rank=missing[0]), actions)
             elif rank > 0 and now >= its.deadline + grace(seconds):
-                text = f"rank 0 did not say within {seconds:g} s whether this is replicated"
+                text = f"rank 0 did not report within {seconds:g} s whether the save is replicated"
                 self._fail_here(save, SaveTimeoutError(text, rank=0), actions)
 
 

@@ -160,7 +160,7 @@ SaveAction: TypeAlias = CommitAction | ImageAction | CopyAction
 
 _OF_IMAGES = ImageStaged, ImageCancelled, LetGo, TrainerLeft
 
-_LEFT = "its trainer ended before the state was staged"
+_LEFT = "the trainer of this rank ended before the state was staged"
 
 
 class _Slots:

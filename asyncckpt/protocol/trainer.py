@@ -513,7 +513,7 @@ class TrainerSaves:
         save.is_decided = True
         if decision.skips:
             save.stage = Stage.FREE
-            self._end(number, SaveDroppedError("skipped: all slots were being written"), actions)
+            self._end(number, SaveDroppedError("the save was skipped, because all slots were being written"), actions)
             actions.append(ReleaseTensors(number))
         elif decision.replaced is not None and save.wanted.decision is not None:
             self._withdraw(decision.replaced, _replaced(save), actions)
@@ -625,13 +625,13 @@ class TrainerSaves:
     def _loss(self, save: SaveInTrainer, event: WorkerGone, now: float) -> CheckpointError:
         if event.left:
             return ClosedError(
-                "it is not known how this ended: its checkpointer was left before, and the worker"
-                f" {event.pid} goes on with it, alone; a new checkpointer loads it if all ranks had staged it"
+                "the outcome of this save is not known: its checkpointer was closed before, and the worker"
+                f" {event.pid} continues alone; a new checkpointer loads the save if all ranks had staged it"
             )
         if self._is_overdue(save, now):
             return SaveTimeoutError(
-                f"the worker {event.pid} did not say within {save.wanted.limit_s:g} s how it went, and was killed;"
-                " it may have been stopped, or the storage be stalled"
+                f"the worker {event.pid} did not report the outcome within {save.wanted.limit_s:g} s, and was killed;"
+                " the worker may have been stopped, or the storage is stalled"
             )
         return event.error
 
@@ -674,4 +674,4 @@ class TrainerSaves:
 
 
 def _replaced(save: SaveInTrainer) -> SaveDroppedError:
-    return SaveDroppedError(f"replaced by the newer save of step {save.wanted.step} before it was written")
+    return SaveDroppedError(f"the save was replaced by the newer save of step {save.wanted.step} before it was written")

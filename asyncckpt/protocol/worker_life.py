@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
 
-_LEAVES = "it is leaving"
+_LEAVES = "the worker is exiting"
 
 
 class LifeState(Enum):

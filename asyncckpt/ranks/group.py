@@ -164,6 +164,8 @@ class Group:
             raise ValueError("this process is not in the process group it should save with")
         self.token = uuid.uuid4().hex
         self._secret, self._listens_at = secrets.token_bytes(32), ""
+        self._newest_joint = -1  # the step of the last save with parties
+        self._tries = 0
         self._rendezvous: Rendezvous | None = None
         self._client: WorkerClient | None = None
         self._rounds: Rounds | None = None
@@ -194,6 +196,22 @@ class Group:
         """Return the name of the attempt of save ``number``: the same on all ranks, unique, and not guessable."""
         secret = self._secret if self._rendezvous is None else self._rendezvous.secret
         return f"{hmac.new(secret, f'attempt {number}'.encode(), 'sha256').hexdigest()[:12]}-{number}"
+
+    def begin_joint(self, step: int) -> None:
+        """Note that a save with parties begins. A step that was tried before gets a new token."""
+        if step <= self._newest_joint:
+            self.renew_joint()
+        self._newest_joint = step
+
+    def renew_joint(self) -> None:
+        """Take a new token, because the training goes back."""
+        self._tries += 1
+        self._newest_joint = -1
+
+    def joint_token(self) -> str:
+        """Return the token of the next saves with parties: the same on all ranks that are connected."""
+        secret = self._secret if self._rendezvous is None else self._rendezvous.secret
+        return f"{hmac.new(secret, b'parties', 'sha256').hexdigest()[:16]}-{self._tries}"
 
     @property
     def has_met(self) -> bool:
@@ -313,7 +331,7 @@ class Group:
                 rounds.set_flag(_YES)
             return self._follow_first(rounds, "any", number, lambda: mine or rounds.is_flag_set(_YES))
         except CheckpointError as error:
-            logger.warning("the ranks could not be asked: %s", str(error))
+            logger.warning("the other ranks could not be asked: %s", str(error))
             if self.rank == 0:  # the other ranks may reach a store again, and then wait for this answer
                 self._rounds.conclude_soon(round_name("any", number), pack(False), self._config.timeout)
             return False
@@ -357,7 +375,7 @@ class Group:
                 if outcome != UNKNOWN:
                     return not isinstance(outcome, CheckpointError)
             except CheckpointError as error:
-                logger.warning("rank 0 could not be asked how save %d has ended: %s", request.save_id, str(error))
+                logger.warning("rank 0 could not be asked for the outcome of save %d: %s", request.save_id, str(error))
             finally:
                 rounds.close()
         is_committed = resolve(request, SILENCE_S, inode)

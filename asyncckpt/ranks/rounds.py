@@ -87,7 +87,7 @@ def opened(secret: bytes, key: str, text: bytes) -> bytes:
     """Return the value of a sealed text. Raises ``RankFailedError`` if no rank of this job has sealed it."""
     seal, value = text[:_SEAL_CHARACTERS], text[_SEAL_CHARACTERS:]
     if not hmac.compare_digest(seal, _seal(secret, key, value).encode()):
-        raise RankFailedError("a message to the ranks of this job comes from none of them")
+        raise RankFailedError("a message to the ranks of this job was sent by no rank of it")
     return value
 
 
@@ -266,7 +266,7 @@ class Rounds:
         limit = max(limit, timeout + max(1.0, grace(timeout) / 2))  # leaves time for the store to report the timeout
         found = self._call(lambda store: store.wait(f"{keys}/outcome", 1, timeout), limit)
         if found is None:
-            raise SaveTimeoutError(f"rank 0 came to no conclusion within {timeout:.1f} s", rank=0)
+            raise SaveTimeoutError(f"rank 0 sent no outcome within {timeout:.1f} s", rank=0)
         outcome = self._opened(f"{keys}/outcome", found.get(0, b""))
         if outcome[:1] == _FAILED:
             return decode(outcome[1:])
@@ -423,7 +423,7 @@ class Rounds:
         if losses := [*filter(None, map(lost, missing))]:
             raise losses[0]
         if timed_out is not None and missing:
-            raise SaveTimeoutError(f"{in_words(missing)} did not get here within {timed_out:g} s", rank=missing[0])
+            raise SaveTimeoutError(f"{in_words(missing)} did not make the call within {timed_out:g} s", rank=missing[0])
 
     def _failure(self, keys: str) -> CheckpointError | None:
         text = self._get(f"{keys}/failure")

@@ -79,7 +79,7 @@ class StoreClient:
             said = self._receive(len(proof(b"", b"")))
             self.id = self._receive(ID_BYTES)
             if not hmac.compare_digest(said, proof(rendezvous.secret, b"store", *nonces, self.id)):
-                raise ConnectionError("whoever listens there is not of this job")
+                raise ConnectionError("the process that listens there is not of this job")
         except BaseException:
             self.close()
             raise
@@ -209,7 +209,7 @@ class StoreConnection:
             raise WorkerDiedError(
                 "the worker of rank 0, which brings the ranks together at"
                 f" {self._rendezvous.address}:{self._rendezvous.port}, is gone or cannot be reached"
-                f" ({'this was closed' if self._closed else error.strerror or error})",
+                f" ({'the connection was closed' if self._closed else error.strerror or error})",
                 rank=0,
             ) from error
         except BaseException:  # after an interrupt, the answer may still arrive on this connection
@@ -226,7 +226,7 @@ class StoreConnection:
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
-                future.set_exception(WorkerDiedError("rank 0 is told nothing any more: this is closed", rank=0))
+                future.set_exception(WorkerDiedError("the connection to rank 0 is closed", rank=0))
                 return future
             self._tasks.append((what, time.monotonic() + limit, future))
             if not self._is_busy:
@@ -294,7 +294,7 @@ class StoreConnection:
                 patience.renew()
                 if not self._closed:  # another thread may have closed this object meanwhile
                     return self._client
-        raise ConnectionAbortedError("this was closed")
+        raise ConnectionAbortedError("the connection was closed")
 
     def _drop(self) -> None:
         client, self._client = self._client, None

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from asyncckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from asyncckpt.format.manifest import METADATA_NAME, Manifest
 from asyncckpt.loading.contents import checkpoints_at
-from asyncckpt.loading.source import is_stock, read_manifest
+from asyncckpt.loading.source import read_manifest, stock_kind
 from asyncckpt.storage import storage_for
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,9 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
-Kind = Literal["asyncckpt", "file set", "dcp"]
+Kind = Literal["asyncckpt", "file set", "dcp", "torch_checkpointing"]
+# The other libraries whose checkpoints are read, by the kind of checkpoint.
+AUTHORS = {"dcp": "stock DCP", "torch_checkpointing": "torch_checkpointing"}
 
 
 def checkpoint_at(answers: Answers, given: str) -> str | None:
@@ -198,7 +200,7 @@ def checkpoint_at(answers: Answers, given: str) -> str | None:
     for number_of, path in enumerate(paths):
         with answers.about(path), still_there(path, ""):
             # Checkpoints of stock DCP have no time of creation, and count as the oldest.
-            found.append((-math.inf if is_stock(path) else read_manifest(path).created, number_of, path))
+            found.append((-math.inf if stock_kind(path) else read_manifest(path).created, number_of, path))
     if not found:
         return None
     newest = max(found)[2]
@@ -215,9 +217,9 @@ def manifests_at(answers: Answers, given: str) -> Iterator[tuple[str, Manifest]]
     """Yield the paths and manifests of the checkpoints at ``given``. Report checkpoints that cannot be read."""
     with answers.about(given):
         paths = checkpoints_at(given)
-        if paths == [given] and is_stock(given):
+        if paths == [given] and (kind := stock_kind(given)) is not None:
             raise CheckpointNotFoundError(
-                "stock DCP wrote this: only checkpoints of asyncckpt say how long they took", path=given
+                f"{AUTHORS[kind]} wrote this: only checkpoints of asyncckpt say how long they took", path=given
             )
         for path in paths:
             with answers.about(path), still_there(path, given):

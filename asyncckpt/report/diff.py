@@ -20,8 +20,9 @@ from asyncckpt.format.index import Index, Item
 from asyncckpt.loading.contents import Shard, Value, values_of
 from asyncckpt.loading.data_file import read_pool
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import StorageSource, is_stock
+from asyncckpt.loading.source import StorageSource, stock_kind
 from asyncckpt.report.answers import (
+    AUTHORS,
     DIFFERENT,
     GOOD,
     UNUSABLE,
@@ -139,9 +140,10 @@ def _place(answers: Answers, given: str) -> str:
     path = checkpoint_at(answers, given)
     if path is None:
         raise CheckpointNotFoundError("there is no checkpoint here that can be read", path=given)
-    if is_stock(path):
+    if (kind := stock_kind(path)) is not None:
         raise CheckpointError(
-            "stock DCP wrote this, without an index: asyncckpt export --to dcp makes a checkpoint with one", path=path
+            f"{AUTHORS[kind]} wrote this, without an index: asyncckpt export --to dcp makes a checkpoint with one",
+            path=path,
         )
     if answers.status != GOOD:  # one of the checkpoints is damaged, which has been reported
         answers.fail(UNUSABLE)

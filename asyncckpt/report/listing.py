@@ -10,8 +10,9 @@ from typing import Any
 
 from asyncckpt.format.manifest import CALLED_AT, METADATA_NAME, Manifest
 from asyncckpt.loading.contents import Value, checkpoints_at, contents
-from asyncckpt.loading.source import is_stock, read_manifest
+from asyncckpt.loading.source import read_manifest, stock_kind
 from asyncckpt.report.answers import (
+    AUTHORS,
     Answers,
     checkpoint_at,
     duration,
@@ -121,7 +122,7 @@ def list_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -> 
         sizes, on_disk = [], []
         for path in paths:
             with answers.about(path), still_there(path, given):
-                facts = (_facts_of_stock if is_stock(path) else _facts_of_ours)(path, args.disk_use)
+                facts = (_facts_of_stock if stock_kind(path) else _facts_of_ours)(path, args.disk_use)
                 answers.add(facts)
                 _list(answers, facts)
                 sizes.append(facts["bytes"])
@@ -161,14 +162,16 @@ def facts_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def _facts_of_stock(path: str, disk_use: DiskUse) -> dict[str, Any]:
-    """Return the size of a checkpoint of stock DCP, and when it was written."""
-    storage = storage_for(path)
-    names = [name for name in storage.names_in(path) if name == METADATA_NAME or name.endswith(".distcp")]
+    """Return the size of a checkpoint of another library, and when it was written."""
+    storage, kind = storage_for(path), stock_kind(path)
+    names = storage.names_in(path)
+    if kind == "dcp":
+        names = [name for name in names if name == METADATA_NAME or name.endswith(".distcp")]
     sizes = {file: storage.size(file) or 0 for name in names for file in (os.path.join(path, name),)}
-    stamp = storage.stamp(os.path.join(path, METADATA_NAME))
+    stamp = storage.stamp(os.path.join(path, METADATA_NAME) if kind == "dcp" else next(iter(sizes)))
     return {
         "path": path,
-        "kind": "dcp",
+        "kind": kind,
         "created": None if stamp is None else stamp.modified / 1e9,
         "bytes": sum(sizes.values()),
         "bytes_on_disk": sum(disk_use.of_file(file, its) for file, its in sizes.items()),
@@ -181,10 +184,14 @@ def inspect_checkpoint(answers: Answers, given: str, args: argparse.Namespace) -
     with answers.about(given):
         if (path := checkpoint_at(answers, given)) is None:
             return
-        if is_stock(path):
+        if (kind := stock_kind(path)) is not None:
             values = contents(path)
-            answers.line(f"{path}: a checkpoint of stock DCP, without checksums")
-            answers.add({"path": path, "kind": "dcp", "values": [value.facts() for value in values]})
+            # Imported here, because checkpoints of this library can be inspected without torch.
+            from asyncckpt.loading.rank_files import RankFiles
+
+            written = f", written by {number(RankFiles(path).ranks, 'rank')}" if kind == "torch_checkpointing" else ""
+            answers.line(f"{path}: a checkpoint of {AUTHORS[kind]}{written}, without checksums")
+            answers.add({"path": path, "kind": kind, "values": [value.facts() for value in values]})
             _show_values(answers, values, shards=args.shards)
             return
         with storage_for(path).reading(path):  # so that retention does not remove it

@@ -15,7 +15,7 @@ from asyncckpt.format.manifest import METADATA_NAME
 from asyncckpt.loading.contents import checkpoints_at, set_with_file
 from asyncckpt.loading.data_file import CheckedFiles
 from asyncckpt.loading.progress import Progress
-from asyncckpt.loading.source import Report, is_stock, read_manifest, verify, verify_files
+from asyncckpt.loading.source import Report, is_stock, read_manifest, stock_kind, verify, verify_files
 from asyncckpt.report.answers import DAMAGED, Answers, Kind, kind_of, number, size_of, still_there
 from asyncckpt.storage import absolute, is_address, storage_for
 
@@ -63,8 +63,10 @@ def verify_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -
                 bar.expect(read_manifest(path).nbytes)
         for path in paths:
             with answers.about(path), still_there(path, given):
-                is_ours = not is_stock(path)
-                _show(answers, _verify_ours(path, bar, args.checked) if is_ours else _verify_stock(absolute(path)))
+                if (kind := stock_kind(path)) is None:
+                    _show(answers, _verify_ours(path, bar, args.checked))
+                else:
+                    _show(answers, (_verify_stock if kind == "dcp" else _verify_rank_files)(absolute(path), bar.update))
 
 
 def _verify_ours(path: str, bar: Progress, checked: CheckedFiles) -> _Verified:
@@ -97,7 +99,7 @@ def _verify_in_set(path: str, progress: Callable[[int], object]) -> _Verified | 
     return _Verified(report, "file set", [f"every byte, by the checksums of the set {source.path}, which this is in"])
 
 
-def _verify_stock(path: str) -> _Verified:
+def _verify_stock(path: str, _: object) -> _Verified:
     """Check a checkpoint of stock DCP as far as possible. It has no checksums."""
     # Imported here, because checkpoints of this library are verified without torch.
     from asyncckpt.loading.dcp_reader import read_stock_metadata
@@ -123,6 +125,25 @@ def _verify_stock(path: str) -> _Verified:
     report.damages += [DamagedCheckpointError(what, path=os.path.join(path, name)) for name, what in damages]
     what = f"{METADATA_NAME}, and that all it names is there ({number(len(ends), 'file')}, each long enough)"
     return _Verified(report, "dcp", [what], ["the bytes of the values: stock DCP has no checksums"])
+
+
+def _verify_rank_files(path: str, progress: Callable[[int], object]) -> _Verified:
+    """Check a checkpoint of torch_checkpointing as far as possible. Its archives have CRCs."""
+    # Imported here, because checkpoints of this library are verified without torch.
+    from asyncckpt.loading.rank_files import RankFiles
+
+    report, archives = Report(path), 0
+    try:
+        source = RankFiles(path)
+        archives = len(source.files)
+        report.nbytes = sum(storage_for(path).size(os.path.join(path, name)) or 0 for name in source.files)
+        report.damages += source.damages(progress)
+        if not report.damages:
+            source.read()
+    except DamagedCheckpointError as error:
+        report.damages.append(error)
+    checked = f"the CRC of each record of {number(archives, 'file')}, and that their shards are all of each tensor"
+    return _Verified(report, "torch_checkpointing", [checked], ["all else: torch_checkpointing has no other checksums"])
 
 
 def _missing(metadata: Metadata) -> Iterator[str]:

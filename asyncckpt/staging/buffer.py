@@ -150,7 +150,7 @@ class SlotMemory:
             self.taken = max(self.taken, slot + 1)
         else:
             self._refused = refused
-            logger.warning("one image in memory, so saves wait for each other: %s", refused)
+            logger.warning("the state has one image in memory, so saves wait for each other: %s", refused)
         self.is_coming = False
 
 

@@ -66,7 +66,7 @@ class BufferPool:
             try:
                 tensors = capture(known.plan)
             except StructureChanged as error:
-                logger.debug("not the structure of plan %d: %s", known.plan.number, error)
+                logger.debug("the state does not have the structure of plan %d: %s", known.plan.number, error)
                 continue
             self.known = [known, *(other for other in self.known if other is not known)]
             if known.buffer is not None and known.buffer.is_closed:
@@ -161,7 +161,7 @@ class BufferPool:
                 placed = [known for known in self.known if known.buffer is not None]
                 if not placed:
                     raise
-                logger.info("another structure's memory is taken: %s", error)
+                logger.info("the memory of another structure is reused: %s", error)
                 self._give_back(placed[-1], client, "writing what is in memory that is needed")
 
     def _keep_copies(self, plan: Plan, client: WorkerClient) -> None:

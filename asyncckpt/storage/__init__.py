@@ -79,13 +79,13 @@ def absolute(path: str | os.PathLike[str]) -> str:
         return f"{scheme}://{'/'.join(parts)}"
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
-        raise StorageError(f"nobody knows the home of the user that the path {text!a} begins with; './~' is a folder")
+        raise StorageError(f"the path {text!a} begins with the home of an unknown user; './~' is a folder")
     try:
         os.fsencode(expanded)
     except UnicodeEncodeError as error:
         raise StorageError(
-            f"this process cannot have a path like {text!a}: its locale says that names are {error.encoding};"
-            " set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+            f"this process cannot use the path {text!a}: its locale encodes names as {error.encoding}; set"
+            " LC_ALL=C.UTF-8, or PYTHONUTF8=1"
         ) from error
     try:
         return os.path.abspath(expanded)
@@ -213,7 +213,7 @@ def set_aside(root: str, step: int) -> None:
     try:
         storage_for(root).set_aside(step_folder(root, step), "damaged")
     except StorageError as error:
-        logger.warning("a damaged checkpoint could not be set aside: %s", error)
+        logger.warning("a damaged checkpoint could not be renamed: %s", error)
 
 
 def remove_old_checkpoint(path: str) -> None:
@@ -259,15 +259,15 @@ def resolve(request: WriteRequest, timeout: float, inode: int | None = None) -> 
     try:
         thread.start()
     except RuntimeError as error:
-        outcome.set_exception(StorageError(f"cannot be asked: {error}"))
+        outcome.set_exception(StorageError(f"the storage cannot be asked: {error}"))
     try:
         is_finalized = outcome.result(timeout)
     except (FutureTimeoutError, StorageError) as error:
         why = f"fails ({error})" if isinstance(error, StorageError) else f"has not answered for {timeout:g} s"
         raise SaveTimeoutError(
-            f"storage {why}, and nobody can say whether this was saved",
+            f"storage {why}, and the outcome of the save is not known",
             path=request.path,
-            rank=request.rank,
+            rank=None if request.party else request.rank,
             step=request.step,
         ) from error
     thread.join(max(0.0, begun + timeout - time.monotonic()))  # wait until the revoked attempt is removed

@@ -56,7 +56,7 @@ def open_regular(path: str, flags: int = 0) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise DamagedCheckpointError("this is no file", path=path)
+        raise DamagedCheckpointError("the path is no file", path=path)
     # With O_NONBLOCK some network file systems answer reads with EAGAIN.
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     return fd
@@ -88,7 +88,7 @@ def is_at(fd: int, path: str, folder: int | None = None) -> bool:
     """
     its = os.fstat(fd)
     if not os.path.samestat(its, os.fstat(fd)):
-        raise OSError(errno.EOPNOTSUPP, "this file system shows what is open under another inode number at each look")
+        raise OSError(errno.EOPNOTSUPP, "this file system gives an open file a new inode number each time")
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(its, os.stat(path, dir_fd=folder, follow_symlinks=False))
     return False

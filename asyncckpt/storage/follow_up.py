@@ -77,5 +77,5 @@ def _exists(path: str) -> bool:
     try:
         return storage_for(path).exists(path)
     except StorageError as error:
-        logger.warning("an old checkpoint cannot be looked at, and stays: %s", error)
+        logger.warning("an old checkpoint cannot be read, and stays: %s", error)
         return False

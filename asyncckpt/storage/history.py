@@ -180,8 +180,8 @@ def origin_of(
     if newer:
         logger.log(
             logging.WARNING if goes_back else logging.INFO,
-            "step %d is loaded, and %s are newer: what is saved from here on is newer than they are, and retention"
-            " removes them first",
+            "step %d is loaded, and the steps %s are newer: new saves count as newer than these, and retention"
+            " removes these first",
             step,
             ", ".join(map(str, newer)),
         )
@@ -221,7 +221,7 @@ def was_removed(request: WriteRequest) -> bool:
             return False
         return request.step is None or max(named_steps(os.path.dirname(request.path)), default=-1) < request.step
     except StorageError as error:
-        logger.warning("whether %s was removed cannot be seen: %s", request.path, error)
+        logger.warning("the check whether %s was removed failed: %s", request.path, error)
         return False
 
 
@@ -239,7 +239,7 @@ def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
     try:
         found = history(root)
     except StorageError as error:  # pruning is optional: keep all checkpoints
-        logger.warning("old checkpoints could not be looked through: %s", error)
+        logger.warning("old checkpoints could not be listed: %s", error)
         return
     known = [each for each in found if each.created is not None]
     own = [each for each in known if each.created is not None and each.created >= known[-1].began]
@@ -253,7 +253,7 @@ def prune(root: str, keep_last: int, is_recent: Callable[[int], bool]) -> None:
             continue
         path = step_folder(root, each.step)
         if each.step > known[-1].step:
-            logger.warning("%s is removed: the training has gone back behind it", path)
+            logger.warning("%s is removed: the training has resumed from an older step", path)
         remove_old_checkpoint(path)
 
 
@@ -267,7 +267,7 @@ def _look(root: str, step: int, strict: bool = True, stamps: Stamps | None = Non
     except StorageError as error:
         if strict:
             raise
-        logger.warning("a step that cannot be looked at is left out: %s", error)
+        logger.warning("a checkpoint that cannot be read is left out: %s", error)
         return None
 
 
@@ -279,7 +279,7 @@ def _look_closely(root: str, step: int, known: Stamps | None) -> StoredStep | No
         try:
             return _read(path, step, stamp)._replace(roots=(root,))
         except (DamagedCheckpointError, FormatError, StorageError) as error:
-            logger.info("its place among others is not known: %s", error)
+            logger.info("the order of a checkpoint among the others is not known: %s", error)
     elif is_address(root):
         return None  # without a record there is no checkpoint on an object store
     stamps = [storage.stamp(os.path.join(folder, name)) for name in storage.names_in(folder)]

@@ -91,6 +91,9 @@ class LocalStorage(Storage):
             raise
         return partial
 
+    def has_claimed(self, final: str, attempt: str, name: str) -> bool:
+        return self.exists(os.path.join(attempt_path(final, attempt), name))
+
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> PartialFile:
         parent = os.path.dirname(final)
         with translated("looking at the folder", parent):
@@ -106,7 +109,7 @@ class LocalStorage(Storage):
             is_finalized = self.is_finalized(final, attempt, inode)
         except CheckpointError as error:
             if leftover is None or not self._is_unfinished(leftover, attempt, existing):
-                raise StorageError(f"it is not known what stands here: {error.message}", path=final) from error
+                raise StorageError(f"the final path cannot be checked: {error.message}", path=final) from error
             is_finalized = False
         with contextlib.suppress(OSError):
             if is_finalized:
@@ -356,7 +359,7 @@ def _sweep_checkpoints(root: str, now: float, orphan_s: float) -> None:
             continue
         final = os.path.join(root, attempt[1]) if attempt is not None and name.endswith(OLD_SUFFIX) else None
         if final is not None and os.path.basename(final).startswith(SHORTENED):
-            logger.warning("%s has lost its name: give it back to it, or remove it", os.path.join(root, name))
+            logger.warning("%s has lost its final name: rename it back, or remove it", os.path.join(root, name))
             continue
         _sweep(os.path.join(root, name), now, orphan_s, final)
 
@@ -375,10 +378,10 @@ def _sweep(path: str, now: float, orphan_s: float, final: str | None, *, is_file
         if not _is_orphan(path, now, orphan_s, is_file=is_file):
             return
         if final is not None and not os.path.lexists(final):
-            logger.warning("%s gets its name back: a worker was killed while it was being replaced", final)
+            logger.warning("%s is renamed back: a worker was killed while replacing it", final)
             rename(path, final)
             return
-        logger.warning("removing %s, which a worker left that was killed", path)
+        logger.warning("%s is removed: a killed worker left it unfinished", path)
         os.unlink(path) if is_file else remove_folder(path)
     except OSError as error:
         logger.info("%s stays: %s", path, error)

@@ -94,6 +94,13 @@ class ObjectAttempt(OpenAttempt):
         self._listing = list_below(self._objects, self._place)
         return self._listing.of_attempt(self._digest).keys() | ({MANIFEST_NAME} & self._created.keys())
 
+    def read(self, name: str) -> bytes | None:
+        got = self._objects.get(part_key(self._parts, name))
+        return None if got is None else got[0]
+
+    def claim(self, name: str) -> bool:
+        return self._objects.put_if(part_key(self._parts, name), b"", None)
+
     def finalize(self, existing: Existing) -> None:
         final = f"{self._objects.base}/{self._place}"
         manifest = self._created[MANIFEST_NAME].kept
@@ -145,7 +152,7 @@ class ObjectAttempt(OpenAttempt):
             else:
                 self._objects.delete([part_key(self._parts, name) for name in names])
         except StorageError as error:
-            logger.warning("what was written of %s stays for now: %s", self.path, error)
+            logger.warning("unfinished objects of %s stay for now: %s", self.path, error)
 
     def release(self) -> None:
         pass
@@ -156,7 +163,7 @@ class ObjectAttempt(OpenAttempt):
             return revoke_attempt(self._objects, self._place, self._digest)
         except StorageError:
             raise SaveTimeoutError(
-                f"storage fails ({error.message}), and nobody can say whether this was saved", path=error.path
+                f"storage fails ({error.message}), and the outcome of the save is not known", path=error.path
             ) from error
 
 
@@ -255,7 +262,7 @@ class ObjectFile(OutputFile):
             with self._changed:
                 self._changed.wait_for(partial(self._may_go_on, at))
                 if not self._is_whole and self._is_closed:
-                    raise StorageError("the rest of it is not coming", path=self.path)
+                    raise StorageError("the rest of the file was never written", path=self.path)
                 piece = self._pieces.get(at)
             if piece is None:
                 if at < max(self._pieces, default=0):
@@ -330,7 +337,7 @@ def keep_aside(objects: Objects, place: str, record: PlaceRecord, why: str) -> s
         if (found := objects.get(key)) is not None and found[0] == aside:
             break  # the record was written, but the answer was lost
         number += 1
-    logger.warning("%s/%s is now to be found as %s.%s-%d", objects.base, place, place, why, number)
+    logger.warning("the checkpoint %s/%s was renamed to %s.%s-%d", objects.base, place, place, why, number)
     return key
 
 

@@ -69,6 +69,9 @@ class ObjectStorage(Storage):
             object_sweep.renew(self._objects, place)
         return ObjectAttempt(self._objects, place, attempt, nbytes)
 
+    def has_claimed(self, final: str, attempt: str, name: str) -> bool:
+        return self._objects.head(part_key(f"{self._key(final)}/{PARTS}{digest(attempt)}", name)) is not None
+
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> ObjectAttempt:
         raise StorageError("single files are saved to file systems, not to object stores", path=final)
 

@@ -51,7 +51,7 @@ def sweep(objects: Objects, root: str, orphan_s: float) -> None:
     try:
         _Sweep(objects, root, clock, timedelta(seconds=orphan_s), list_below(objects, root)).remove()
     except StorageError as error:
-        logger.warning("what killed workers left stays for now: %s", error)
+        logger.warning("unfinished objects of killed workers stay for now: %s", error)
 
 
 def renew(objects: Objects, place: str) -> None:
@@ -87,7 +87,7 @@ class _Sweep:
                 self._look(name, found)
             except StorageError as error:
                 self._unsettled.add(name)
-                logger.warning("what stock readers are owed of %s/%s has to wait: %s", self._root, name, error)
+                logger.warning("the copies of %s/%s for stock readers are delayed: %s", self._root, name, error)
         for place, attempts in self._attempts.items():
             for parts in attempts if place not in self._unsettled else ():
                 newest = max(each.modified for each in self._listing.parts[parts].values())
@@ -150,7 +150,7 @@ class _Sweep:
 def _remove_orphan(objects: Objects, parts: str) -> None:
     place, its = posixpath.dirname(parts), posixpath.basename(parts).removeprefix(PARTS)
     if not is_named(objects, parts) and not revoke_attempt(objects, place, its):
-        logger.warning("removing %s/%s, which a worker left that was killed", objects.base, parts)
+        logger.warning("%s/%s is removed: a killed worker left it unfinished", objects.base, parts)
         remove_attempt(objects, place, its)
 
 
@@ -166,8 +166,8 @@ def _probe(objects: Objects, root: str) -> datetime:
     objects.delete([key])
     if not heeds:
         logger.warning(
-            "%s changes objects whatever the condition: a worker that is taken for dead and is not could finalize what"
-            " was given up; use a store that heeds If-None-Match and If-Match",
+            "%s changes objects whatever the condition: a worker that is wrongly taken for dead could finalize an"
+            " abandoned attempt; use a store that supports If-None-Match and If-Match",
             objects.base,
         )
     if found is None:

@@ -243,7 +243,7 @@ def _connect(base: str, endpoint: str, process: int) -> Objects:
         return Objects(from_url(base, client_options=client, retry_config=retries, **options), base)
     except (BaseError, ValueError) as error:
         said = " ".join(str(error).split("\n\nDebug source")[0].split())
-        raise StorageError(f"the store cannot be asked: {said}; look at the environment", path=base) from error
+        raise StorageError(f"the store cannot be asked: {said}; check credentials and endpoint", path=base) from error
 
 
 def forget_connections() -> None:

@@ -30,6 +30,7 @@ from asyncckpt.storage.file_system import (
     is_at,
     is_replaceable,
     lock_shared,
+    opened,
     remove_folder,
     sync_folder,
     translated,
@@ -291,8 +292,8 @@ class PartialFolder(_Partial):
         if not is_ours:
             self.release()
             raise StorageError(
-                "somebody else has made something here; nothing is written there: look who else may write to the"
-                " folder that it is in",
+                "another program has replaced this path; nothing is written there: check which programs write to its"
+                " parent folder",
                 path=self.path,
             )
 
@@ -335,6 +336,28 @@ class PartialFolder(_Partial):
         with translated("listing", self.path):
             return set(files_under(self._fd))
 
+    def read(self, name: str) -> bytes | None:
+        with translated("reading", os.path.join(self.path, name)):
+            try:
+                with opened(name, os.O_NOFOLLOW, self._fd) as fd, open(fd, "rb", closefd=False) as file:
+                    return file.read()
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # another host has removed the file
+                    raise
+                return None
+
+    def claim(self, name: str) -> bool:
+        self._make_folders(name)
+        with translated("creating a file", os.path.join(self.path, name)):
+            try:
+                os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=self._fd))
+            except FileExistsError:
+                return False
+            self._check_in_place(name)
+        return True
+
     def missing(self, names: Collection[str]) -> set[str]:
         """Return the names that do not exist. Look up each unlisted name repeatedly for some seconds.
 
@@ -373,9 +396,8 @@ class PartialFolder(_Partial):
             except OSError as error:
                 if error.errno in _NO_RENAME:
                     raise StorageError(
-                        f"this file system cannot rename a folder ({error.strerror}), by which a checkpoint is"
-                        " committed: have it mounted so that it can (gcsfuse: --rename-dir-limit), or save to the"
-                        " address of the bucket",
+                        f"this file system cannot rename a folder ({error.strerror}), as a commit needs: mount it with"
+                        " renames of folders (gcsfuse: --rename-dir-limit), or save to the address of the bucket",
                         path=final,
                     ) from error
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -463,7 +485,7 @@ class PartialFolder(_Partial):
             with contextlib.suppress(OSError):
                 os.unlink(aside)
         elif aside is not None:
-            logger.warning("%s was saved again; the one before is in %s", final, aside)
+            logger.warning("%s was saved again; the previous checkpoint is in %s", final, aside)
 
     def _replace(self) -> None:
         """Take the final name of an existing checkpoint, durably, and remove the old checkpoint. Raises ``OSError``."""
@@ -585,7 +607,7 @@ def _join(folder: str, final: str) -> None:
     overwrite its files.
     """
     if os.stat(folder).st_dev != os.stat(final).st_dev:
-        raise OSError(errno.EXDEV, "it is on another file system than the folder it is in; save into a folder of it")
+        raise OSError(errno.EXDEV, "the path is on another file system than its parent folder; save into a subfolder")
     last = [METADATA_NAME, MANIFEST_NAME]
     for name in reversed(last):
         with contextlib.suppress(FileNotFoundError):

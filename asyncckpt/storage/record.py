@@ -152,7 +152,7 @@ def change_record(
         if after is None or objects.put_if(record_key(place), after.encode(), version):
             return before
         time.sleep(random.random() * min(0.02 * (attempt + 1), 0.5))
-    raise StorageError("others change this again and again; look who saves here", path=f"{objects.base}/{place}")
+    raise StorageError("other writers keep changing this; check which jobs save here", path=f"{objects.base}/{place}")
 
 
 PROBE = ".asyncckpt-probe-"

@@ -145,6 +145,20 @@ class OpenAttempt(ABC):
     def names(self) -> set[str]:
         """Return the files that all ranks have created, as far as this host can see them. Raises ``StorageError``."""
 
+    def read(self, name: str) -> bytes | None:
+        """Return the bytes of a file of a checkpoint's attempt, written by any rank; None if it is not there.
+
+        Another rank may be writing the file. Raises ``StorageError``.
+        """
+        return None
+
+    def claim(self, name: str) -> bool:
+        """Create an empty file in a checkpoint's attempt. Return False if it is there already. Raises ``StorageError``.
+
+        Exactly one process gets True.
+        """
+        raise NotImplementedError
+
     def missing(self, names: Collection[str]) -> set[str]:
         """Return the ``names`` of files, of all ranks, that this host cannot see. Raises ``StorageError``."""
         return set(names) - self.names()
@@ -251,6 +265,10 @@ class Storage(ABC):
         Raises:
             StorageError: There is too little space, or storage refuses.
         """
+
+    @abstractmethod
+    def has_claimed(self, final: str, attempt: str, name: str) -> bool:
+        """Return whether a process has claimed ``name`` in an attempt at the checkpoint ``final``."""
 
     @abstractmethod
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> OpenAttempt:

@@ -101,7 +101,7 @@ class Uploader:
         try:
             return any(each.step == step for each in self._waiting())
         except StorageError as error:
-            logger.warning("what is to be uploaded cannot be seen, so nothing is removed: %s", error)
+            logger.warning("the waiting uploads cannot be listed, so no checkpoint is removed: %s", error)
             return True
 
     def under_way(self) -> UploadsUnderWay:
@@ -150,7 +150,7 @@ class Uploader:
                 file.write(found.attempt)
         except OSError as error:
             self._unmarked.add((found.step, found.attempt))
-            logger.warning("the next worker may upload step %d again, because its marker failed: %s", found.step, error)
+            logger.warning("step %d may be uploaded again, because its marker failed: %s", found.step, error)
 
     def _marker(self, found: StoredStep) -> str:
         return os.path.join(step_folder(self._local, found.step), UPLOADED_NAME)
@@ -164,8 +164,10 @@ class Uploader:
                 is_last, self._is_wanted = self._is_ending, False
             try:
                 is_elsewhere = not self._carry_out_all()
+            except StorageError as error:
+                logger.warning("uploads from %s have to wait: %s", self._local, error)
             except Exception:
-                logger.exception("uploading failed")
+                logger.exception("uploads failed: please report this")
             if is_last:
                 return
 
@@ -223,8 +225,10 @@ class Uploader:
             return True
         except Exception as error:
             failure = located(error, path=upload.to, rank=0, step=found.step)
-            logger.error("uploading %s failed: %s", path, failure)
             is_final = isinstance(failure, _FINAL)
+            known = self._failure  # of the try before
+            is_known = known is not None and (known.message, known.step) == (failure.message, found.step)
+            logger.log(logging.DEBUG if is_known else logging.ERROR, "uploading %s failed: %s", path, failure)
             with self._changed:
                 self._failure, self._loss = (None, failure) if is_final else (failure, self._loss)
             text = f"{type(failure).__name__}: {failure}"
@@ -286,7 +290,7 @@ def copy_checkpoint(
             copied = _copy_files(source, path, manifest, attempt, linkable)
             _write(attempt, MANIFEST_NAME, replace(manifest, attempt=name, keep=upload.keep, upload=None).encode())
             if missing := attempt.missing(manifest.files.keys()):
-                raise StorageError(f"{min(missing)} was written, and is not there", path=attempt.path)
+                raise StorageError(f"the uploaded file {min(missing)} is missing", path=attempt.path)
             attempt.finalize(existing)
         except BaseException:
             attempt.discard()
@@ -369,7 +373,7 @@ def _parts(file: InputFile, nbytes: int, failures: list[BaseException]) -> Itera
     """Yield the bytes of ``file`` in parts, each in memory of its own."""
     for begin in range(0, nbytes, _READ_BYTES):
         if failures:
-            raise StorageError("another file of it has failed", path=file.path)
+            raise StorageError("another file of the upload has failed", path=file.path)
         size = min(_READ_BYTES, nbytes - begin)
         # Use a new buffer for each part, because a part may still be sent while the next part is requested.
         part = memoryview(mmap.mmap(-1, round_up(size, file.block_bytes)))

@@ -61,5 +61,5 @@ def wait_for_uploads(ask: Callable[[], UploadsUnderWay], timeout: float) -> None
         if found.failure is not None:
             raise found.failure
         if time.monotonic() >= deadline:
-            raise SaveTimeoutError(f"not uploaded after {timeout:g} s; it is still under way", path=found.to[0])
+            raise SaveTimeoutError(f"the upload is still under way after {timeout:g} s", path=found.to[0])
         time.sleep(POLL_S)

@@ -80,6 +80,18 @@ class ImageApi(Protocol):
             The digests; ``b""`` after a timeout; None: no more digests will arrive.
         """
 
+    def patches(self, lease: str, first: int, bases: bytes) -> list[bytes]:
+        """Return patches of spans of an open version that have arrived (see ``patches.py``).
+
+        Args:
+            lease: The name of the lease.
+            first: The first span.
+            bases: The concatenated digests of the spans that the reader has.
+
+        Returns:
+            A patch for each digest; b"" if the holder lacks the reader's span, or if most of the span has changed.
+        """
+
     def read(self, lease: str, offset: int, nbytes: int) -> None:
         """Send ``nbytes`` from ``offset`` of the segment that holds an open image.
 

@@ -2,7 +2,8 @@
 
 An image belongs to a save or to a published version. Its bytes are divided into *spans*, and each span has a *digest*.
 A span that is equal in the previous image is copied from there, unless a short run of such spans stands between other
-spans. All other spans are read from a holder. Each span is checked.
+spans. A span with few changes is copied as well, and then changed by a *patch* from the holder (``patches.py``). All
+other spans are read from a holder. Each span is checked.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from asyncckpt.format.manifest import DIGEST_BYTES, digest_of
 from asyncckpt.shm.memcpy import address_of, memcpy
 from asyncckpt.threads import settle
 from asyncckpt.transfer.holder import RemoteImage
+from asyncckpt.transfer.patches import apply_patch
 from asyncckpt.transfer.sockets import CONNECTIONS
 
 # Bytes that are fetched together, so that they are still in a core's cache for the check.
@@ -71,11 +73,12 @@ class Previous(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Spans without a gap between them, from number ``first`` on, and their ``digests``."""
+    """Spans without a gap between them, from number ``first`` on, with their ``digests`` and ``patches``."""
 
     first: int
     spans: list[tuple[int, int]]
     digests: bytes
+    patches: Sequence[bytes]
 
 
 @dataclass
@@ -94,6 +97,8 @@ class Fetch:
     """Returns the begin and the end of a span in the memory."""
     previous: Previous | None = None
     limit: RateLimit = RateLimit(None)
+    with_patches: bool = False
+    """Whether to ask the holder of a version for patches."""
 
     def run(self, parts: Sequence[ImagePart], pool: ThreadPoolExecutor, arrived: int = 0) -> Iterator[bytes]:
         """Fetch all spans in their order. Yield the digests of spans that have arrived, some spans at a time.
@@ -119,7 +124,7 @@ class Fetch:
                     end = known + len(digests) // DIGEST_BYTES
                     if len(digests) % DIGEST_BYTES or end > self.spans:
                         raise ConnectionAbortedError(f"the holder of {self.name} gave no digests of it")
-                    for chunk in self._chunks(known, digests):
+                    for chunk in self._chunks(known, digests, self._patches(part, known, digests)):
                         flying.append((pool.submit(self._get, part, chunk), chunk.digests))
                     known = end
                 if flying:
@@ -130,26 +135,39 @@ class Fetch:
                     moved_at = time.monotonic()
                     yield digests
                 elif time.monotonic() - moved_at > _STALL_S:
-                    raise TimeoutError("nothing has come any more")
+                    raise TimeoutError("the holder sends no more data")
         finally:
             settle(task for task, _ in flying)
 
-    def _chunks(self, first: int, digests: bytes) -> Iterator[_Chunk]:
+    def _patches(self, part: ImagePart, first: int, digests: bytes) -> Sequence[bytes]:
+        """Ask for patches of the spans from number ``first`` on, unless all of them are here already."""
+        count = len(digests) // DIGEST_BYTES
+        bases = b"" if self.previous is None else _some(self.previous.digests, first, count)
+        if not self.with_patches or bases in (b"", digests):
+            return [b""] * count
+        return part.source.patches(first - part.first, bases)
+
+    def _chunks(self, first: int, digests: bytes, patches: Sequence[bytes]) -> Iterator[_Chunk]:
         """Divide spans, from number ``first`` on, into chunks."""
-        spans: list[tuple[int, int]] = []
-        for number in range(first, first + len(digests) // DIGEST_BYTES):
-            start, stop = self.bounds(number)
-            if spans and (start != spans[-1][1] or stop - spans[0][0] > _CHUNK_BYTES):
-                yield _Chunk(number - len(spans), spans, _some(digests, number - len(spans) - first, len(spans)))
-                spans = []
-            spans.append((start, stop))
-        if spans:
-            yield _Chunk(number + 1 - len(spans), spans, _some(digests, number + 1 - len(spans) - first, len(spans)))
+        spans = [self.bounds(first + number) for number in range(len(patches))]
+        begin = 0
+        for end in range(1, len(spans) + 1):
+            if (
+                end == len(spans)
+                or spans[end][0] != spans[end - 1][1]
+                or spans[end][1] - spans[begin][0] > _CHUNK_BYTES
+            ):
+                own = _some(digests, begin, end - begin)
+                yield _Chunk(first + begin, spans[begin:end], own, patches[begin:end])
+                begin = end
 
     def _get(self, part: ImagePart, chunk: _Chunk) -> None:
-        """Copy or read the spans of a chunk, and check them."""
+        """Copy, patch or read the spans of a chunk, and check them."""
         digests = [_some(chunk.digests, number) for number in range(len(chunk.spans))]
-        kept = [self._is_kept(chunk.first + number, digest) for number, digest in enumerate(digests)]
+        kept = [
+            bool(chunk.patches[number]) or self._is_kept(chunk.first + number, digest)
+            for number, digest in enumerate(digests)
+        ]
         if not all(kept):
             for run in _runs(kept):
                 if kept[run.start] and chunk.spans[run.stop - 1][1] - chunk.spans[run.start][0] < _WORTH_BYTES:
@@ -162,8 +180,10 @@ class Fetch:
                 self._read(part, begin, end)
         for number, (start, stop) in enumerate(chunk.spans):
             span = self.memory[start:stop]
+            if kept[number] and chunk.patches[number]:
+                apply_patch(chunk.patches[number], span)
             is_right = digest_of(span) == digests[number]
-            if not is_right and kept[number]:  # the previous image was damaged after its arrival
+            if not is_right and kept[number]:  # the previous image or the patch was damaged
                 self._read(part, start, stop)
                 is_right = digest_of(span) == digests[number]
             if not is_right:

@@ -11,6 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from asyncckpt.budgets import ANSWER_S, LONG_S, SILENCE_S
 from asyncckpt.errors import CheckpointError
+from asyncckpt.format.manifest import DIGEST_BYTES
 from asyncckpt.format.write_request import HeldImage, ImageKey
 from asyncckpt.link.calls import call_of, receive_answer, tell
 from asyncckpt.link.segment_store import ImageKind
@@ -120,6 +121,10 @@ class Holder:
         """Ask for digests of an image under a lease. See ``RemoteImage.digests``."""
         return self._call(0.0, ImageApi.digests, lease, first, seconds)
 
+    def patches(self, lease: str, first: int, bases: bytes) -> list[bytes]:
+        """Ask for patches of a version under a lease. See ``ImageApi.patches``."""
+        return self._call(0.0, ImageApi.patches, lease, first, bases)
+
     def release(self, image: RemoteImage[Any], lease: str) -> None:
         """End the lease of an image that is closed on this side."""
         with contextlib.suppress(ValueError):
@@ -197,8 +202,18 @@ class RemoteImage(Generic[ImageKind]):
         """
         digests = self._holder.digests(self._lease, first, seconds)
         if digests is None:
-            raise ConnectionAbortedError("the worker that was to pass this image on has given it up")
+            raise ConnectionAbortedError("the worker that passes this image on has abandoned it")
         return digests
+
+    def patches(self, first: int, bases: bytes) -> list[bytes]:
+        """Return patches of the spans from ``first`` on, if the image is a version. See ``ImageApi.patches``.
+
+        Raises ``OSError``.
+        """
+        patches = self._holder.patches(self._lease, first, bases)
+        if len(patches) != len(bases) // DIGEST_BYTES:
+            raise ConnectionAbortedError("the worker did not answer with a patch for each span")
+        return patches
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of the segment from ``offset`` on. Any thread may call.

@@ -47,7 +47,7 @@ class Locator:
             return cls(bytes.fromhex(key), addresses, transport)
         except (ValueError, KeyError):
             raise ValueError(
-                f"this is no locator: it begins with {_SCHEME}://, and a publisher's serve() gives it"
+                f"the text is no locator: a locator begins with {_SCHEME}://, and a publisher's serve() returns it"
             ) from None
 
     @classmethod
@@ -64,7 +64,7 @@ class Locator:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as file:
             found = os.fstat(file.fileno())
             if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
-                raise ValueError("others may know the key in that file")
+                raise ValueError("the file has another owner, or other users may read the key in it")
             return cls.parse(file.read())
 
     def write(self, path: str) -> None:

@@ -1,9 +1,9 @@
 """The mirror: a worker that copies the versions published on another host to its own host, for all readers there.
 
 The mirror asks the publisher's worker for the newest version, and for the host to read from (``distribution.py``).
-Spans that did not change since the previous version are copied from that version. All other spans are fetched and
-checked. While a version arrives, other hosts may already read it from here. A complete version is published on this
-host in the same way as by a trainer.
+Spans that did not change since the previous version are copied from that version. If a span has few changes, only the
+changes are fetched. All other spans are fetched whole. All spans are checked. While a version arrives, other hosts may
+already read it from here. A complete version is published on this host in the same way as by a trainer.
 
 No trainer waits for a mirror. If a holder is lost, another holder replaces it, and the spans that have arrived are
 kept. If a version has disappeared at its publisher, the mirror gives it up for the newest version.
@@ -175,7 +175,7 @@ class Mirror:
                 except (OSError, CheckpointError, ValueError) as error:
                     self._say(str(error))
                 except Exception:
-                    logger.exception("what is published elsewhere cannot be had: please report this")
+                    logger.exception("weights of another host cannot be fetched: please report this")
                 finally:
                     self._leave(*self._holders)
                 self._closed.wait(_PAUSE_S)
@@ -293,7 +293,7 @@ class Mirror:
         if self._last is not None and self._last.sizes == image.sizes:
             previous = Previous(self._last.memory.segment.view, self._last.all_digests())
         name, memory = f"version {image.version.version}", image.memory.segment.view
-        fetch = Fetch(name, {}, memory, image.spans, image.bounds, previous)
+        fetch = Fetch(name, {}, memory, image.spans, image.bounds, previous, with_patches=True)
         for digests in fetch.run(parts, pool, image.arrived):
             image.arrive(digests)
 

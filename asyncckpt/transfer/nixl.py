@@ -158,7 +158,7 @@ class NixlProcess:
             end = os.lseek(self._stderr.fileno(), 0, os.SEEK_END)
             text = os.pread(self._stderr.fileno(), _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES))
             words = text.decode(errors="replace").strip()
-        return ConnectionResetError(f"the process that has NIXL has ended; its last words: {words or 'none'}")
+        return ConnectionResetError(f"the process that has NIXL has ended; its stderr ends with: {words or 'nothing'}")
 
 
 # Size of a piece in bytes, number of pieces for all readings of a process, and number of pieces that one read has under

@@ -41,7 +41,7 @@ _VOCABULARY = frozenset(
     for module in ("transfer.api", "format.manifest", "format.segment_layout", "format.write_request")
 )
 _NAMES = {(each.__module__, each.__name__) for each in (PublishedVersion, VersionKey)}
-_FORGED = "what came was not said by a process of this job"
+_FORGED = "the data does not come from a process of this job"
 
 
 class KeyRefusedError(ConnectionResetError):
@@ -174,7 +174,7 @@ class SealedConnection:
             try:
                 done = self._socket.sendmsg(left)
             except BlockingIOError:
-                raise TimeoutError(f"{self.peer} takes nothing more") from None
+                raise TimeoutError(f"{self.peer} receives no more data") from None
             left = _rest(left, done)
 
     def _receive_all(self, parts: list[memoryview]) -> None:
@@ -183,7 +183,7 @@ class SealedConnection:
             try:
                 done, *_ = self._socket.recvmsg_into(left, 0, socket.MSG_WAITALL)
             except BlockingIOError:
-                raise TimeoutError(f"{self.peer} says nothing") from None
+                raise TimeoutError(f"{self.peer} sends no data") from None
             if not done:
                 raise ConnectionResetError(f"{self.peer} has closed the connection")
             left = _rest(left, done)
@@ -193,7 +193,7 @@ class SealedConnection:
         text = b""
         while len(text) < nbytes:
             if (left := until - time.monotonic()) <= 0:
-                raise TimeoutError(f"{self.peer} says nothing")
+                raise TimeoutError(f"{self.peer} sends no data")
             self._socket.settimeout(left)
             if not (piece := self._socket.recv(nbytes - len(text))):
                 raise ConnectionResetError(f"{self.peer} has closed the connection")
@@ -208,7 +208,7 @@ class _Unpickler(pickle.Unpickler):
         is_known = module in _VOCABULARY or (module, name) in _NAMES
         found = super().find_class(module, name) if is_known else None
         if not isinstance(found, type) or found.__module__ != module:
-            raise ConnectionAbortedError(f"{module}.{name} was said, which is no word of this protocol")
+            raise ConnectionAbortedError(f"a message has {module}.{name}, which is not part of this protocol")
         return found
 
 

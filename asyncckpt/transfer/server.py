@@ -38,6 +38,7 @@ _NOT_HELD = NotHeld("it is not held any more, or not yet")
 
 @dataclass
 class _Lease:
+    key: ImageKey | VersionKey
     image: Leased[Any]
     offering: Offering
     connection: SealedConnection
@@ -165,7 +166,7 @@ class TransferServer:
             return NotHeld(f"it cannot be read by way of {transport}: {error}")
         name = secrets.token_hex(8)
         with self._lock:
-            self._leases[name] = _Lease(leased, offering, peer)
+            self._leases[name] = _Lease(key, leased, offering, peer)
         peer.limit(SILENCE_S)  # a peer with a lease pings; a stopped peer must not hold its lease forever
         return Opened(name, leased.described, offering.description)
 
@@ -204,15 +205,15 @@ class TransferServer:
             return self._kinds[name]
 
     @contextlib.contextmanager
-    def used(self, name: str) -> Iterator[Leased[Any]]:
-        """Yield the image leased under ``name``. Its memory stays mapped even if the lease ends meanwhile."""
+    def used(self, name: str) -> Iterator[_Lease]:
+        """Yield the lease of this ``name``. Its memory stays mapped even if the lease ends meanwhile."""
         with contextlib.ExitStack() as held:
             with self._lock:
                 lease = self._leases.get(name)
                 if lease is None or lease.connection not in self._known:
-                    raise ConnectionAbortedError("something was asked for without a lease")
+                    raise ConnectionAbortedError("a request came without a lease")
                 held.enter_context(lease.image.used())
-            yield lease.image
+            yield lease
 
 
 class _Reader(ImageApi):
@@ -230,11 +231,15 @@ class _Reader(ImageApi):
 
     def digests(self, lease: str, first: int, seconds: float) -> bytes | None:
         with self._server.used(lease) as leased:
-            return leased.digests(first, seconds)
+            return leased.image.digests(first, seconds)
+
+    def patches(self, lease: str, first: int, bases: bytes) -> list[bytes]:
+        with self._server.used(lease) as leased:
+            return self._server.versions.patches(leased.key, first, bases)
 
     def read(self, lease: str, offset: int, nbytes: int) -> None:
         with self._server.used(lease) as leased:
-            self._peer.send_bytes(leased.segment.view[offset : offset + nbytes])
+            self._peer.send_bytes(leased.image.segment.view[offset : offset + nbytes])
 
     def end_lease(self, lease: str) -> None:
         self._server.end_lease(lease)

@@ -30,7 +30,7 @@ def connect(address: TransferAddress, key: bytes, silence: float = SILENCE_S) ->
             if not left:
                 raise
             time.sleep(_PAUSE_S)
-    raise ConnectionAbortedError("it lets nobody in")
+    raise ConnectionAbortedError("the worker serves no images")
 
 
 class _SocketReading(Reading):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from asyncckpt.format.manifest import DIGEST_BYTES, digest_of
 from asyncckpt.format.segment_layout import Region, WeightsLayout
@@ -18,6 +18,7 @@ from asyncckpt.link.segment_store import DIGESTED_BYTES, Leased, SegmentStore
 from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.segment import Descriptor, Segment, round_up
 from asyncckpt.shm.slots import PublishedVersion, VersionKey, lease
+from asyncckpt.transfer.patches import patch_of
 
 SPAN_BYTES = 256 << 10
 # Maximum number of digests in one answer. The digests of a complete image are computed on the first request.
@@ -90,6 +91,21 @@ class VersionImage:
             found = bytes(self._digests[first * DIGEST_BYTES : (first + _AT_ONCE) * DIGEST_BYTES])
             return None if self._is_given_up and not found else found
 
+    def has(self, span: int, digest: bytes) -> bool:
+        """Return whether a span is here and known to have this digest."""
+        return self._digests[span * DIGEST_BYTES : (span + 1) * DIGEST_BYTES] == digest
+
+    def patch(self, span: int, base: bytes, others: Iterable[VersionImage]) -> bytes:
+        """Return a patch of a span against the span with the digest ``base`` in one of ``others``.
+
+        Return b"" if there is no such span, or if most of it has changed.
+        """
+        old = next((other for other in others if other.has(span, base)), None)
+        if old is None or span >= self.arrived or self.has(span, base):
+            return b""
+        begin, end = self.bounds(span)
+        return patch_of(old.memory.segment.view[begin:end], self.memory.segment.view[begin:end])
+
     def arrive(self, digests: bytes) -> None:
         """Note that the next spans are here, with these ``digests``."""
         with self._changed:
@@ -159,22 +175,46 @@ class ServedVersions:
     def lease(self, key: VersionKey) -> Leased[tuple[int, ...]] | None:
         """Lease a version to a reader, with the sizes of its files in bytes. Return None if it is not here."""
         with contextlib.ExitStack() as kept:
-            with self._lock:
-                coming = self._coming
-                if coming is not None and coming.version.key == key:
-                    return _leased(coming, kept)
+            if (image := self._use(key, kept)) is not None:
+                return Leased(image.sizes, image.memory, image.digests, kept.pop_all())
+        return None
+
+    def patches(self, key: object, first: int, bases: bytes) -> list[bytes]:
+        """Return patches of a version's spans from ``first`` on, see ``ImageApi.patches``."""
+        with contextlib.ExitStack() as kept:
+            image = self._use(key, kept)
+            keys = {published.key for *_, published in self._published()} - {key}
+            others = [other for each in keys if (other := self._use(each, kept)) is not None]
+            digests = [bases[at : at + DIGEST_BYTES] for at in range(0, len(bases), DIGEST_BYTES)]
+            if image is None:
+                return [b""] * len(digests)
+            return [image.patch(span, digest, others) for span, digest in enumerate(digests, first)]
+
+    def _use(self, key: object, kept: contextlib.ExitStack) -> VersionImage | None:
+        """Return the image of a version, unchanged until ``kept`` is closed; None if it is not here."""
+        with self._lock:
+            coming = self._coming
+            if coming is not None and coming.version.key == key:
+                coming.use()
+                kept.callback(coming.end_use)
+                return coming
+        with contextlib.ExitStack() as own:
             for number, control, layout, slot, published in self._published():
                 if published.key != key:
                     continue
                 control.use()
-                kept.callback(control.close)
+                own.callback(control.close)
                 fd = lease(control.segment.fileno(), slot)
                 if fd is None or control.slots.published(slot) != published:
                     if fd is not None:
                         fd.close()
                     return None
-                kept.callback(fd.close)
-                return _leased(self._image(number, slot, published, layout), kept)
+                own.callback(fd.close)
+                image = self._image(number, slot, published, layout)
+                image.use()
+                own.callback(image.end_use)
+                kept.push(own.pop_all())
+                return image
         return None
 
     def begin(self, image: VersionImage) -> None:
@@ -222,9 +262,3 @@ class ServedVersions:
                 sizes = [file.nbytes for file in layout.files] or [memory.segment.nbytes]
                 image = self._images[number, slot, published] = VersionImage(published, memory, sizes, whole=True)
             return image
-
-
-def _leased(image: VersionImage, kept: contextlib.ExitStack) -> Leased[tuple[int, ...]]:
-    image.use()
-    kept.callback(image.end_use)
-    return Leased(image.sizes, image.memory, image.digests, kept.pop_all())

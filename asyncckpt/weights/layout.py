@@ -68,7 +68,8 @@ _PARTS = "asyncckpt.parts"
 # The metadata key for the torch dtypes that the format lacks.
 _DTYPES = "asyncckpt.dtypes"
 _KNOWN = frozenset(DTYPES.values())
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers with so many bytes."""
 # Alignment of the data in a slot, because readers may map and pin the slot as a whole.
 _ALIGNMENT = 64
 
@@ -104,7 +105,7 @@ class TensorEntry(NamedTuple):
 
 def copied_as(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to view tensors as before a copy, because torch cannot copy every dtype that it can view."""
-    return dtype if dtype in _KNOWN or dtype.is_complex else _INTEGERS[dtype.itemsize]
+    return dtype if dtype in _KNOWN or dtype.is_complex else INTEGERS[dtype.itemsize]
 
 
 def lay_out(entries: Sequence[TensorEntry]) -> tuple[bytes, list[TensorEntry]]:

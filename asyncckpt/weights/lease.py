@@ -17,6 +17,7 @@ from asyncckpt.devices.pinned import PinnedMemory
 from asyncckpt.errors import SaveTimeoutError
 from asyncckpt.format.segment_layout import Region, WeightsLayout
 from asyncckpt.link.api import PublishedSegment
+from asyncckpt.link.socket_connection import OtherVersionError
 from asyncckpt.link.takeover import ReaderClient
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.shm.memcpy import address_of, memcmp
@@ -322,8 +323,10 @@ class RankPublications:
             except SaveTimeoutError:
                 self._leave()  # a late answer must not be taken as the next answer
                 raise
-            except (EOFError, OSError):
+            except (EOFError, OSError) as error:
                 self._leave()
+                if isinstance(error, OtherVersionError):
+                    self.trouble = "the publisher runs another version of asyncckpt"
 
     @property
     def is_reached(self) -> bool:

@@ -87,7 +87,7 @@ class ServedPublication:
                 try:
                     locator.write(self._file)
                 except OSError as error:
-                    raise StorageError(f"where the weights are served cannot be written: {error}") from error
+                    raise StorageError(f"the file for the locator cannot be written: {error}") from error
             self._sharding.gather(None)  # if one rank has failed, all ranks fail
             self._locator = locator
         return locator
@@ -139,7 +139,7 @@ class WeightPublisher:
             config: Supplies ``timeout``, ``linger`` and the options of the worker process. Default: the environment.
         """
         if not address:
-            raise ValueError("an address is a text that readers are told, and not empty")
+            raise ValueError("an address is a text that is not empty")
         if not 2 <= slots <= MAX_SLOTS:
             raise ValueError(f"slots is from 2 to {MAX_SLOTS}, not {slots}")
         if when_busy not in ("skip", "wait"):
@@ -299,8 +299,8 @@ class WeightPublisher:
             return self._supervisor.running(self._sharding.rank)
         except JobTakenError as error:
             raise JobTakenError(
-                f"another process publishes at {self.address!r}, or has just died: give each an address of its own;"
-                f" or, if these are the ranks of a job, all of them the process group ({error})"
+                f"another process publishes at {self.address!r}, or has just died: give each publisher its own"
+                f" address; if these are the ranks of a job, give all of them the process group ({error})"
             ) from error
 
     def _hand_over(self, client: WorkerClient, predecessor: Takeover | None, is_attached: bool) -> None:

@@ -59,7 +59,7 @@ class MirrorOptions:
         client.timeout = self.config.timeout
         try:
             if (trouble := client.follow(self.locator)) is not None:
-                logger.info("the worker of this host follows nobody: %s", trouble)
+                logger.info("the worker of this host mirrors no publisher: %s", trouble)
         except BaseException as error:
             client.close()
             if isinstance(error, (EOFError, OSError)):
@@ -85,7 +85,7 @@ class MirrorOptions:
         try:
             trouble = worker.call(config.timeout, SessionApi.follow, self.locator)
             if trouble is not None:
-                raise CheckpointError(f"what is published elsewhere cannot be had: {trouble}")
+                raise CheckpointError(f"weights of another host cannot be fetched: {trouble}")
         except BaseException as error:
             worker.close(config.timeout)
             if isinstance(error, WorkerDiedError):  # the next connect starts another worker
@@ -195,7 +195,7 @@ class WeightSubscriber:
             ClosedError: This subscriber is closed.
         """
         if version is not None and min_version is not None:
-            raise ValueError("acquire the version, or the newest from min_version on; not both")
+            raise ValueError("version and min_version exclude each other: give one of them")
         version = None if version is None else operator.index(version)
         min_version = None if min_version is None else operator.index(min_version)
         how: Access = torch.device(pin) if pin is not None else "readonly" if readonly else "private"
@@ -304,7 +304,7 @@ class WeightSubscriber:
             weights.release()
             raise VersionError(
                 f"version {found.version} is the newest, and this reader has had {last.version}: the trainer was"
-                " started anew and has gone back; acquire with roll_back=True to take what it publishes"
+                " restarted from an older version; acquire with roll_back=True to take its versions"
             )
         self._newest = found
         return weights
@@ -312,10 +312,13 @@ class WeightSubscriber:
     def _what_is_missing(self, version: int | None, min_version: int | None, timeout: float) -> str:
         later = "" if min_version is None else f" of version {min_version} or later"
         asked = later if version is None else f" of version {version}"
+        trouble = next((rank.trouble for rank in self._ranks if rank.trouble), "")
         if not any(rank.is_reached for rank in self._ranks):
+            if trouble:
+                return f"no weights{asked} at {self._address!r} within {timeout:g} s: {trouble}"
             return (
-                f"nobody has published at {self._address!r} within {timeout:g} s; is the trainer running, on this host,"
-                f" as this user, and with the same runtime folder (here it is {runtime_folder()})?"
+                f"no publisher was found at {self._address!r} within {timeout:g} s; is the trainer running, on this"
+                f" host, as this user, and with the same runtime folder (here it is {runtime_folder()})?"
             )
         complete = self._complete()
         there = ", ".join(str(published.version) for published in sorted(complete)) or "none"
@@ -323,10 +326,10 @@ class WeightSubscriber:
         hint = ""
         if half:
             hint = f"; {max(half).ranks} ranks publish, and not all of them on this host: give a locator"
-        elif trouble := next((rank.trouble for rank in self._ranks if rank.trouble), ""):
-            hint = f"; nothing newer comes from the publisher: {trouble}"
+        elif trouble:
+            hint = f"; the publisher sends nothing newer: {trouble}"
         return (
-            f"no weights{asked} at {self._address!r} within {timeout:g} s; the versions that are there, in order:"
+            f"no weights{asked} at {self._address!r} within {timeout:g} s; the published versions, in order:"
             f" {there}{hint}"
         )
 

@@ -17,6 +17,7 @@ from asyncckpt.shm.segment import Descriptor
 from asyncckpt.shm.slots import PublishedVersion, reopen
 from asyncckpt.weights.layout import Ranges, TensorEntry, copied_as, missing, shown
 from asyncckpt.weights.lease import Lease
+from asyncckpt.weights.patch import Change, change_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,32 @@ class Weights(Mapping[str, torch.Tensor]):
         with other:
             return {name for name, chunks in self._chunks.items() if not _same(chunks, other._chunks.get(name, {}))}
 
+    def patch(self, since: int, *, epoch: int | None = None) -> Iterator[Change] | None:
+        """Return the changed elements since another version, for an engine with that version.
+
+        The published bytes are compared tensor by tensor, as the changes are requested. ``asyncckpt.weights.apply``
+        applies the changes. Both versions stay leased until the last change was requested.
+
+        Args:
+            since: The version of the engine.
+            epoch: The ``epoch`` of the engine's weights. Default: the epoch of these weights.
+
+        Returns:
+            The changes. None if the engine must take the whole version: the other version is no longer in memory, or
+            has other names, shapes or dtypes, or these weights were released.
+        """
+        old, new = self._other(since), self._other(self.version)
+        if old is None or new is None or old._forms != new._forms:
+            return None
+        if (old.epoch, new.epoch) != (self.epoch if epoch is None else epoch, self.epoch):
+            return None
+        return _changes(old, new)
+
+    @property
+    def _forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """The dtype and the shape of each tensor."""
+        return {name: (next(iter(chunks.values()))[1].dtype, _whole(chunks)) for name, chunks in self._chunks.items()}
+
     def buckets(self, nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Yield all tensors in groups of at most ``nbytes`` bytes. A larger tensor comes alone. Nothing is copied."""
         if nbytes <= 0:
@@ -135,7 +162,7 @@ class Weights(Mapping[str, torch.Tensor]):
         name of the whole tensor.
         """
         if not all(part.is_file for part in self._parts):
-            raise ValueError("these are of a checkpoint; only a WeightPublisher's are laid out as safetensors files")
+            raise ValueError("weights of a checkpoint are no safetensors files; only a WeightPublisher's are")
         entries = [entry for chunks in self._chunks.values() for _, entry in chunks.values()]
         if any(entry.shape != entry.whole for entry in entries):
             raise ValueError("some tensors are in parts, one a rank, which no reader of such files puts together")
@@ -175,6 +202,13 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _changes(old: Weights, new: Weights) -> Iterator[Change]:
+    with old, new:
+        for name in new:
+            if (change := change_of(name, old[name], new[name])) is not None:
+                yield change
 
 
 _Chunks = Mapping[Ranges, tuple[Lease, TensorEntry]]

@@ -126,7 +126,8 @@ def _weights(args: argparse.Namespace) -> Iterator[Job]:
 def _hosts(args: argparse.Namespace) -> Iterator[Job]:
     if (why := hosts.missing()) is not None:
         raise SystemExit(f"bench hosts: {why}")
-    yield jobs.reach_hosts(args.gib, args.tensors, args.hosts, args.mbit, args.rounds)
+    reach = jobs.reach_hosts_sparsely if args.sparse else jobs.reach_hosts
+    yield reach(args.gib, args.tensors, args.hosts, args.mbit, args.rounds)
 
 
 def _vllm(args: argparse.Namespace) -> Iterator[Job]:
@@ -254,6 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     others.add_argument("--tensors", type=int, default=400)
     others.add_argument("--hosts", type=int, default=8, help="so many (default: %(default)s)")
     others.add_argument("--mbit", type=int, default=400, help="a second, of each link (default: %(default)s)")
+    others.add_argument("--sparse", action="store_true", help="versions in which only a share of the values changes")
     vllm = command("vllm", "weights for an engine of vLLM, beside its own way", _vllm, [_where(gib=0.33)])
     vllm.add_argument("--pause", type=float, default=0.2, help="seconds before each turn (default: %(default)s)")
     same = command("unchanged", "saves of a state most of which does not change", _unchanged, [_where(rounds=9)])

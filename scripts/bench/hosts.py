@@ -48,24 +48,14 @@ LINK = "the bytes over one link"
 
 def measure(gib: float, tensors: int, hosts: int, mbit: int, rounds: int, folder: str) -> dict[str, Any]:
     """Measure new weights to one host, to ``hosts`` hosts, to a late host, and while another host is lost."""
-    with _network(hosts + 2, mbit) as names, contextlib.ExitStack() as ended:
-        publisher = ended.enter_context(_Process(names[0], folder, "publish", gib, tensors))
-        locator = publisher.said()["locator"]
-        publisher.tell("publish")
-        publisher.said()
-        readers: list[_Process] = []
-
-        def come(host: int) -> float:
-            began = time.time()
-            readers.append(ended.enter_context(_Process(names[host], folder, "read", locator)))
-            return float(readers[-1].said()["at"]) - began
-
-        come(1)
+    with _Hosts(hosts + 2, mbit, folder, gib, tensors) as running:
+        publisher, readers = running.publisher, running.readers
+        running.come()
         found = {"one host": _turns(publisher, readers, rounds)}
-        for host in range(2, hosts + 1):
-            come(host)
+        while len(readers) < hosts:
+            running.come()
         found[f"{hosts} hosts"] = _turns(publisher, readers, rounds)
-        found["one that comes later, its process and memory too"] = [come(hosts + 1)]
+        found["one that comes later, its process and memory too"] = [running.come()]
         found[f"{hosts} hosts, while another one is lost"] = [_with_a_loss(publisher, readers)]
     title = f"{gib:g} GiB in {tensors:,} tensors to other hosts, each with a link of {mbit:,} Mbit/s"
     return {
@@ -77,12 +67,32 @@ def measure(gib: float, tensors: int, hosts: int, mbit: int, rounds: int, folder
     }
 
 
-def _turns(publisher: _Process, readers: list[_Process], rounds: int) -> list[float]:
+SHARES = (1.0, 0.5, 0.03, 0.01, 0.0)
+"""Shares of the values that change, for ``measure_sparse``."""
+
+
+def measure_sparse(gib: float, tensors: int, hosts: int, mbit: int, rounds: int, folder: str) -> dict[str, Any]:
+    """Measure versions in which only a share of the values has changed, scattered, to ``hosts`` hosts."""
+    results, sent = {}, {}
+    with _Hosts(hosts + 1, mbit, folder, gib, tensors) as running:
+        while len(running.readers) < hosts:
+            running.come()
+        for share in SHARES:
+            running.publisher.sent.clear()
+            name = f"{share:.0%} changed"
+            results[name] = {"elapsed_s": _turns(running.publisher, running.readers, rounds, share)}
+            sent[name] = statistics.mean(nbytes for _, nbytes in running.publisher.sent[1:])
+    title = f"{gib:g} GiB of bfloat16 to {hosts} hosts, each with a link of {mbit:,} Mbit/s, by changed values"
+    limits = {LINK: [gib * GIB * 8 / mbit / 1e6]}
+    return {"title": title, "limits": limits, "results": results, "nbytes": int(gib * GIB), "sent": sent}
+
+
+def _turns(publisher: _Process, readers: list[_Process], rounds: int, share: float = 1.0) -> list[float]:
     """Return the seconds until all readers have the next version. The first, cold turn does not count."""
     found = []
     for _ in range(rounds + 1):
         before = publisher.link()
-        publisher.tell("publish")
+        publisher.tell(str(share))
         began = publisher.said()["at"]
         found.append(max(reader.said()["at"] for reader in readers) - began)
         publisher.sent.append((len(readers), publisher.link() - before))
@@ -90,7 +100,7 @@ def _turns(publisher: _Process, readers: list[_Process], rounds: int) -> list[fl
 
 
 def _with_a_loss(publisher: _Process, readers: list[_Process]) -> float:
-    publisher.tell("publish")
+    publisher.tell("1.0")
     began = publisher.said()["at"]
     time.sleep(_INTO_IT_S)
     readers.pop(0).lose()
@@ -148,6 +158,27 @@ class _Process:
         self._out.close()
 
 
+class _Hosts(contextlib.ExitStack):
+    """A network of hosts, with a publisher on the first. A reader comes on each other host when it is asked for."""
+
+    def __init__(self, hosts: int, mbit: int, folder: str, gib: float, tensors: int) -> None:
+        super().__init__()
+        self._folder = folder
+        self._names = self.enter_context(_network(hosts, mbit))
+        self.publisher = self.enter_context(_Process(self._names[0], folder, "publish", gib, tensors))
+        self._locator = self.publisher.said()["locator"]
+        self.publisher.tell("1.0")
+        self.publisher.said()
+        self.readers: list[_Process] = []
+
+    def come(self) -> float:
+        """Start a reader on the next host. Return the seconds until it has the version."""
+        began = time.time()
+        name = self._names[len(self.readers) + 1]
+        self.readers.append(self.enter_context(_Process(name, self._folder, "read", self._locator)))
+        return float(self.readers[-1].said()["at"]) - began
+
+
 @contextlib.contextmanager
 def _network(hosts: int, mbit: int) -> Iterator[list[str]]:
     """Create namespaces joined by a bridge. Each has an address, and a link of ``mbit`` Mbit/s."""
@@ -181,18 +212,27 @@ def _say(**what: object) -> None:
 
 def _publish(gib: float, tensors: int) -> None:
     torch.set_num_threads(1)
-    elements = int(gib * GIB) // tensors // 4
-    state = {f"layers.{number}.weight": torch.rand(elements) for number in range(tensors)}
+    elements = int(gib * GIB) // tensors // 2
+    state = {f"layers.{n}.weight": torch.rand(elements).bfloat16() for n in range(tensors)}
     with WeightPublisher(_ADDRESS, config=_CONFIG) as publisher:
         _say(locator=publisher.serve("10.213.0.1"))
         version = 0
-        while sys.stdin.readline():
+        while line := sys.stdin.readline():
             version += 1
             for tensor in state.values():
-                tensor.add_(1)
+                _change(tensor, float(line))
             began = time.time()
             publisher.publish(state, version)
             _say(at=began)
+
+
+def _change(tensor: torch.Tensor, share: float) -> None:
+    """Change the lowest bit of a share of the values, scattered."""
+    words = tensor.view(torch.int16)
+    if share == 1.0:
+        words ^= 1
+    elif share:
+        words[torch.randint(len(words), [int(len(words) * share)])] ^= 1
 
 
 def _read(locator: str) -> None:

@@ -131,6 +131,13 @@ def reach_hosts(gib: float, tensors: int, count: int, mbit: int, rounds: int) ->
     return Job("hosts", f"{count}x{gib:g}GiB", measure, {"rounds": rounds, "mbit": mbit})
 
 
+def reach_hosts_sparsely(gib: float, tensors: int, count: int, mbit: int, rounds: int) -> Job:
+    def measure(folder: str) -> dict[str, Any]:
+        return hosts.measure_sparse(gib, tensors, count, mbit, rounds, folder)
+
+    return Job("sparse", f"{count}x{gib:g}GiB", measure, {"rounds": rounds, "mbit": mbit})
+
+
 def save_unchanged(gib: float, changing_mib: float, pace: Pace) -> Job:
     def measure(folder: str) -> dict[str, Any]:
         return unchanged.measure(gib, changing_mib, pace, folder)

@@ -295,5 +295,6 @@ _DRAWN = {
     "simulation": _ranks,
     "publish": _ways,
     "hosts": _hosts,
+    "sparse": _hosts,
     "vllm": _vllm,
 }

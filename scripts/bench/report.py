@@ -26,6 +26,7 @@ HEADINGS = {
     "simulation": "The first rank of a large job, simulated",
     "publish": "Weights for readers of this host",
     "hosts": "Weights on other hosts",
+    "sparse": "Weights on other hosts, few changes",
     "vllm": "Weights for an engine of vLLM",
 }
 EXPLANATIONS = {
@@ -121,6 +122,9 @@ EXPLANATIONS = {
         "version; each byte is checked on each. A host is lost a second after that, with its readers and its worker, "
         "and others read from it."
     ),
+    "sparse": (
+        "Hosts as above. A share of the values has changed, scattered. Spans with few changes are sent as patches."
+    ),
     "vllm": (
         "A real engine on the CPU, its worker in a process of its own. *Held* is how long the trainer is, *update* "
         "how long the engine takes from then until it has the weights. vLLM's transfers between processes want CUDA; "
@@ -138,7 +142,7 @@ COMMANDS = """    python scripts/bench all                  # all of this page, 
     python scripts/bench store
     python scripts/bench export
     python scripts/bench telemetry
-    python scripts/bench hosts
+    python scripts/bench hosts                # and --sparse
     python scripts/bench load --ranks 2       # and --layers 2000, and --ranks 4 --replicas
     python scripts/bench unchanged            # and --ranks 4, for FSDP2
     python scripts/bench save --state 8000x50kB --values 5000 --changing 50

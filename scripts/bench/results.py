@@ -54,6 +54,7 @@ KINDS = (
     "simulation",
     "publish",
     "hosts",
+    "sparse",
     "vllm",
 )
 

@@ -259,6 +259,15 @@ def hosts(found: Result) -> str:
     return _table(["", "all have it after", "/ the link", "turns"], rows)
 
 
+def sparse(found: Result) -> str:
+    (limit,) = found["limits"][LINK]
+    rows: list[Sequence[object]] = [(LINK, seconds(limit), "1x", size(found["nbytes"]), "")]
+    for name, each in found["results"].items():
+        middle, sent = median(each["elapsed_s"]), found["sent"][name]
+        rows.append((name, seconds(middle), times(middle / limit), size(sent), len(each["elapsed_s"])))
+    return _table(["", "all have it after", "/ the link", "sent by the publisher", "turns"], rows)
+
+
 def hosts_remark(found: Result) -> str:
     sent = " and ".join(f"{nbytes / found['nbytes']:.2f} with {many}" for many, nbytes in found["sent"].items())
     return f"How often the publisher's link has carried the bytes of a version: {sent}."
@@ -342,6 +351,7 @@ TABLES = {
     "simulation": columns,
     "publish": ways,
     "hosts": hosts,
+    "sparse": sparse,
     "vllm": vllm,
 }
 REMARKS = {

@@ -93,7 +93,7 @@ def test_what_was_pinned_where_the_memory_is_now(monkeypatch: pytest.MonkeyPatch
         memory = _pin(segment, driver := _Driver([712]), monkeypatch)
         assert driver.taken_back == [segment.address] and len(driver.registered) == 3 and forgotten == [True]
         memory.close()
-        with pytest.raises(CheckpointError, match="unmapped while it was pinned"):
+        with pytest.raises(CheckpointError, match="unmapped while pinned"):
             _pin(segment, driver := _Driver([0, 712, 712]), monkeypatch)
         assert driver.registered == [segment.address] and segment.address in driver.taken_back
 
@@ -106,7 +106,7 @@ def test_after_a_failure_the_next_call_begins_anew(monkeypatch: pytest.MonkeyPat
         memory = PinnedMemory(segment, [PAGE * 3, PAGE * 6], torch.device(TYPE, 0), 3 * PAGE)
         driver.answers = [712, 712]
         for _ in range(2):
-            with pytest.raises(CheckpointError, match="unmapped while it was pinned"):
+            with pytest.raises(CheckpointError, match="unmapped while pinned"):
                 memory.extend(6 * PAGE)
             assert not memory.addresses
             driver.answers = [0, 712, 712]

@@ -44,7 +44,9 @@ class Trainings:
     def __init__(self, root: Path, config: Config, slots: int | None = 2) -> None:
         self._root, self._config, self.others = root, replace(config, slots=slots), _children()
         self.step = self.durable = 0
-        self.checkpointer = self.before = Checkpointer(root, self._config)
+        self.checkpointer = Checkpointer(root, self._config)
+        # The worker of a checkpointer that is collected exits. These checkpointers must leave their workers.
+        self.before: list[Checkpointer] = []
 
     def save(self) -> Save:
         """Save under the next step."""
@@ -52,8 +54,9 @@ class Trainings:
         return self.checkpointer.save(self.step, _state(self.step))
 
     def make(self) -> None:
-        """Create another checkpointer while the previous one is still referenced."""
-        self.before, self.checkpointer = self.checkpointer, Checkpointer(self._root, self._config)
+        """Create another checkpointer while the previous ones are still referenced."""
+        self.before.append(self.checkpointer)
+        self.checkpointer = Checkpointer(self._root, self._config)
 
     def begin_anew(self) -> None:
         """Check that the last durable step or a newer one loads, and save the next step."""
@@ -86,7 +89,7 @@ def _with_workers() -> list[Supervisor]:
 
 def _check_threads(trainings: Trainings) -> None:
     """Check that only the last checkpointer has threads. A collected checkpointer ends its threads."""
-    trainings.before = trainings.checkpointer
+    trainings.before.clear()
     engine = trainings.checkpointer._engine
     assert engine.worker is not None
     mine = {engine.worker._listener, *engine._copier.threads._threads, *engine._copier._stager._threads}
@@ -236,10 +239,10 @@ def test_what_was_given_up_says_so(root: Path, gate: Path) -> None:
     first.save(1, _state(1))
     pending = first.save(2, _state(2))
     AbortAsyncckpt()(None)
-    with pytest.raises(ClosedError, match="a new checkpointer loads it"):
+    with pytest.raises(ClosedError, match="a new checkpointer loads the save"):
         pending.result(10)
     for call in (lambda: first.save(3, _state(3)), lambda: first.load(_state(0)), lambda: first.prepare(_state(0))):
-        with pytest.raises(ClosedError, match="begins anew"):
+        with pytest.raises(ClosedError, match="restarts the training"):
             call()
     gate.touch()
     with Checkpointer(root) as second:

@@ -96,7 +96,7 @@ def test_or_a_warning_is_enough(root: Path, faulty_worker: Faulty, caplog: pytes
     with pytest.raises(ClosedError):
         checkpointer.save(3, small_state())
     assert checkpointer.failures == 2 and checkpointer.steps() == [2]
-    assert "saving failed" in caplog.text and "not saved, and training goes on" in caplog.text
+    assert "saving failed" in caplog.text and "a save failed, and the training continues" in caplog.text
 
 
 @pytest.mark.parametrize("saves_before", [0, 1])
@@ -380,7 +380,7 @@ def test_leaving_by_an_error_loses_nothing(root: Path, caplog: pytest.LogCapture
         raise RuntimeError("as trainings do")
     with Checkpointer(root) as checkpointer:
         assert checkpointer.load(into := zeros_like(state)) == 1 and same(into, state)
-    assert "loaded step 1 from memory" in caplog.text
+    assert "step 1 was loaded from memory" in caplog.text
 
 
 def test_a_state_that_changes_while_it_is_planned_leaves_no_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def test_a_save_within_a_save_is_refused(root: Path, monkeypatch: pytest.MonkeyP
 
     def within(*args: Any) -> Any:
         for call in (lambda: checkpointer.save(9, {"w": torch.zeros(1000)}).result(), checkpointer.wait, engine.close):
-            with pytest.raises(CheckpointError, match="out of another call") as caught:
+            with pytest.raises(CheckpointError, match="inside of another call") as caught:
                 call()
             told.append(caught.value)
         return wait(*args)

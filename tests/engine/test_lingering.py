@@ -84,7 +84,7 @@ def test_without_a_runtime_folder_it_saves_all_the_same(
     runtime.mkdir(mode=0o755)
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, empty()).result(60)
-    assert "will not find it" in caplog.text and str(runtime) in caplog.text
+    assert "will not find the worker" in caplog.text and str(runtime) in caplog.text
     runtime.chmod(0o700)
 
 

@@ -22,10 +22,10 @@ from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.engine.saves import SaveOperation
 from asyncckpt.errors import CheckpointNotFoundError, JobTakenError
-from asyncckpt.link import takeover
+from asyncckpt.link import calls, takeover
 from asyncckpt.link.endpoint import FOLDER_VARIABLE, endpoint_name
 from asyncckpt.link.process import WorkerOptions, WorkerProcess
-from asyncckpt.link.takeover import Takeover
+from asyncckpt.link.takeover import Takeover, is_running
 from asyncckpt.loading import memory_source
 from asyncckpt.staging.buffer_pool import BufferPool
 from asyncckpt.storage.local import LocalStorage
@@ -56,6 +56,45 @@ def test_the_next_trainer_loads_from_memory(root: Path, death: str) -> None:
         assert checkpointer.load(state := empty()) == 3 and is_of(state, 3)
         assert source(checkpointer) == "storage"
     assert complete_steps(str(root)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("death", ["kill", "staged"])
+@pytest.mark.parametrize("what", ["fingerprint", "protocol"])
+def test_a_worker_of_another_version_leaves(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, death: str, what: str
+) -> None:
+    """Its images are loaded if both versions have the same protocol. Staged saves are written in any case."""
+    worker = train(root, 2, death)
+    assert worker is not None
+    if what == "fingerprint":
+        monkeypatch.setattr(takeover, "fingerprint", lambda: "of another version")
+    with Checkpointer(root) as checkpointer:
+        with monkeypatch.context() as patched:
+            if what == "protocol":
+                patched.setattr(calls, "PROTOCOL", calls.PROTOCOL + 1)
+            assert checkpointer.load(state := empty()) == 2 and is_of(state, 2)
+        assert source(checkpointer) == ("memory" if what == "fingerprint" else "storage")
+        assert ("images are not loaded" in caplog.text) == (what == "protocol")
+        state["w"].fill_(3)
+        state["step"] = 3
+        checkpointer.save(3, state).result(60)
+        while is_running(worker.pid):
+            time.sleep(0.01)
+    assert complete_steps(str(root)) == [1, 2, 3]
+
+
+def test_a_worker_of_another_protocol_with_a_trainer_is_named_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, empty()).result(60)
+        with monkeypatch.context() as patched:
+            patched.setattr(calls, "PROTOCOL", calls.PROTOCOL + 1)
+            patched.setattr(takeover, "NOTICE_S", 0.3)
+            with pytest.raises(JobTakenError, match=r"of another version .* has a trainer"):
+                Takeover.find(endpoint_name(f"{os.path.realpath(root)}\n", 0), 30)
+        assert caplog.text.count("is asked to exit") == 1
+        checkpointer.save(2, empty()).result(60)
 
 
 @pytest.mark.parametrize("death", ["kill", "staged"])

@@ -113,10 +113,10 @@ def test_the_worker_of_a_dead_trainer_is_waited_for(
         time.sleep(0.01)
     with monkeypatch.context() as patch, Checkpointer(root) as checkpointer:
         patch.setattr(supervisor, "take_root", lambda wanted, ask, _: root_lock.take_root(wanted, ask, 1.0))
-        with pytest.raises(JobTakenError, match="still writing"):
+        with pytest.raises(JobTakenError, match="still writes"):
             checkpointer.prepare(state())
         assert checkpointer.steps() == []
-        assert "waiting until the worker" in caplog.text
+        assert "waits until the worker" in caplog.text
     real, holders = WorkerClient.call, []
 
     def claim(self: WorkerClient, timeout: float, method: Any, *given: Any) -> Any:
@@ -157,7 +157,7 @@ def test_one_that_has_not_noticed_its_trainers_death_is_waited_for(root: Path, m
     assert root_lock.take_root(claim, ask, 60.0) is None and next(asked, None) is None
     held = RootLock.take(claim, trainer.pid)
     assert isinstance(held, RootLock)
-    with pytest.raises(JobTakenError, match="still writing"):
+    with pytest.raises(JobTakenError, match="still writes"):
         root_lock.take_root(claim, lambda: Claimed(held._holder), 0.0)
     held.release()
 
@@ -250,7 +250,7 @@ def test_a_file_system_without_lasting_inode_numbers_has_no_locks(root: Path, mo
     root.mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(os.path, "samestat", lambda *_: False)
-        with pytest.raises(OSError, match="under another inode number"):
+        with pytest.raises(OSError, match="a new inode number each time"):
             RootLock.take(Claim(str(root), None), os.getpid())
-        with pytest.raises(OSError, match="under another inode number"):
+        with pytest.raises(OSError, match="a new inode number each time"):
             endpoint.Endpoint(endpoint.endpoint_name("job", 0), os.getpid())

@@ -25,6 +25,7 @@ from asyncckpt import Checkpointer
 from asyncckpt.config import Config
 from asyncckpt.errors import JobTakenError, WorkerDiedError
 from asyncckpt.link import process as worker_process
+from asyncckpt.link import takeover
 from asyncckpt.link.api import WorkerApi
 from asyncckpt.link.calls import call_of
 from asyncckpt.link.client import WorkerClient
@@ -180,10 +181,10 @@ def test_an_interrupt_while_it_attaches_loses_nothing(
     worker = train(root, 2)
     with Checkpointer(root, CONFIG) as checkpointer:
         assert checkpointer.load(state := empty()) == 2
-        real = Takeover._wait
+        real = takeover._wait
 
-        def interrupted(takeover: Takeover, *limits: float) -> bool:
-            real(takeover, *limits)
+        def interrupted(*arguments: Any) -> bool:
+            real(*arguments)
             signal.raise_signal(signal.SIGUSR1)
             return True
 
@@ -193,7 +194,7 @@ def test_an_interrupt_while_it_attaches_loses_nothing(
         before = signal.signal(signal.SIGUSR1, handler)
         try:
             with monkeypatch.context() as patch, pytest.raises(kind, match="as the test wants"):
-                patch.setattr(Takeover, "_wait", interrupted)
+                patch.setattr(takeover, "_wait", interrupted)
                 checkpointer.save(3, state)
         finally:
             signal.signal(signal.SIGUSR1, before)

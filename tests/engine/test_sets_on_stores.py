@@ -34,7 +34,14 @@ from asyncckpt.storage.objects import objects_at, split_address
 __all__ = ["s3_root", "s3_server"]
 
 MiB = 1 << 20
-NAMED = {"model.safetensors", "optimizer.pt", "scheduler.pt", "tokenizer/deep/vocab.txt", "trainer_state.json"}
+NAMED = {
+    "dcp/model_0/metadata.json",
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "tokenizer/deep/vocab.txt",
+    "trainer_state.json",
+}
 
 
 def state_of(seed: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ __all__ = ["s3_root", "s3_server"]
 
 
 def test_of_an_object_store(s3_root: str, tmp_path: Path) -> None:
-    """Export a checkpoint by asyncckpt, and one by stock DCP."""
+    """Export a checkpoint by asyncckpt, one by stock DCP, and one by torch_checkpointing."""
     state = kinds_of_values()
     with Checkpointer(f"{s3_root}/run") as checkpointer:
         checkpointer.save(4, state)
@@ -30,6 +31,15 @@ def test_of_an_object_store(s3_root: str, tmp_path: Path) -> None:
         objects_at(address).put(split_address(address)[1], file.read_bytes())
     export(f"{s3_root}/stock", tmp_path / "stock.pt", to="torch")
     assert same(torch.load(tmp_path / "stock.pt"), state)
+    (tmp_path / "ranks").mkdir()
+    torch.save(state, tmp_path / "ranks/item_0.pt")
+    metadata = {"version": "2.0", "metadata": {}, "world_size": 1}  # of torch_checkpointing
+    (tmp_path / "ranks/metadata.pkl").write_bytes(pickle.dumps(metadata))
+    for file in (tmp_path / "ranks").iterdir():
+        address = f"{s3_root}/ranks/{file.name}"
+        objects_at(address).put(split_address(address)[1], file.read_bytes())
+    export(f"{s3_root}/ranks", tmp_path / "ranks.pt", to="torch")
+    assert same(torch.load(tmp_path / "ranks.pt"), {"item": state})
     with pytest.raises(CheckpointNotFoundError):
         export(f"{s3_root}/none", tmp_path / "other")
 

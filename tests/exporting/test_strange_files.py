@@ -20,7 +20,7 @@ from asyncckpt.exporting import copying, stock_source
 def stock_save(state: dict[str, torch.Tensor], folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
+        state_dict_saver.save(state, checkpoint_id=folder)
 
 
 def test_lazy_tensors_of_stock_checkpoints(tmp_path: Path) -> None:

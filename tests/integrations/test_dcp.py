@@ -25,10 +25,10 @@ from asyncckpt.integrations import dcp, nvrx
 from asyncckpt.staging import host_copy
 
 
-def stock_save(state: dict[str, Any], path: Path) -> Any:
+def stock_save(state: dict[str, Any], path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns if there is only one process
-        return state_dict_saver.save(state, checkpoint_id=path)
+        state_dict_saver.save(state, checkpoint_id=path)
 
 
 def test_the_calls_of_dcp(tmp_path: Path) -> None:
@@ -97,8 +97,13 @@ def test_dcps_writer_and_reader_say_which_folder(tmp_path: Path) -> None:
     stored = FileSystemReader(tmp_path / "second").read_metadata().storage_meta
     assert stored is not None and str(stored.checkpoint_id) == str(tmp_path / "second")
     assert stored.save_id and stored.save_id == writer.save_id == metadata.storage_meta.save_id
-    stock = stock_save(state, tmp_path / "stock")
-    assert metadata.version == stock.version and metadata.planner_data == stock.planner_data
+    stock_save(state, tmp_path / "stock")
+    stock: Any = FileSystemReader(tmp_path / "stock").read_metadata()
+    assert getattr(metadata, "version", None) == getattr(stock, "version", None)  # torch 2.6 has none
+    assert metadata.planner_data == stock.planner_data
+    for each in stock.state_dict_metadata.values():
+        if hasattr(each, "properties"):
+            each.properties.strides = None  # left out, as torch before 2.14 cannot read it
     assert metadata.state_dict_metadata == stock.state_dict_metadata
 
 
@@ -145,7 +150,9 @@ def test_a_link_leads_to_what_is_overwritten(tmp_path: Path) -> None:
         assert sorted(each.name for each in tmp_path.iterdir()) == ["last", "step-1"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is (disabled|unavailable)", "ignore:Detected an existing checkpoint"
+)
 def test_what_is_not_dcps_own_goes_to_dcp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Writer(FileSystemWriter):
         pass

@@ -270,7 +270,7 @@ def test_a_configuration_that_comes_too_late_is_named(path: Path, caplog: pytest
     assert not caplog.text
     for _ in range(2):
         torch_save("it", path, config=Config(nice=5, io_threads=3)).result(60)
-    assert caplog.text.count("is not used: io_threads, nice") == 1
+    assert caplog.text.count("are ignored: io_threads, nice") == 1
 
 
 def test_an_engine_of_ones_own(path: Path) -> None:

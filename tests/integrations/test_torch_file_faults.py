@@ -83,7 +83,7 @@ def test_what_was_told_as_failed_is_never_saved(
         save = engine.save_file(path, torch.ones(1000))
         worker = engine.worker
         assert worker is not None
-        with overdue(tmp_path / "gate"), pytest.raises(SaveTimeoutError, match="did not say"):
+        with overdue(tmp_path / "gate"), pytest.raises(SaveTimeoutError, match="did not report the outcome"):
             save.result(60)
         (tmp_path / "gate").touch()
         with contextlib.suppress(ProcessLookupError):

@@ -118,7 +118,7 @@ def killed_while_writing(folder: Path) -> None:
         with titan.heard("asyncckpt") as heard:
             found = training.train(5, last=False)
         assert found == {5: losses[5]}
-        assert "loaded step 4 from memory" in heard.getvalue()
+        assert "step 4 was loaded from memory" in heard.getvalue()
         assert "not asked for" not in heard.getvalue()  # no warning about states of other ranks' data loaders
         assert titan.steps_in(folder) == [2]
         dist.barrier()
@@ -307,7 +307,7 @@ def an_error_ends_it(titan: Any, folder: Path) -> None:
     again = titan.Training(titan.ours(), folder)
     with titan.heard("asyncckpt") as heard:
         assert again.checkpointer.load()
-    assert "loaded step 2 from memory" in heard.getvalue()
+    assert "step 2 was loaded from memory" in heard.getvalue()
     assert same(again.values(), training.values())
     again.checkpointer.close()
 

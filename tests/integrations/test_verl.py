@@ -167,7 +167,7 @@ def errors_are_of_all(workers: Crew) -> None:
     sync.build_process_group(WorkerGroup(rollouts))
     master.ask("update_weights", global_steps=7)
     for rollout in rollouts:
-        with pytest.raises(RankFailedError, match="version 8 was to come, and version 7"):
+        with pytest.raises(RankFailedError, match="version 8 was expected, and version 7"):
             rollout.call("update_weights", global_steps=8)
     sync.update_weights(global_steps=9)
     assert all(is_version(rollout.call("got"), 9) for rollout in rollouts)
@@ -220,7 +220,7 @@ def test_a_checkpoint_is_read_out_of_its_image(two_hosts: list[str], root: Path)
 def a_checkpoint_is_read_out_of_its_image(workers: Crew, root: str) -> None:
     """Rollouts read weights from a checkpoint's image, as the FSDP engine's manager publishes it.
 
-    See ``test_verl_fsdp.py``.
+    See ``test_verl_engines.py``.
     """
     rollouts = [workers.rollout(0), workers.rollout(0)]
     half, elsewhere = workers.rollout(0, rollout_dtype="bfloat16"), workers.rollout(1)

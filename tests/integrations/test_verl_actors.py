@@ -61,7 +61,7 @@ def an_actor_is_killed_in_a_sync(workers: Crew) -> None:
     rollouts = [workers.rollout(host) for host in (0, 1)]
     manager(actors, rollouts).update_weights(global_steps=1)
     actors[1].call("kill_at", "embedding")
-    with pytest.raises(RankFailedError, match="actor 1, of those that publish, has died") as raised:
+    with pytest.raises(RankFailedError, match="actor 1, which publishes, has died") as raised:
         _in_time(actors, rollouts, 2)
     assert raised.value.rank == 1
     assert [actor.call("how_many") for actor in (actors[0], actors[2])] == [ALL] * 2

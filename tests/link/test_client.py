@@ -368,7 +368,7 @@ def test_nobody_knows_how_it_ended_where_sigchld_is_ignored() -> None:
         worker = WorkerClient(WorkerOptions())
         os.kill(worker.pid, signal.SIGKILL)
         worker.wait_for_end(30)
-        with pytest.raises(WorkerDiedError, match="nobody knows how, because this process ignores SIGCHLD"):
+        with pytest.raises(WorkerDiedError, match="an unknown status because this process ignores SIGCHLD"):
             worker.check_usable()
     finally:
         signal.signal(signal.SIGCHLD, before)
@@ -590,7 +590,7 @@ def test_a_message_that_cannot_be_taken_ends_the_worker(root: Path, monkeypatch:
     """Otherwise the trainer would wait for ever."""
 
     def fail(connection: object) -> None:
-        raise EOFError("there came no descriptor")
+        raise EOFError("the message came without a descriptor")
 
     with Checkpointer(root) as checkpointer:
         with monkeypatch.context() as patched, pytest.raises(WorkerDiedError):
@@ -626,11 +626,11 @@ def test_a_signal_to_all_processes_of_a_job_does_not_end_it(name: str) -> None:
 
 
 def test_one_that_fails_says_its_last_words() -> None:
-    """The worker writes its last words for its trainer, not to its endpoint's log, because the trainer is alive."""
+    """The worker writes the error for its trainer, not to its endpoint's log, because the trainer is alive."""
     worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
     worker.tell(SessionApi.give_back, 999, 0, ())  # a segment that the worker does not have
     worker.wait_for_end(30)
-    with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*KeyError: 999"):
+    with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its stderr ends with: .*KeyError: 999"):
         worker.check_usable()
 
 
@@ -638,7 +638,7 @@ def test_one_that_the_host_refuses_something_does_not_take_its_trainer_for_gone(
     """The worker exits and reports why. If it took its trainer for dead, it would linger and tell the other ranks."""
     worker = WorkerClient(WorkerOptions(endpoint=endpoint_name("job", 0), linger=60.0))
     file = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)  # an empty file, which cannot be mapped
-    with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its last words: .*Error"):
+    with pytest.raises(WorkerDiedError, match="(?s)ended with status 1; its stderr ends with: .*Error"):
         worker._calls.call(30, call_of(0, SessionApi.adopt), file)
     os.close(file)
 

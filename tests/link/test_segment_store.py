@@ -86,7 +86,7 @@ def test_a_worker_that_is_stopped_meanwhile_does_not_keep_the_others(
     monkeypatch.setattr(segment_store, "_TURN_S", 0.05)
     with host_lock(0):
         _, segment = store.allocate(PAGE)
-    assert segment.nbytes == PAGE and "without a look" in caplog.text
+    assert segment.nbytes == PAGE and "without the lock of this host" in caplog.text
 
 
 def test_two_that_ask_at_once_are_told_the_same(

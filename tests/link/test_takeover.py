@@ -16,7 +16,7 @@ import pytest
 from support.attempts import checkpoint_attempt
 from support.checkpoints import PAGE
 
-from asyncckpt.errors import SaveTimeoutError
+from asyncckpt.errors import JobTakenError, SaveTimeoutError
 from asyncckpt.format.write_request import ImageKey
 from asyncckpt.link import endpoint as endpoint_module
 from asyncckpt.link import takeover
@@ -230,13 +230,16 @@ def test_one_that_is_stopped_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_worker_of_another_version_is_not_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer has a class that does not exist in this version."""
+    """The answer has a class that does not exist in this version. The worker is asked to exit, and stays."""
     monkeypatch.setattr(takeover, "NOTICE_S", 0.1)
+    asked = threading.Event()
 
     def answer(connection: SocketConnection) -> None:
         connection.receive()
         connection.send_bytes(b"casyncckpt.link.api\nGone\n.")
         connection.receive()
+        asked.set()
 
-    with answering(os.getpid(), answer) as name, pytest.raises(SaveTimeoutError, match="of another version"):
+    with answering(os.getpid(), answer) as name, pytest.raises(JobTakenError, match="of another version"):
         Takeover.find(name, 10)
+    assert asked.is_set()

@@ -349,7 +349,7 @@ def test_ranks_without_memory_for_slots_do_not_wait_for_each_other(tmp_path: Pat
 
 
 def _facts(file: Path) -> tuple[int, ...]:
-    """Return facts of a file. A read changes none of them, as it changes the time of access."""
+    """Return facts of a file. A read changes the time of access, and none of these."""
     found = file.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 

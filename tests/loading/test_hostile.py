@@ -160,7 +160,7 @@ def test_what_a_manifest_says_of_a_file(step: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("to", ["../secret.distcp", "/dev/zero", "fifo"])
 def test_dcps_metadata_names_files_of_its_folder_alone(tmp_path: Path, to: str) -> None:
     """A checkpoint of stock DCP."""
-    state_dict_saver.save({"w": torch.arange(5000.0)}, checkpoint_id=tmp_path / "it", no_dist=True)
+    state_dict_saver.save({"w": torch.arange(5000.0)}, checkpoint_id=tmp_path / "it")
     shutil.copy(tmp_path / "it" / DATA, tmp_path / "secret.distcp")
     os.mkfifo(tmp_path / "it" / "fifo")
     metadata = pickle.loads((tmp_path / "it" / ".metadata").read_bytes())
@@ -241,7 +241,7 @@ def test_what_an_index_says_of_an_item(step: Path, capsys: pytest.CaptureFixture
 def test_dcps_metadata_says_where_in_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any
 ) -> None:
-    state_dict_saver.save({"w": torch.arange(5000.0)}, checkpoint_id=tmp_path / "it", no_dist=True)
+    state_dict_saver.save({"w": torch.arange(5000.0)}, checkpoint_id=tmp_path / "it")
     metadata = pickle.loads((tmp_path / "it" / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
         setattr(place, field, value)
@@ -251,7 +251,7 @@ def test_dcps_metadata_says_where_in_numbers(
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("odd", ["storage", "values", "chunks", "offsets", "size", "names"])
 def test_dcps_metadata_is_made_of_its_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str], odd: str) -> None:
-    state_dict_saver.save({"w": torch.arange(5000.0)}, checkpoint_id=tmp_path / "it", no_dist=True)
+    state_dict_saver.save({"w": torch.arange(5000.0)}, checkpoint_id=tmp_path / "it")
     metadata = pickle.loads((tmp_path / "it" / ".metadata").read_bytes())
     about = metadata.state_dict_metadata["w"]
     match odd:

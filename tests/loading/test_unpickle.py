@@ -277,7 +277,8 @@ def test_metadata_of_an_early_torch_is_trusted(tmp_path: Path) -> None:
     state = {"a": torch.ones(2, 3)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns if there is only one process
-        metadata = state_dict_saver.save(state, checkpoint_id=tmp_path / "stock")
+        state_dict_saver.save(state, checkpoint_id=tmp_path / "stock")
+    metadata: Any = FileSystemReader(tmp_path / "stock").read_metadata()
     metadata.state_dict_metadata["a"].properties = sharded_metadata.TensorProperties(torch.float32)
     (tmp_path / "stock" / METADATA_NAME).write_bytes(pickle.dumps(metadata))
     load(into := {"a": torch.zeros(2, 3)}, str(tmp_path / "stock"))
@@ -288,7 +289,8 @@ def test_metadata_of_an_early_torch_is_trusted(tmp_path: Path) -> None:
 def test_metadata_of_python_3_11_2_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-LM's plans with members of another enum are trusted too."""
     state = {"a": torch.ones(2, 3), "b": (1, 2)}
-    metadata = state_dict_saver.save(state, checkpoint_id=tmp_path / "stock")
+    state_dict_saver.save(state, checkpoint_id=tmp_path / "stock")
+    metadata: Any = FileSystemReader(tmp_path / "stock").read_metadata()
     pickle_enums_as_early_3_11(monkeypatch)
     item = WriteItem(MetadataIndex("b"), WriteItemType.BYTE_IO)
     metadata.all_local_plans = [SavePlan([item])]

@@ -235,7 +235,7 @@ def test_what_replaces_a_checkpoint_is_no_part_of_what_is_held_of_it(
             return found
 
         monkeypatch.setattr(LocalStorage, "is_finalized", then_replaced)
-        with pytest.raises(CheckpointNotFoundError, match="no memory that can be reached"):
+        with pytest.raises(CheckpointNotFoundError, match="in no reachable memory, and not yet in storage"):
             memory.open(data_name(0))
 
 

@@ -101,7 +101,7 @@ def test_a_warning_of_values_that_a_load_refuses_says_whose_they_are(
         checkpointer.prepare(state)
         path = checkpointer.save(1, state | {"more": 1}).result(60)
     said = [record.getMessage() for record in caplog.records if "could run code" in record.getMessage()]
-    begins = [f"1 values of {whose} are of kinds" for whose in ("the state that is prepared", path)]
+    begins = [f"1 values of {whose} are of kinds" for whose in ("the prepared state", path)]
     assert len(said) == 2 and all(each.startswith(begin) for each, begin in zip(said, begins, strict=True))
     assert all("'rng'" in each for each in said)
 

@@ -97,7 +97,7 @@ def test_one_rank_then_two_then_one(tmp_path: Path) -> None:
     assert first["second"] == other["second"] and first["second"][0] == 2
     assert all("initialised after the first save, or anew since then" in said for said in first["world"])
     assert first["first"][0].split(":")[0] in ("committed", "ClosedError")
-    assert all("has taken over from this one" in said for said in first["first"][1:])
+    assert all("has taken over: use that" in said for said in first["first"][1:])
     assert first["steps"] in ([1, 2, 3, 5], [1, 2, 3, 4, 5]) and first["third"][0] == first["steps"][-2]
     assert other["pending"] == "committed" if 4 in first["steps"] else other["pending"] != "committed"
 

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from support.checkpoints import read_manifest, verify
 from support.ranks import QUICK, fsdp2_on_cpu, run
 from support.states import equal, replicas, stock_load
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -162,6 +165,24 @@ def test_replicas_are_written_once_spread_over_the_ranks(tmp_path: Path) -> None
     assert len(loads) == 4 and max(loads) < 1.3 * min(loads)
     state = {"model": {name: torch.zeros_like(value) for name, value in replicas()["model"].items()}, "step": -1}
     stock_load(state, path)
+    assert equal(state, replicas())
+
+
+def _save_by_a_planner_that_changes_its_argument(root: str) -> None:
+    def in_place(all_plans: list[SavePlan], save_to_lowest_rank: bool = False) -> list[SavePlan]:
+        all_plans[:] = dedup_save_plans(all_plans, save_to_lowest_rank)
+        return all_plans
+
+    pytest.MonkeyPatch().setattr(default_planner, "dedup_save_plans", in_place)
+    with Checkpointer(root, QUICK) as checkpointer:
+        checkpointer.save(1, replicas()).result(60)
+
+
+def test_a_planner_may_change_the_plans_that_it_gets(tmp_path: Path) -> None:
+    """DCP's planner of torch 2.6 does."""
+    run(2, _save_by_a_planner_that_changes_its_argument, str(root := tmp_path / "root"), folder=tmp_path)
+    state = {"model": {name: torch.zeros_like(value) for name, value in replicas()["model"].items()}, "step": -1}
+    stock_load(state, root / "step-00000001")
     assert equal(state, replicas())
 
 

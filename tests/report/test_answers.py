@@ -14,11 +14,11 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from asyncckpt import cli
-from asyncckpt.extension import is_stock
+from asyncckpt.loading.source import stock_kind
 from asyncckpt.report import listing
 from asyncckpt.report.answers import Answers
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 
 def test_names_that_look_like_numbers_stay(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +42,7 @@ def test_numbers_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_controls_a_terminal_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "w\x1b[2J\x9b\r\n"
-    dcp_save({name: torch.ones(3)}, checkpoint_id=(path := tmp_path / "odd\x1b"), no_dist=True)
+    dcp_save({name: torch.ones(3)}, checkpoint_id=(path := tmp_path / "odd\x1b"))
     assert cli.main(["inspect", str(path)]) == 0
     said = capsys.readouterr().out
     assert "w\\x1b[2J\\x9b\\r\\n" in said and "odd\\x1b" in said and not {"\x1b", "\x9b", "\r"} & set(said)
@@ -58,14 +58,14 @@ def test_what_nobody_thought_of_does_not_stop_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: list[str]
 ) -> None:
     for name in ("a", "b"):
-        dcp_save({"w": torch.ones(3)}, checkpoint_id=tmp_path / name, no_dist=True)
+        dcp_save({"w": torch.ones(3)}, checkpoint_id=tmp_path / name)
 
     def odd(path: str) -> Any:
         if path.endswith("a"):
             raise ZeroDivisionError("odd")
-        return is_stock(path)
+        return stock_kind(path)
 
-    monkeypatch.setattr(listing, "is_stock", odd)
+    monkeypatch.setattr(listing, "stock_kind", odd)
     assert cli.main(["ls", *form, *(str(tmp_path / name) for name in ("a", "b"))]) == 2
     said = capsys.readouterr()
     assert str(tmp_path / "b") in said.out and "ZeroDivisionError" in (said.out if form else said.err)
@@ -81,7 +81,7 @@ def test_json_has_no_numbers_that_are_none(capsys: pytest.CaptureFixture[str]) -
 def test_names_that_have_no_bytes(tmp_path: Path) -> None:
     """A surrogate in a name is escaped. A byte of a path that is not text is written unchanged."""
     path = os.fsencode(tmp_path) + b"/\xff"
-    dcp_save({"w\ud800": torch.ones(3)}, checkpoint_id=tmp_path / "it", no_dist=True)
+    dcp_save({"w\ud800": torch.ones(3)}, checkpoint_id=tmp_path / "it")
     (tmp_path / "it").rename(os.fsdecode(path))
     done = subprocess.run([sys.executable, "-m", "asyncckpt", "inspect", path], capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -100,7 +100,7 @@ def test_what_was_added_removed_or_changed(tmp_path: Path, diff: Diff) -> None:
     assert diff(a, a)["same"] == 9 and diff(b, b)["is_same"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_what_others_stored_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Stock checkpoints have no checksums, but their exports do."""
     state = {"w": torch.ones(3)}

@@ -182,6 +182,15 @@ def test_other_hosts(tmp_path: Path) -> None:
     assert all(0.9 < nbytes / 0.01 / (1 << 30) < 2.2 for nbytes in found["sent"].values())
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))
+def test_other_hosts_with_few_changes(tmp_path: Path) -> None:
+    found = run(tmp_path, "hosts --sparse --gib 0.02 --tensors 5 --hosts 2 --mbit 1000 --rounds 1")["sparse"]
+    sent = [found["sent"][f"{share:.0%} changed"] / found["nbytes"] for share in hosts.SHARES]
+    # Spans with many changes travel whole.
+    assert min(sent[:2]) > 0.9 and 0.1 > sent[2] > sent[3] > sent[4]
+
+
 @vllm_engine.there
 @pytest.mark.slow
 def test_updates_of_vllm(tmp_path: Path) -> None:

@@ -74,8 +74,12 @@ def test_it_is_built_without_a_compiler_too(built: Path, tmp_path: Path, compile
     environ = os.environ | ({"CC": "/nowhere/cc"} if compiler == "none" else {})
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=tmp_path, env=environ, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
-    compiled = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
-    assert len(compiled) == (2 if compiler == "cc" else 0)
+    file = zipfile.ZipFile(wheel)
+    assert len([name for name in file.namelist() if name.endswith(".so")]) == (2 if compiler == "cc" else 0)
+    file.extractall(unpacked := tmp_path / "unpacked")
+    code = first_steps(DOCS / "quickstart.md") + "\nfrom asyncckpt.shm import memcpy\nprint(memcpy.IS_COMPILED)\n"
+    (folder := tmp_path / "run").mkdir()
+    assert run(code, "quickstart", folder, PYTHONPATH=str(unpacked)).strip() == str(compiler == "cc")
 
 
 def test_what_these_tests_run_with_is_compiled() -> None:

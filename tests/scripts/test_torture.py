@@ -1,4 +1,4 @@
-"""Test short runs of ``scripts/torture``, ``scripts/torture_weights.py`` and ``scripts/torture_mirrors.py``."""
+"""Test short runs of ``scripts/torture`` and of the other scripts that kill processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_nothing_is_lost_on_an_object_store(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(310)
-@pytest.mark.parametrize(("framework", "kills"), [("huggingface", 2), ("verl", 1), ("deepspeed", 1)])
+@pytest.mark.parametrize(("framework", "kills"), [("huggingface", 2), ("verl-replay", 1), ("deepspeed", 1)])
 def test_a_training_that_is_killed_goes_on(framework: str, kills: int, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     chosen = [f"--framework-kills={kills}", "--frameworks", framework, "--seed=3", f"--json={report}"]
@@ -67,7 +67,9 @@ def test_nothing_is_lost_with_a_host(tmp_path: Path) -> None:
     ends = "hosts lost", "hosts lost, all at once", "jobs killed, their hosts left"
     assert sum(facts.get(end, 0) for end in ends) == 4
     assert facts["hosts: copies with flipped bytes"] >= 1
-    assert facts["hosts: recovered from memory"] >= 1 and facts["hosts_load_s"] > 0
+    # A kill leaves the newest step in memory, in storage, or in both. The timed restart always reads memory.
+    assert sum(count for name, count in facts.items() if name.startswith("hosts: recovered from ")) >= 1
+    assert facts["hosts_load_s"] > 0
     assert facts["losses"] == []
 
 
@@ -128,6 +130,14 @@ def test_no_read_is_torn_on_other_hosts(tmp_path: Path) -> None:
     facts = _try("torture_mirrors.py", ["--hosts=2", "--kills=12", "--seed=3", f"--json={report}"], report)
     assert facts["trainers killed"] and facts["workers killed"] and facts["readers killed"]
     assert facts["reads"] > 0 and (facts["wrong"], facts["stuck"], facts["failed"]) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_no_prompt_is_lost(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    facts = _try("torture_parties.py", ["--kills=5", "--seed=3", f"--json={report}"], report)
+    assert facts["complete steps"] and facts["committed"]
+    assert (facts["lost or twice"], facts["mixed"], facts["late"]) == (0, 0, 0)
 
 
 def _try(script: str, options: list[str], report: Path, *, loses: bool = False) -> dict[str, Any]:

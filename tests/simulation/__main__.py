@@ -6,8 +6,11 @@ import argparse
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
-from simulation.saves import History, Violation
+from simulation.parties import PartiesHistory
+from simulation.saves import History
+from simulation.schedule import Violation
 
 _AT_ONCE = 2000
 
@@ -17,17 +20,19 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--histories", type=int, default=100_000, help="number of histories")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--parties", action="store_true", help="saves of a trainer with parties, instead of ranks")
     parser.add_argument("--seed", type=int, help="print the one history of this seed")
     parser.add_argument("--processes", type=int, default=None, help="number of processes (default: one for each core)")
     options = parser.parse_args(argv)
+    kind = PartiesHistory if options.parties else History
     if options.seed is not None:
-        History(options.seed, log=True).run()
+        kind(options.seed, log=True).run()
         return 0
     begun, done, failures = time.monotonic(), 0, 0
     with ProcessPoolExecutor(options.processes) as pool:
         end = options.first + options.histories
         chunks = [range(begin, min(begin + _AT_ONCE, end)) for begin in range(options.first, end, _AT_ONCE)]
-        for chunk, found in zip(chunks, pool.map(_run, chunks), strict=True):
+        for chunk, found in zip(chunks, pool.map(partial(_run, kind), chunks), strict=True):
             done += len(chunk)
             failures += len(found)
             for seed, violation in found:
@@ -37,11 +42,11 @@ def main(argv: list[str]) -> int:
     return int(failures > 0)
 
 
-def _run(seeds: range) -> list[tuple[int, str]]:
+def _run(kind: type[History | PartiesHistory], seeds: range) -> list[tuple[int, str]]:
     found = []
     for seed in seeds:
         try:
-            History(seed).run()
+            kind(seed).run()
         except Violation as violation:
             found.append((seed, str(violation)))
     return found

@@ -12,13 +12,13 @@ from simulation.saves import Machines
 
 COMMIT = {
     "the first rank finalizes without one of the ranks": (
-        "if len(self.reports) == self.begun.ranks:",
-        "if len(self.reports) >= self.begun.ranks - 1:",
+        "if len(self.reports) == len(self._members()):",
+        "if len(self.reports) >= len(self._members()) - 1:",
     ),
     "the first rank counts a report that came twice": (
-        "        self.reports.setdefault(rank, report)\n        if len(self.reports) == self.begun.ranks:",
+        "        self.reports.setdefault(rank, report)\n        if len(self.reports) == len(self._members()):",
         "        self.reports.setdefault(rank, report)\n        self.count = getattr(self, 'count', 0) + 1\n"
-        "        if self.count >= self.begun.ranks:",
+        "        if self.count >= len(self._members()):",
     ),
     "a save is finalized before an older one": (
         "oldest = next(iter(self._saves.values()), None)",
@@ -82,11 +82,11 @@ COMMIT = {
         "        return [FollowUp(self.number), Conclude(self.number, None), Tell(self.number, None)]",
     ),
     "the pointer is advanced before the checkpoint is final": (
-        "        return [Finalize(self.number, [self.reports[rank] for rank in range(self.begun.ranks)])]",
+        "        return [Finalize(self.number, [self.reports[rank] for rank in self._members()])]",
         "        return [FollowUp(self.number), Finalize(self.number, [*self.reports.values()])]",
     ),
     "the reports are in the order of their arrival": (
-        "[self.reports[rank] for rank in range(self.begun.ranks)]",
+        "[self.reports[rank] for rank in self._members()]",
         "[*self.reports.values()]",
     ),
     "a failed part stays": (
@@ -196,6 +196,34 @@ COMMIT = {
 """By what a mutation does: a text of ``asyncckpt/protocol/commit.py``, and what stands there instead."""
 
 
+PARTIES = {
+    "the first rank does not wait for the parties": (
+        "return range(self.begun.ranks + len(self.begun.parties))",
+        "return range(self.begun.ranks)",
+    ),
+    "the first rank ignores the failure of a party": (
+        "case CommitState.OPEN, PartFailed(_, error) | RankFailed(_, error):",
+        "case CommitState.OPEN, PartFailed(_, error):",
+    ),
+    "a party takes a missing report for success": (
+        "return self._resolve(RankFailedError(_NOT_JOINED))",
+        "return self._end(CommitState.COMMITTED, None)",
+    ),
+    "a party that has reported has no deadline": (
+        "if self.state not in (CommitState.OPEN, CommitState.REPORTED) or now < self.deadline + late_s:",
+        "if self.state is not CommitState.OPEN or now < self.deadline + late_s:",
+    ),
+    "a party fails without asking storage": (
+        "case CommitState.REPORTED, FirstLost(_, error):\n"
+        "                return [SendFailure(self.number, error), *self._resolve(error)]",
+        "case CommitState.REPORTED, FirstLost(_, error):\n"
+        "                return [SendFailure(self.number, error), *self._end(CommitState.FAILED, error)]",
+    ),
+    "a party takes an unfinished step for final": (
+        "case CommitState.REPORTED, PartyLooked(_, True):",
+        "case CommitState.REPORTED, PartyLooked():",
+    ),
+}
 IMAGE = {
     "the writer is idle before it has ended its part": (
         "            case LetGo(save):\n",

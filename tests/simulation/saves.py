@@ -11,8 +11,6 @@ end.
 
 from __future__ import annotations
 
-import heapq
-import random
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +27,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.protocol import commit, replication, saves, trainer
 from simulation.copies import Copier
+from simulation.schedule import Schedule, Violation
 from simulation.trainers import LIMIT_S, SLOT_S, Answer, Trainer, died
 
 TIMEOUT_S, RESOLVE_S, LEAVE_S = 20.0, 8.0, 5.0
@@ -40,10 +39,6 @@ BUDGET_S = 2 * (TIMEOUT_S + GRACE_S + RESOLVE_S) + 3 * STALLED_S + SLOT_S + LIMI
 
 
 _END_S = 600.0
-
-
-class Violation(AssertionError):
-    """A promise is broken."""
 
 
 class _Unknown(SaveTimeoutError):
@@ -104,16 +99,14 @@ class Worker:
         self.copy_reports: defaultdict[int, set[int]] = defaultdict(set)
 
 
-class History:
+class History(Schedule):
     """One history of the commit of some saves."""
 
     def __init__(self, seed: int, machines: Machines | None = None, *, log: bool = False) -> None:
         """Plan the faults. ``machines``: the default is the product's. ``log``: print each event."""
+        super().__init__(seed, _END_S)
         machines = machines or _MACHINES
         self.machines, self.is_logged = machines, log
-        self.random = random.Random(seed)
-        self.now, self._order = 0.0, 0
-        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.ranks = min(self.random.randint(1, 8), self.random.randint(1, 8))
         self.saves = self.random.randint(1, 4)
         self.is_copied = self.random.random() < 0.3
@@ -151,11 +144,7 @@ class History:
 
     def run(self) -> None:
         """Carry out the history. Raises ``Violation``."""
-        while self._queue:
-            self.now, _, what, arguments = heapq.heappop(self._queue)
-            if self.now > _END_S:
-                raise Violation("this never ends")
-            what(*arguments)
+        for _ in self.happen():
             self._check()
         for rank, worker in enumerate(self.workers):
             if not worker.is_alive:
@@ -225,13 +214,6 @@ class History:
 
     def _end_of_faults(self) -> None:
         self.is_over = True
-
-    def after(self, delay: float, what: Callable[..., None], *arguments: Any) -> None:
-        self.at(self.now + delay, what, *arguments)
-
-    def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
-        self._order += 1
-        heapq.heappush(self._queue, (when, self._order, what, arguments))
 
     def waits(self, worker: Worker, what: Callable[..., None], *arguments: Any) -> bool:
         """Return whether a worker is stopped. If so, it does this when it goes on, in the order of these calls."""
@@ -855,4 +837,4 @@ _OFTEN_S = 1.5  # a rank that waits speaks at least so often
 _LONG_S = commit.silence(1) + 3.0
 _MACHINES = Machines(saves, commit, replication, trainer=trainer)
 _PASSED = "a newer image of this rank was copied first"
-_LOST = "its trainer and its worker are gone"
+_LOST = "its trainer and its worker have exited"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simulation.mutations import LIFE, mutated_life
-from simulation.saves import Violation
+from simulation.schedule import Violation
 from simulation.worker_lives import explore
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncckpt.protocol import worker_life
-from simulation.saves import Violation
+from simulation.schedule import Violation
 
 _LINGER_S = 60.0
 _MOST_SESSIONS = 3

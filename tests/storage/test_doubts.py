@@ -51,13 +51,13 @@ def test_a_manifest_that_cannot_be_read_is_not_of_another(
             fail(patched, "open", code, "asyncckpt.json")
             with pytest.raises(StorageError, match=os.strerror(code)):
                 storage.is_finalized(request.path, request.attempt)
-            with pytest.raises(SaveTimeoutError, match="nobody can say"):
+            with pytest.raises(SaveTimeoutError, match="outcome of the save is not known"):
                 resolve(request, 30.0)
         assert resolve(request, 30.0)
         Path(request.path, "asyncckpt.json").write_bytes(b"{}")
         with pytest.raises(DamagedCheckpointError):
             storage.is_finalized(request.path, request.attempt)
-        with pytest.raises(SaveTimeoutError, match="nobody can say"):
+        with pytest.raises(SaveTimeoutError, match="outcome of the save is not known"):
             resolve(request, 30.0)
 
 
@@ -114,10 +114,10 @@ def test_a_file_system_on_which_nothing_keeps_its_inode_number_is_refused(
 ) -> None:
     monkeypatch.setattr(os.path, "samestat", lambda *_: False)
     storage = LocalStorage()
-    with pytest.raises(StorageError, match="this file system shows what is open under another inode number"):
+    with pytest.raises(StorageError, match="this file system gives an open file a new inode number"):
         storage.begin_checkpoint(str(tmp_path / "final"), "0123456789ab-1", 0)
     opened = storage.begin_file(str(tmp_path / "file"), "0123456789ab-1", 0, 60.0)
-    with pytest.raises(StorageError, match="this file system shows what is open under another inode number"):
+    with pytest.raises(StorageError, match="this file system gives an open file a new inode number"):
         opened.create("", large=False)
     opened.discard()
     assert not (tmp_path / "final").exists() and not (tmp_path / "file").exists()

@@ -232,7 +232,7 @@ def test_a_request_that_comes_late_finalizes_nothing(monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(Objects, "put_if", stuck)
-        with pytest.raises(SaveTimeoutError, match="nobody can say"):
+        with pytest.raises(SaveTimeoutError, match="outcome of the save is not known"):
             opened.finalize("refuse")
     opened.discard()
     assert not storage._objects.put_if(*late[0])

@@ -34,7 +34,7 @@ def test_where_storage_fails_nobody_can_say(
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", rename)
             if says is None:
-                with pytest.raises(SaveTimeoutError, match="nobody can say"):
+                with pytest.raises(SaveTimeoutError, match="outcome of the save is not known"):
                     resolve(attempt.request, 60.0)
             else:
                 assert resolve(attempt.request, 60.0) is says

@@ -46,7 +46,7 @@ def test_what_a_stranger_made_is_not_adopted(tmp_path: Path, final: str, what: s
             pytest.skip("only root can make a folder of another user")
         there.mkdir()
         os.chown(there, STRANGER, STRANGER)
-    with pytest.raises(StorageError, match="somebody else") as raised:
+    with pytest.raises(StorageError, match="another program") as raised:
         LocalStorage().begin_checkpoint(final, "0123456789ab-1", 0)
     assert raised.value.path == str(there)
     assert there.exists() and not list(trap.iterdir()) and (what == "a file" or not list(there.iterdir()))

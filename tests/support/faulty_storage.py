@@ -37,6 +37,9 @@ class FaultyStorage(Storage):
         its = self._inner.begin_checkpoint(final, attempt, nbytes, orphan_s, linked_bytes=linked_bytes)
         return _FaultyAttempt(its, final, self._reach)
 
+    def has_claimed(self, final: str, attempt: str, name: str) -> bool:
+        return self._inner.has_claimed(final, attempt, name)
+
     def begin_file(self, final: str, attempt: str, nbytes: int, orphan_s: float) -> OpenAttempt:
         self._reach("begin", final)
         return _FaultyAttempt(self._inner.begin_file(final, attempt, nbytes, orphan_s), final, self._reach)
@@ -122,6 +125,12 @@ class _FaultyAttempt(OpenAttempt):
     def link(self, name: str, source: LinkSource) -> bool:
         self._reach("link", self.path)
         return self._inner.link(name, source)
+
+    def read(self, name: str) -> bytes | None:
+        return self._inner.read(name)
+
+    def claim(self, name: str) -> bool:
+        return self._inner.claim(name)
 
     def names(self) -> set[str]:
         return self._inner.names()

@@ -36,5 +36,6 @@ def make(seed: float = 0.0) -> FileSet:
     files.add_torch_file("scheduler.pt", {"last": seed})
     files.add_safetensors("model.safetensors", weights(seed), {"format": "pt"})
     files.add_dcp_folder("dcp/model_0", {"model": {"w": torch.full((100,), float(seed))}, "n": seed})
+    files.add_bytes("dcp/model_0/metadata.json", b"{}")
     files.add_bytes("tokenizer/deep/vocab.txt", b"")
     return files

@@ -22,7 +22,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _on_cpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def on_cpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
     @functools.wraps(function)
     def call(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
         with OnCpu():
@@ -38,6 +38,11 @@ def set_up(package: str, *, tensor_parallel: int) -> None:
     import asyncckpt.integrations.megatron
 
     asyncckpt.integrations.megatron.install()
+    initialize(tensor_parallel)
+
+
+def initialize(tensor_parallel: int) -> None:
+    """On a rank: set up megatron-core, after ``patch_cuda``."""
     from megatron.core import parallel_state
 
     patch_tracker()
@@ -47,8 +52,8 @@ def set_up(package: str, *, tensor_parallel: int) -> None:
 class Training:
     """The model, its optimizer and the random number generators."""
 
-    @_on_cpu
-    def __init__(self, *, distributed_optimizer: bool) -> None:
+    @on_cpu
+    def __init__(self, *, distributed_optimizer: bool, seed: int = 5) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -57,10 +62,10 @@ class Training:
         from megatron.core.transformer import TransformerConfig
 
         self._distributed = distributed_optimizer
-        random.seed(5)
-        numpy.random.seed(5)
-        torch.manual_seed(5)
-        model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         config = TransformerConfig(
             num_layers=2,
             hidden_size=16,
@@ -73,7 +78,8 @@ class Training:
         model = GPTModel(config, get_gpt_layer_local_spec(), _VOCABULARY, _LENGTH)
         wrapping = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer)
         self.model = DistributedDataParallel(config, wrapping, model)
-        options = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=distributed_optimizer)
+        rates = {"lr": 1e-2, "min_lr": 0.0}
+        options = OptimizerConfig(optimizer="adam", use_distributed_optimizer=distributed_optimizer, **rates)
         self.optimizer = get_megatron_optimizer(options, [self.model])
 
     def _count_steps(self) -> None:
@@ -87,7 +93,7 @@ class Training:
             for parameter in group["params"]:
                 chained.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
-    @_on_cpu
+    @on_cpu
     def step(self, number: int) -> float:
         """Train on the tokens of a step. Return the loss."""
         data = torch.Generator().manual_seed(100 * number + _data_parallel_rank())
@@ -102,7 +108,7 @@ class Training:
         self.optimizer.step()
         return float(loss) + random.random() + numpy.random.random()
 
-    @_on_cpu
+    @on_cpu
     def sharded_state_dict(self, number: int, *, is_loading: bool = False) -> dict[str, Any]:
         """Return the whole state after a step."""
         from megatron.core import parallel_state
@@ -129,7 +135,7 @@ class Training:
             "iteration": number,
         }
 
-    @_on_cpu
+    @on_cpu
     def load(self, folder: Path) -> int:
         """Resume from a checkpoint. Return its step."""
         from megatron.core import dist_checkpointing

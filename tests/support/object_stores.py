@@ -49,6 +49,7 @@ def _one_by_one(put: Callable[[S3Response], Any]) -> Callable[[S3Response], Any]
 @pytest.fixture
 def s3_root(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An unused address. This process and its children have the server in their environment."""
+    pytest.importorskip("obstore")
     set_environment(monkeypatch, s3_server)
     address = f"s3://{BUCKET}/{uuid.uuid4().hex}"
     yield address

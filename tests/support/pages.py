@@ -26,7 +26,11 @@ TRAINING = """\
 import torch
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
-def train(model, optimizer):
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+class Loader:
+    state_dict, load_state_dict = (lambda self: {"at": 1}), (lambda self, state: None)
+loader = Loader()
+def train(model, optimizer, *others):
     model(torch.ones(4)).sum().backward()
     optimizer.step()
 """
@@ -64,11 +68,11 @@ def blocks(page: Path) -> Iterator[Block]:
             marked = bool(NOT_RUN.fullmatch(line))
 
 
-def script(page: Path) -> str:
-    """Return the Python blocks of a page that run. Each block keeps its line numbers."""
+def script(page: Path, *, all_blocks: bool = False) -> str:
+    """Return the Python blocks of a page that run, or ``all_blocks``. Each block keeps its line numbers."""
     lines: list[str] = []
     for block in blocks(page):
-        if block.language == "python" and block.runs:
+        if block.language == "python" and (block.runs or all_blocks):
             lines += [""] * (block.line - 1 - len(lines)) + block.text.splitlines()
     return "\n".join(lines)
 

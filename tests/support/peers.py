@@ -26,13 +26,21 @@ TORCHTITAN = (
 )
 DEEPSPEED = ("deepspeed-0.19.8", "hjson-3.1.0", "py-cpuinfo-9.0.0", "einops-0.8.2", "msgpack-1.2.4")
 VLLM = "vllm-0.32.0"
+TORCH_CHECKPOINTING = "torch-checkpointing-0.1.1"
 VERL = ("verl-0.8.0", "verl-0.9.1")
 
 
 def peer(name: str) -> str:
-    """Return the package's folder, to put on the path. Skip the test if the folder is missing."""
+    """Return the package's folder, to put on the path. Skip the test if the folder is missing.
+
+    Fail the test if ``scripts/test`` left the package out by mistake.
+    """
     folder = FOLDER / name
     if not folder.is_dir():
+        if name not in os.environ.get("WANTED_PEERS", name).split():
+            pytest.fail(
+                f"scripts/needed_peers.py did not see that this test uses {name}: write its name in the test's file"
+            )
         pytest.skip(f"{name} is not there; scripts/test unpacks it into {FOLDER}")
     return str(folder)
 

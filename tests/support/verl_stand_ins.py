@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,16 @@ REAL = (
     "verl.utils.hdfs_io",
     "verl.utils.import_utils",
     "verl.utils.logger",
+    "verl.utils.megatron.dist_checkpointing",
+    "verl.utils.megatron_utils",
+    "verl.utils.torch_dtypes",
     "verl.utils.transformers_compat",
     "verl.workers.engine.fsdp.transformer_impl",
+    "verl.workers.engine.megatron.transformer_impl",
+    "verl.workers.engine.torchtitan",
+    "verl.workers.engine.veomni.transformer_impl",
 )
-STAND_INS = ("verl", "ray", "tensordict", "omegaconf", "transfer_queue", "torchdata")
+STAND_INS = ("verl", "ray", "tensordict", "omegaconf", "transfer_queue", "veomni")
 
 
 class _Anything(type):
@@ -72,7 +78,8 @@ class _StandIns(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         top = fullname.partition(".")[0]
         is_real = top == "verl" and any(f"{fullname}.".startswith(f"{real}.") for real in REAL)
-        return None if is_real or top not in STAND_INS else ModuleSpec(fullname, self, is_package=True)
+        is_missing = top in STAND_INS or (top == "torchdata" and PathFinder.find_spec(top) is None)
+        return ModuleSpec(fullname, self, is_package=True) if is_missing and not is_real else None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         module: Any = types.ModuleType(spec.name)
@@ -96,7 +103,25 @@ class Role:
     Critic = "critic"
 
 
-_KNOWN = {("omegaconf", "open_dict"): contextlib.nullcontext, ("verl.trainer.ppo.utils", "Role"): Role}
+class Tree(dict[str, Any]):
+    """A configuration with access by attributes and keys, like omegaconf's."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def tree(values: dict[str, Any]) -> Tree:
+    return Tree({name: tree(value) if isinstance(value, dict) else value for name, value in values.items()})
+
+
+_KNOWN = {
+    ("omegaconf", "open_dict"): contextlib.nullcontext,
+    ("omegaconf", "OmegaConf"): types.SimpleNamespace(create=tree),
+    ("verl.trainer.ppo.utils", "Role"): Role,
+}
 
 
 def install() -> None:

@@ -30,6 +30,7 @@ from asyncckpt.engine import shared as engines
 from asyncckpt.integrations.capture import replaced
 from support.ranks import faulty
 from support.states import same
+from support.verl_stand_ins import tree
 
 LIMIT_S = 60.0
 WORDS = 32
@@ -121,7 +122,7 @@ class Engine(_impl.FSDPEngine):  # type: ignore[misc]
 
     def wait(self) -> None:
         """Wait for all saves."""
-        self.checkpoint_manager.save_checkpoint(None)
+        self.save_checkpoint(None)
 
     def until_failed(self) -> None:
         """Wait until a save has failed."""
@@ -166,6 +167,9 @@ def serve(engine: Engine, pipe: Connection) -> None:
             pipe.send(answer)
 
 
+engine_class: Any = Engine
+"""The class of the engine in new workers."""
+
 _ends_here: list[Connection] = []  # the driver's ends of the pipes to all workers
 
 
@@ -177,7 +181,7 @@ def _work(pipe: Connection, rank: int, world: int, meeting: str, options: dict[s
             faulty(fault)
         os.environ |= options.pop("environment", {})
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-        engine = Engine(**options)
+        engine = engine_class(**options)
         engine.initialize()
         serve(engine, pipe)
         engines.shared.close()
@@ -275,18 +279,10 @@ def group(*args: Any, **options: Any) -> Iterator[Group]:
     new.close()
 
 
-class Tree(dict[str, Any]):
-    """A configuration with access by attributes and keys, like omegaconf's."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-def tree(values: dict[str, Any]) -> Tree:
-    return Tree({name: tree(value) if isinstance(value, dict) else value for name, value in values.items()})
+strategy = "fsdp2"
+"""The engine in the configuration of the drivers."""
+async_save = False
+"""The option of verl in that configuration."""
 
 
 def driver(kind: Any, folder: Path, actor: Any, critic: Any = None, keep: int | None = None, steps: int = 100) -> Any:
@@ -304,8 +300,8 @@ def driver(kind: Any, folder: Path, actor: Any, critic: Any = None, keep: int | 
                 "resume_mode": "auto",
                 "del_local_ckpt_after_load": False,
             },
-            "actor_rollout_ref": {"actor": {"strategy": "fsdp2", "checkpoint": {"async_save": False}}},
-            "critic": {"strategy": "fsdp2"},
+            "actor_rollout_ref": {"actor": {"strategy": strategy, "checkpoint": {"async_save": async_save}}},
+            "critic": {"strategy": strategy},
         }
     )
     trainer.actor_rollout_wg, trainer.critic_wg, trainer.use_critic = actor, critic, critic is not None

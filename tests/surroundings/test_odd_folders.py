@@ -54,4 +54,4 @@ def test_a_user_without_a_name(root: Path) -> None:
 
 
 def test_no_proc(root: Path) -> None:
-    refused(root, *mounted(root, "mount -t tmpfs tmpfs /proc"), text="it is not known how much memory is left")
+    refused(root, *mounted(root, "mount -t tmpfs tmpfs /proc"), text="the free memory of this host is not known")

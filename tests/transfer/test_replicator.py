@@ -63,7 +63,20 @@ class Worker:
         slot, path, name = save_id % 3, str(self.root / f"step-{save_id:08d}"), f"attempt {save_id}"
         self.store.hosted(self.number).slots.take(slot, save_id)
         request = WriteRequest(
-            save_id, self.number, slot, path, name, save_id, self.rank, 2, "refuse", None, False, 20.0, is_copied=True
+            save_id,
+            self.number,
+            slot,
+            path,
+            name,
+            save_id,
+            self.rank,
+            2,
+            "refuse",
+            None,
+            False,
+            20.0,
+            is_copied=True,
+            member=self.rank,
         )
         self.store.slot_taken(request)
         self.saves.begin(request)

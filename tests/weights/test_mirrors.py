@@ -233,11 +233,11 @@ def test_nobody_is_there(at: At) -> None:
     nowhere = "asyncckpt://00ff@127.0.0.1:9?transport=sockets"
     with WeightSubscriber(ADDRESS, locator=nowhere, config=CONFIG) as reader:
         begun = time.monotonic()
-        with pytest.raises(WeightsTimeoutError, match="no weights.*nothing newer comes.*refused"):
+        with pytest.raises(WeightsTimeoutError, match="no weights.*sends nothing newer.*refused"):
             reader.acquire(timeout=0.5)
         assert time.monotonic() - begun < 20
     reader = WeightSubscriber("another", locator="policy", config=CONFIG)
-    with reader, pytest.raises(CheckpointError, match="cannot be had.*policy"):
+    with reader, pytest.raises(CheckpointError, match="cannot be fetched.*policy"):
         reader.acquire(timeout=5)
 
 
@@ -253,7 +253,9 @@ def test_a_key_that_is_refused_is_told(at: At, folder: Path) -> None:
         place.write_text(f"asyncckpt://{key[::-1]}{at_}{places}")
         at(1)
         with WeightSubscriber(ADDRESS, locator=str(place), config=CONFIG) as reader:
-            with pytest.raises(WeightsTimeoutError, match="none; nothing newer.*refuses the key.*take the newest"):
+            with pytest.raises(
+                WeightsTimeoutError, match="none; the publisher sends nothing newer.*refuses the key.*take the newest"
+            ):
                 reader.acquire(timeout=2)
             place.write_text(locator)
             with reader.acquire(timeout=30) as weights:
@@ -288,6 +290,7 @@ def test_what_has_changed_since_a_version(at: At) -> None:
                 weights["embed.weight"].add_(1)  # the reader's own change does not count
                 assert weights.changed_since(1) == {"norm.weight"}
                 assert weights.changed_since(2) == set()
+                assert [change.name for change in weights.patch(1) or ()] == ["norm.weight"]
                 assert weights.changed_since(0) == set(weights)  # version 0 is not known
             at(0)
             with WeightSubscriber(ADDRESS, prefix="norm.") as near, near.acquire(2) as weights:

@@ -118,7 +118,7 @@ def test_what_is_no_folder_of_dcps_is_refused(root: Path, folder: str | None) ->
         save = checkpointer.save(1, files(1, "critic"))
         words = "has to be named" if folder is None else f"{folder!r} is none"
         with pytest.raises(
-            CheckpointError, match=rf"folders of DCP's can be published.* \['actor', 'critic'\], .*{words}"
+            CheckpointError, match=rf"publish takes one DCP folder of a set.* \['actor', 'critic'\], .*{words}"
         ):
             checkpointer.publish(save, folder=folder)
         with WeightSubscriber.of_checkpoints(root) as subscriber:
@@ -135,7 +135,7 @@ def test_other_saves_have_no_folders(root: Path, tmp_path: Path) -> None:
         nothing = FileSet()
         nothing.add_safetensors("w.safetensors", model(1))
         save = checkpointer.save(2, nothing)
-        with pytest.raises(CheckpointError, match=r"in this set, \[\], it has to be named"):
+        with pytest.raises(CheckpointError, match=r"in this set, \[\], one has to be named"):
             checkpointer.publish(save)
     with Engine(alone=True, job="files") as engine:
         save = engine.save_file(tmp_path / "file.pt", {"w": torch.ones(LARGE)})

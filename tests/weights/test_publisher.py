@@ -284,7 +284,7 @@ def test_mistakes_are_told(publisher: WeightPublisher, subscriber: WeightSubscri
             publisher.publish(model(2), version)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             subscriber.acquire(version=version)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="exclude each other"):
         subscriber.acquire(1, version=1)
     with pytest.raises(ValueError, match="not empty"):
         WeightPublisher("")
@@ -294,6 +294,6 @@ def test_mistakes_are_told(publisher: WeightPublisher, subscriber: WeightSubscri
         next(weights.buckets(0))
     with (
         WeightSubscriber("another") as other,
-        pytest.raises(WeightsTimeoutError, match="nobody has published at 'another'"),
+        pytest.raises(WeightsTimeoutError, match="no publisher was found at 'another'"),
     ):
         other.acquire(timeout=0.0)

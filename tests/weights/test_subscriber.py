@@ -24,7 +24,7 @@ def test_a_reader_waits_for_the_version_it_wants(
     publisher: WeightPublisher, subscriber: WeightSubscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncckpt.weights.subscriber._LEAST_ANSWER_S", 30.0)  # the worker may need a moment
-    with pytest.raises(WeightsTimeoutError, match=r"nobody has published at 'policy' within 0.05 s"):
+    with pytest.raises(WeightsTimeoutError, match=r"no publisher was found at 'policy' within 0.05 s"):
         subscriber.acquire(timeout=0.05)
     publisher.publish(model(1), 1)
     with pytest.raises(WeightsTimeoutError, match=r"version 2 or later at 'policy' within 0.05 s; .* order: 1"):

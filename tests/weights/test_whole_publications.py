@@ -162,7 +162,7 @@ def test_a_locator_that_cannot_be_written_fails_on_all_ranks(tmp_path: Path, cal
         place.mkdir()
     said = run(2, _locator_that_cannot_be_written, "policy", str(place), calls, folder=tmp_path)
     (_, first, soon), (_, second, _) = said[0][0], said[1][0]
-    assert "StorageError: where the weights are served cannot be written" in first
+    assert "StorageError: the file for the locator cannot be written" in first
     assert "rank 0 cannot publish" in second
     assert soon
     if calls == "publish":

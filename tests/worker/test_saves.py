@@ -59,7 +59,7 @@ class Told:
         hosted = self.memory.hosted(number)
         hosted.layout = layout
         hosted.slots.take(0, request.save_id)
-        request = replace(request, segment=number)
+        request = replace(request, segment=number, member=request.rank)
         self.saves.begin(request)
         return request
 
@@ -253,7 +253,7 @@ def test_the_lost_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
         worker.stage(worker.begin(replace(request_for(tmp_path), world_size=3)))
         worker.saves.hurry()
         worker.saves.restarted()
-        assert "are gone" in worker.error(30)
+        assert "have exited" in worker.error(30)
         begun = time.monotonic()
     assert time.monotonic() - begun < 20
 
@@ -283,7 +283,7 @@ def test_messages_of_strangers_fail_a_save(tmp_path: Path, told: Any) -> None:
     worker.begin(replace(request_for(tmp_path), world_size=2))
     with closing(Rounds(replace(rendezvous, rank=1), 30)) as rounds:
         rounds.connection.call(lambda store: store.put("asyncckpt/token/save-1/reports", 1, b"forged"), 30, Patience(0))
-        assert "comes from none of them" in worker.error(30)
+        assert "was sent by no rank of it" in worker.error(30)
         rounds.leave()
 
 
@@ -372,7 +372,7 @@ def test_the_other_ranks_ask_storage_if_the_first_cannot(
 
     def fails(request: WriteRequest, *arguments: Any) -> bool:
         if request.rank == 0:
-            raise SaveTimeoutError("nobody can say (as the test wants)")
+            raise SaveTimeoutError("outcome of the save is not known (as the test wants)")
         return resolve(request, *arguments)
 
     monkeypatch.setattr(saves_module, "resolve", fails)
@@ -381,5 +381,5 @@ def test_the_other_ranks_ask_storage_if_the_first_cannot(
     for rank, worker in enumerate(workers):
         worker.saves.join(replace(rendezvous, rank=rank), 30)
         worker.stage(worker.begin(replace(request_for(tmp_path), rank=rank, world_size=2)))
-    assert "nobody can say" in workers[0].error()
+    assert "outcome of the save is not known" in workers[0].error()
     assert isinstance(workers[1].outcome(), Committed)

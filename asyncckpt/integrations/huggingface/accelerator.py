@@ -65,7 +65,7 @@ class _AcceleratorSaves:
         is_many = project.save_on_each_node and accelerator.num_processes > 1
         if accelerator.distributed_type in _KINDS_WITH_FILES_OF_THEIR_OWN or is_many:
             if not self._warned:
-                logger.warning("accelerate saves such checkpoints itself, and the training waits")
+                logger.warning("accelerate saves checkpoints of this kind itself, and the training waits")
             self._warned = True
             return self._stock_save(output_dir, safe_serialization, **options)
         root = None

@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
 
 from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError
+from asyncckpt.errors import CheckpointError, SaveDroppedError
 from asyncckpt.extension import Rotation, Save, engines
 from asyncckpt.integrations.capture import (
     Capture,
@@ -38,6 +38,7 @@ from asyncckpt.integrations.capture import (
     told_to_all,
     wait_for_dead_trainer,
 )
+from asyncckpt.integrations.huggingface import generation
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class _TrainerSaves:
         trainer._save_checkpoint, trainer._finalize_training = self.save_checkpoint, self.finalize_training
         self._handler.on_save, self._handler.on_step_end = self.on_save, self.on_step_end
         trainer.train = self.train
+        if generation.has_buffer(trainer):
+            self._stock_load_rng, trainer._load_rng_state = trainer._load_rng_state, self.load_rng_state
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Wait until all saves have ended, then call the trainer's own method.
@@ -105,10 +108,13 @@ class _TrainerSaves:
         The training may resume from a checkpoint of an earlier training that ended by an exception.
         """
         self._unsettled, self._has_saved, self._unannounced = [], False, None
+        if generation.has_buffer(self._trainer):
+            generation.reset(self._trainer)
         try:
             engines.get(config=self._config).wait()
         except CheckpointError as error:
-            logger.warning("of a training before this one: %s", error)
+            if not error.is_logged:
+                logger.warning("an earlier training in this process ended with a failed save: %s", error)
         return self._stock_train(*args, **options)
 
     def save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -137,6 +143,8 @@ class _TrainerSaves:
             self._redirected(capture, run_dir, rotations, pushes),
         ):
             self._stock_save(model, trial)
+            if generation.has_buffer(trainer):
+                generation.save(trainer, capture.folder)
         rotation = self._rotation(run_dir, place, **rotations[-1]) if rotations else None
         save = begin_save(place, capture, *of_save, rotation=rotation)
         state = copy.copy(trainer.state)
@@ -147,6 +155,11 @@ class _TrainerSaves:
         self._unsettled.append(new)
         if is_urgent:
             save.result()
+
+    def load_rng_state(self, checkpoint: str | None) -> None:
+        """Call the trainer's own method, just before the first step of a resumed training. Restore the block, too."""
+        self._stock_load_rng(checkpoint)
+        generation.load(self._trainer, checkpoint)
 
     def finalize_training(self, *args: Any, **options: Any) -> Any:
         """Wait until all saves have ended and old checkpoints are removed, then call the trainer's own method.
@@ -185,7 +198,8 @@ class _TrainerSaves:
                 for call in ended.calls:
                     call()
             else:
-                logger.warning("there is no %s: %s", ended.save.path, failure)
+                if isinstance(failure, SaveDroppedError):  # any other failure is logged already
+                    logger.warning("there is no %s: %s", ended.save.path, failure)
                 self._forget_best(ended)
 
     def _forget_best(self, failed: _Unsettled) -> None:

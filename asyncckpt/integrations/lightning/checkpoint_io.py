@@ -67,7 +67,7 @@ def remove(place: str) -> None:
         if os.path.islink(place) or not os.path.isdir(place):
             os.unlink(place)
         elif not storage_for(place).remove_checkpoint(place):
-            logger.warning("%s is not removed: somebody reads it", place)
+            logger.warning("%s is not removed: another process reads it", place)
 
 
 def link(place: str, target: str) -> None:
@@ -252,7 +252,7 @@ class Pending:
         except CancelledError:
             pass
         except NotDoneError:
-            raise SaveTimeoutError(f"what is to be removed, or linked to, is not after {self._timeout:g} s") from None
+            raise SaveTimeoutError(f"removals and links are not done after {self._timeout:g} s") from None
 
     def _note_failure(self, done: Future[None]) -> None:
         if not done.cancelled() and (failure := done.exception()) is not None:
@@ -389,7 +389,8 @@ class AsyncckptIO(TorchCheckpointIO):
         except (CheckpointError, OSError) as error:
             if not is_failing:
                 raise
-            logger.error("while the training is being given up: %s", error)
+            if not (isinstance(error, CheckpointError) and error.is_logged):
+                logger.error("waiting for the saves of a failed training failed: %s", error)
 
     def _begun(self, place: str, save: Save, engine: Engine) -> None:
         self.pending.add(place, save)
@@ -401,7 +402,7 @@ class AsyncckptIO(TorchCheckpointIO):
 
 @functools.cache
 def _warn_of_remote() -> None:
-    logger.warning("what does not go to a local file Lightning itself saves, and the training waits")
+    logger.warning("Lightning itself saves to paths that are no local files, and the training waits")
 
 
 def ask_the_plugin() -> None:

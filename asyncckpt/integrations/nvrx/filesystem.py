@@ -140,7 +140,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         if open_file is not open:
             raise ValueError(
-                "open_file cannot be had with asyncckpt, whose worker opens its files itself; leave it out"
+                "open_file does not work with asyncckpt, whose worker opens its files itself; leave it out"
             )
         super().__init__(path, *args, **kwargs)
         self.separation_hint = separation_hint

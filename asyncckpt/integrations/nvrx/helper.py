@@ -208,7 +208,7 @@ class AbsentProcessGroup:
             raise AttributeError(attribute)
         raise CheckpointError(
             f"the process group {self._name} is wanted ({attribute}) by a function that runs in the background, where"
-            " there are no other ranks; what is collective belongs before the request, or in a finalize function"
+            " there are no other ranks; call collectives before the request, or in a finalize function"
         )
 
 

@@ -70,7 +70,7 @@ def older_checkpoints(folder: str, step: int, under_way: Sequence[str]) -> tuple
     try:
         complete, found = complete_steps(folder), dict(_named_steps(folder))
     except StorageError as error:
-        logger.warning("old checkpoints could not be looked through: %s", error)
+        logger.warning("old checkpoints could not be listed: %s", error)
         return ()
     found |= {int(path.rpartition("-")[2]): path for path in under_way}
     incomplete = found.keys() - set(complete) - {number for number, path in found.items() if path in under_way}
@@ -257,7 +257,7 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         for held in held_checkpoints(self._engine, partial(newest_held, self.folder)):
             with held.tried(), held.opened() as source:
                 self._fill(self._states_to_load(model_only=held.step == 0), held.path, source)
-                logger.info("loaded step %s from memory", held.step)
+                logger.info("step %s was loaded from memory", held.step)
                 return True
         return False
 
@@ -271,4 +271,5 @@ class AsyncckptManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         except CheckpointError as trouble:
             if error is None:
                 raise
-            logger.error("while the training ends by an error: %s", str(trouble))  # the training's error matters more
+            if not trouble.is_logged:  # and not raised, because the training's error matters more
+                logger.error("closing the saves of a failed training failed: %s", str(trouble))

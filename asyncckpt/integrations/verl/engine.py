@@ -339,7 +339,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             yield pair
 
     async def get_checkpoint_weights(self, folder: str, **which: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield the actor's weights from the image of a checkpoint that ``verl_fsdp`` publishes.
+        """Yield the actor's weights from the image of a checkpoint that ``verl_engines`` publishes.
 
         The tensors are as from ``get_weights``. The version is the checkpoint's step.
 
@@ -380,7 +380,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
 
     def _current(self) -> NoticeBoard:
         if self._notices is None:
-            raise CheckpointError("not in a sync: prepare, build_topology and init_process_group come before")
+            raise CheckpointError("no sync is open: call prepare, build_topology and init_process_group first")
         return self._notices
 
     def _leave(self) -> None:
@@ -396,7 +396,7 @@ class SharedMemoryCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[m
             return (0 if newest is None else newest + 1) if global_steps is None else global_steps
         if global_steps < newest and self._sent is None:
             logger.warning(
-                "this trainer begins with version %d, and one before it had got to %d: rollouts will go back",
+                "this trainer begins with version %d, and the trainer before it published version %d: rollouts go back",
                 global_steps,
                 newest,
             )

@@ -117,7 +117,7 @@ class Notice:
     def check(self, version: int | None) -> None:
         """Raise ``RankFailedError`` if the notice is not of that ``version`` (None: accept any)."""
         if version is not None and self.version != version:
-            raise RankFailedError(f"version {version} was to come, and version {self.version} was sent", step=version)
+            raise RankFailedError(f"version {version} was expected, and version {self.version} was sent", step=version)
 
 
 class NoticeBoard:
@@ -148,7 +148,7 @@ class NoticeBoard:
             for name in (Rounds.name(_KIND, self.role.sync), Rounds.name(self._of_actors, self._gathered + 1)):
                 self._rounds.conclude_failed(name, found)
         except CheckpointError as trouble:  # the other workers notice the failure by themselves
-            logger.warning("the other workers could not be told of a failure: %s", trouble)
+            logger.warning("the failure could not be sent to the other workers: %s", trouble)
 
     def wait(self) -> Notice:
         """Wait for the notice. Raise the first actor's error, or ``SaveTimeoutError``."""
@@ -195,7 +195,7 @@ class NoticeBoard:
         try:
             outcome = self._rounds.outcome(name, timeout)
         except WorkerDiedError as error:
-            raise RankFailedError("the trainer is gone, in the midst of a sync") from error
+            raise RankFailedError("the trainer has died during a sync") from error
         if isinstance(outcome, CheckpointError):
             raise outcome
         return outcome
@@ -219,7 +219,7 @@ class Processes:
             poll.register(fd, select.POLLIN)
         if not poll.poll(0):
             return None
-        return RankFailedError(f"actor {rank}, of those that publish, has died in the midst of a sync", rank=rank)
+        return RankFailedError(f"actor {rank}, which publishes, has died during a sync", rank=rank)
 
     def close(self) -> None:
         while self._fds:

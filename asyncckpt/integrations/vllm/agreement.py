@@ -52,7 +52,7 @@ def acquire_together(subscriber: WeightSubscriber, groups: Sequence[ProcessGroup
             mine.release()
         raise
     if mine is None:
-        raise CheckpointError(f"all workers have leased version {version}, and this one has not")
+        raise CheckpointError(f"this worker has no lease on version {version}, and all others have one")
     return mine
 
 

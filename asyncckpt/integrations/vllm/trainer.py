@@ -88,7 +88,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mi
             CheckpointError: As ``WeightPublisher.prepare`` raises; or the call to the engine failed.
         """
         if source is None:
-            raise ValueError("what shall be sent? give a WeightSource, or a state dict")
+            raise ValueError("the weights to send are missing: give a WeightSource, or a state dict")
         if not isinstance(source, Mapping) and source.held_names() is not None:
             raise UnsavableStateError(
                 "each rank of this source holds a part of the model, and the first rank alone sends:"

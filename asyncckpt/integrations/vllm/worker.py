@@ -72,7 +72,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if self.version is not None and self.min_version is not None:
-            raise ValueError("update to the version, or to the newest from min_version on; not both")
+            raise ValueError("version and min_version exclude each other: give one of them")
 
 
 class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -137,7 +137,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
 
     def _update(self, wanted: SharedMemoryUpdateInfo, groups: Sequence[ProcessGroup]) -> None:
         if self._info is None:
-            raise CheckpointNotFoundError("where are the weights? call init_weight_transfer_engine first")
+            raise CheckpointNotFoundError("the weights have no address: call init_weight_transfer_engine first")
         begun = time.perf_counter()
         address = self._info.address if wanted.address is None else wanted.address
         weights = acquire_together(
@@ -201,7 +201,7 @@ def _leave_half_loaded(model: torch.nn.Module, model_config: Any) -> None:
     try:
         finalize_layerwise_reload(model, model_config)
     except Exception:
-        logger.exception("a model that is half loaded could not be left in a state from which it can be loaded again")
+        logger.exception("the layers of a half loaded model could not be reset for another update: please report this")
 
 
 def _own(model: torch.nn.Module, weights: Weights) -> None:

@@ -48,6 +48,9 @@ ENTRIES = {
     "nvrx": Entry("nvrx 0.7.0, CPU shm", "nvrx", "Nvrx.own"),
     "nvrx-ipc": Entry("nvrx 0.7.0, CUDA IPC", "nvrx", "Nvrx.own_by_ipc", by_default=False),
     "torch-checkpointing": Entry("torch_checkpointing 0.1", "torch_checkpointing", "TorchCheckpointing"),
+    "asyncckpt-torch-checkpointing": Entry(
+        "asyncckpt beneath torch_checkpointing", "torch_checkpointing", "OverAsyncckpt", by_default=False
+    ),
     "torchsnapshot": Entry("torchsnapshot, async", "torchsnapshot", "TorchSnapshot"),
     "dcp-thread": Entry("DCP async_save, thread", "dcp", "DcpAsync.thread"),
     "dcp-process": Entry("DCP async_save, process", "dcp", "DcpAsync.process"),

@@ -13,25 +13,31 @@ from typing import Any
 from torch_checkpointing import CheckpointManager
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig, WriteStream
 
+from asyncckpt.integrations.torch_checkpointing import CheckpointManager as OurManager
 from bench.contestants.contestant import LIMIT_S, Contestant, Pending
 from bench.states import State
+
+_ITEM = "state"  # one file for each rank
 
 
 class TorchCheckpointing(Contestant):
     fsyncs = False
     shares_each = True
 
+    _made: Any = CheckpointManager
+
     def __init__(self, root: str) -> None:
         super().__init__(root)
         storage = LocalFileSystemStorageConfig(use_direct_io=writes_directly(f"{root}/probe"))
-        self._manager: Any = CheckpointManager(CheckpointManager.Config(storage_config=storage))
+        self._manager: Any = self._made(self._made.Config(storage_config=storage))
 
     def prepare(self, state: State) -> None:
-        self._manager.prewarm_staging(state)
-        self._manager._prewarm_staging_future.result()
+        self._manager.prewarm_staging({_ITEM: state})
+        if (begun := self._manager._prewarm_staging_future) is not None:
+            begun.result()
 
     def save(self, number: int, state: State) -> Pending:
-        written = self._manager.save(self.path(number), state)
+        written = self._manager.save(self.path(number), {_ITEM: state})
 
         def poll() -> bool:
             if written.done():
@@ -45,10 +51,18 @@ class TorchCheckpointing(Contestant):
         return lock
 
     def load(self, number: int, state: State) -> State:
-        return dict(self._manager.load(self.path(number), into=state))
+        return dict(self._manager.load(self.path(number), into={_ITEM: state})[_ITEM])
 
     def close(self) -> None:
         self._manager.close()
+
+
+class OverAsyncckpt(TorchCheckpointing):
+    """The manager of torch_checkpointing on our engine."""
+
+    fsyncs = True
+    shares_each = False
+    _made = OurManager
 
 
 def writes_directly(path: str) -> bool:

@@ -35,6 +35,8 @@ class Kind:
     """Returns the step and the content of a checkpoint, read by stock functions. Raises any error of them."""
     root: str = ""
     """A pattern for the folders with checkpoints within the folder."""
+    history: Callable[[list[list[dict[str, Any]]]], list[str]] = lambda _: []
+    """Returns what is wrong in the logs of the last rank, in the order of the starts."""
     verifies: bool = True
     """Whether ``asyncckpt verify`` knows these checkpoints. It does not know single files."""
 

@@ -27,6 +27,10 @@ class Log:
         self._add(step=step, loss=loss.hex())
         time.sleep(_STEP_S)
 
+    def add_prompts(self, **facts: Any) -> None:
+        """Log which prompts a step was trained on, or which are left."""
+        self._add(**facts)
+
     def add_end(self, state: Any) -> None:
         """Log the final state of the training."""
         self._add(end=digest(state))

@@ -69,6 +69,8 @@ class Run:
         self._folder, self._training = folder, folder / "training"
         self._staged = self._newest = 0
         self._trouble = False
+        self._last_ranks: list[list[dict[str, Any]]] = []
+        """The logs of the last rank."""
         self._how: list[str] = []
         """The events so far."""
         (folder / "scratch").mkdir(parents=True)
@@ -177,6 +179,8 @@ class Run:
             self._check_end(ranks)
         else:
             self._count("last trainings that had nothing to do")
+        for loss in in_child(self._kind.history, self._last_ranks):
+            self._lose(loss)
         from_memory = (self._folder / "output").read_text().count("from memory\n") // self._kind.world_size
         self._count("resumes from memory", from_memory)
         scratch = list((self._folder / "scratch").glob("asyncckpt-*"))  # frameworks leave other files
@@ -198,6 +202,7 @@ class Run:
     def _check_said(self, ranks: Ranks) -> None:
         """Check that all losses match the uninterrupted run, and that the resume used a recent enough checkpoint."""
         firsts = set()
+        self._last_ranks.append(ranks.said()[-1])
         for rank, said in enumerate(ranks.said()):
             losses = [(each["step"], each["loss"]) for each in said if "step" in each]
             self._count("losses compared", len(losses))

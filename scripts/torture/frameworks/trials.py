@@ -35,6 +35,7 @@ class _Place(NamedTuple):
 _HUGGINGFACE, _LIGHTNING = ("transformers", "accelerate", "safetensors"), ("lightning",)
 _TORCHTITAN = ("torchtitan-", "torchdata-", "spmd-types-", "tyro-", "docstring-parser-", "typeguard-")
 _DEEPSPEED = ("deepspeed-", "hjson-", "py-cpuinfo-", "einops-", "msgpack-")
+_VERL = ("transformers", "accelerate")
 _KINDS = {
     "huggingface": _Place("torture.frameworks.huggingface", "KIND", _HUGGINGFACE),
     "huggingface-ranks": _Place("torture.frameworks.huggingface", "TWO_RANKS", _HUGGINGFACE),
@@ -43,9 +44,20 @@ _KINDS = {
     # torchtitan 0.3 needs this Python, and a torch of the same age.
     "torchtitan": _Place("torture.frameworks.torchtitan", "KIND", (), _TORCHTITAN, (3, 11), (2, 13)),
     # FSDP2 of torch 2.6 does not train on a CPU.
-    "verl": _Place("torture.frameworks.verl", "KIND", ("transformers", "accelerate"), ("verl-0.9",), torch=(2, 7)),
+    "verl": _Place("torture.frameworks.verl", "KIND", _VERL, ("verl-0.9", "torchdata-"), torch=(2, 7)),
+    "verl-replay": _Place("torture.frameworks.verl", "REPLAY", _VERL, ("verl-0.9", "torchdata-"), torch=(2, 7)),
+    "verl-veomni": _Place("torture.frameworks.verl", "VEOMNI", _VERL, ("verl-0.9", "torchdata-"), torch=(2, 7)),
+    "verl-megatron": _Place(
+        "torture.frameworks.verl", "MEGATRON", _VERL, ("verl-0.9", "torchdata-", "megatron-core-"), torch=(2, 7)
+    ),
+    "verl-torchtitan": _Place(
+        "torture.frameworks.verl", "TORCHTITAN", _VERL, ("verl-0.9", *_TORCHTITAN), (3, 11), (2, 13)
+    ),
     "deepspeed": _Place("torture.frameworks.deepspeed", "KIND", (), _DEEPSPEED),
     "deepspeed-sharded": _Place("torture.frameworks.deepspeed", "SHARDED", (), _DEEPSPEED),
+    "torch-checkpointing": _Place(
+        "torture.frameworks.torch_checkpointing", "KIND", (), ("torch-checkpointing-",), torch=(2, 11)
+    ),
 }
 FRAMEWORKS = tuple(_KINDS)
 """The names of all kinds of training."""

@@ -190,6 +190,8 @@ def fill() -> None:
     namespace.cudart, namespace.registrations = Runtime, _library.registrations
     namespace.set_memory_limit, namespace.set_longest_delay = _library.set_memory_limit, _library.set_longest_delay
     namespace.sleep = _library.sleep
+    generator = torch.arange(16, dtype=torch.uint8)
+    namespace.get_rng_state, namespace.set_rng_state = generator.clone, generator.copy_
     _library.init()
     # Stop the streams before torch's kernels are torn down, because a stream's thread may be inside a kernel.
     atexit.register(_library.stop_all)

@@ -25,7 +25,7 @@ from typing import Any
 
 from asyncckpt.config import Config
 from asyncckpt.errors import StorageError
-from asyncckpt.extension import Pointer, advance, storage_for, wait_for_attempts
+from asyncckpt.extension import MANIFEST_NAME, Pointer, advance, storage_for, wait_for_attempts
 from asyncckpt.integrations.capture import replaced
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class StepTracker:
         advance(Pointer(os.path.join(folder, _NOTE), json.dumps(list(parts))))
         _sync(self._folder)
         if advance(pointer_to(folder, parts)):
-            logger.info("step %d is durable, and the latest", step)
+            logger.info("step %d is durable, and the tracker file names it", step)
         self._clean_up()
 
     def catch_up(self) -> None:
@@ -157,7 +157,7 @@ class StepTracker:
                 if not _is_littered(folder):
                     continue
             except StorageError as error:
-                logger.info("what was left in %s stays: %s", folder, error)
+                logger.info("unfinished files in %s could not be removed: %s", folder, error)
             left.append(folder)
         self._littered = left
 
@@ -167,10 +167,12 @@ def _is_littered(folder: str) -> bool:
 
 
 def _sync_files(folder: str, but: Sequence[str]) -> None:
-    """Make the files in ``folder`` durable, except its folders named in ``but`` and its hidden folders."""
+    """Make the files in ``folder`` durable, except the durable folders in ``but`` and its hidden folders."""
     for above, folders, names in os.walk(folder):
         if above == folder:
-            folders[:] = [name for name in folders if name not in but and not name.startswith(".")]
+            # A part without a manifest was written by verl itself.
+            durable = [name for name in but if os.path.exists(os.path.join(folder, name, MANIFEST_NAME))]
+            folders[:] = [name for name in folders if name not in durable and not name.startswith(".")]
         for name in names:
             _sync(os.path.join(above, name))
         _sync(above)
@@ -188,7 +190,7 @@ def _sync(path: str) -> None:
         os.close(fd)
 
 
-_FSDP = ("fsdp", "fsdp2")
+_ENGINES = ("fsdp", "fsdp2", "veomni", "megatron", "mindspeed", "torchtitan")
 _TRACKER_ATTRIBUTE = "_asyncckpt_tracker"
 _PARTS = ("actor", "critic")  # as verl's trainers call their folders
 
@@ -214,9 +216,11 @@ def wrap(trainer_class: Any) -> None:
 
 
 def _save(trainer: Any, stock: Callable[[], None]) -> None:
-    groups, tracker, step = _fsdp_groups(trainer), _tracker(trainer), int(trainer.global_steps)
+    groups, tracker, step = _groups(trainer), _tracker(trainer), int(trainer.global_steps)
     if groups is None:
-        stock()
+        # All managers wait for this save, so verl can name the step.
+        with _async_save(trainer.config.actor_rollout_ref.actor, False):
+            stock()
         return
     # If a saved step is saved again, the tracker may already name it, so all workers wait for the save.
     is_there = os.path.lexists(tracker.step_folder(step))
@@ -225,7 +229,7 @@ def _save(trainer: Any, stock: Callable[[], None]) -> None:
         for group, part in () if is_there else zip(groups, parts, strict=True):
             deferred = functools.partial(_save_deferred, group.save_checkpoint, part, parts)
             replacements.enter_context(replaced(group, "save_checkpoint", deferred))
-        replacements.enter_context(_not_naming_it(trainer.config.actor_rollout_ref.actor))
+        replacements.enter_context(_async_save(trainer.config.actor_rollout_ref.actor, True))
         stock()
     tracker.complete(step, parts)
     if step >= trainer.total_training_steps:  # nothing could name this step after the job's end
@@ -249,13 +253,13 @@ def _save_deferred(
 
 
 @contextlib.contextmanager
-def _not_naming_it(actor: Any) -> Iterator[None]:
-    """Keep the trainer from writing the tracker, and tell its callbacks that the step may not be durable yet."""
+def _async_save(actor: Any, value: bool) -> Iterator[None]:
+    """Set ``async_save`` for verl's trainer. With True it writes no tracker, and expects no durable step."""
     from omegaconf import open_dict
 
     before = actor.checkpoint.get("async_save", False)
     with open_dict(actor.checkpoint):
-        actor.checkpoint["async_save"] = True
+        actor.checkpoint["async_save"] = value
     try:
         yield
     finally:
@@ -263,14 +267,14 @@ def _not_naming_it(actor: Any) -> Iterator[None]:
             actor.checkpoint["async_save"] = before
 
 
-def _fsdp_groups(trainer: Any) -> list[Any] | None:
-    """Return the worker groups that save; None if an engine is not FSDP, because it may name the step itself."""
+def _groups(trainer: Any) -> list[Any] | None:
+    """Return the worker groups that save; None if asyncckpt has no manager for an engine."""
     config, groups = trainer.config, [trainer.actor_rollout_wg]
     strategies = [config.actor_rollout_ref.actor.strategy]
     if trainer.use_critic:
         groups.append(trainer.critic_wg)
         strategies.append(config.critic.strategy)
-    return groups if all(each in _FSDP for each in strategies) else None
+    return groups if all(each in _ENGINES for each in strategies) else None
 
 
 def _tracker(trainer: Any) -> StepTracker:

@@ -1,8 +1,9 @@
-"""Checkpoints of verl's FSDP engine, trainers and drivers, beside verl's own manager."""
+"""Checkpoints of verl's engines, trainers and drivers, beside verl's own managers."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -10,53 +11,81 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.peers import VERL, python
+import torch
+from support.peers import MEGATRON, TORCHTITAN, VERL, python
 from support.ranks import fsdp2_on_cpu
 from support.workers import wait_for, wait_reached
 
 pytestmark = [pytest.mark.usefixtures("forkserver"), fsdp2_on_cpu]
 
-HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+ROOT = Path(__file__).parents[2]
+HERE = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "scripts")]
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("release", VERL)
-def test_as_the_trainers_do(release: str, tmp_path: Path) -> None:
-    code = f"import sys; sys.path[:0] = {HERE!r}; import test_verl_fsdp; test_verl_fsdp.main()"
-    python(code, release, arguments=(str(tmp_path),))
+@pytest.mark.parametrize(("engine", "more"), [("fsdp2", ()), ("veomni", ()), ("megatron", (MEGATRON,))])
+def test_as_the_trainers_do(release: str, engine: str, more: tuple[str, ...], tmp_path: Path) -> None:
+    _run(release, engine, more, tmp_path)
 
 
-def main() -> None:
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.version_info < (3, 11) or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="torchtitan 0.3 needs this Python, and a torch of the same age",
+)
+@pytest.mark.parametrize("release", VERL)
+def test_torchtitan_as_the_trainers_do(release: str, tmp_path: Path) -> None:
+    _run(release, "torchtitan", TORCHTITAN, tmp_path)
+
+
+def _run(release: str, engine: str, more: tuple[str, ...], folder: Path) -> None:
+    code = f"import sys; sys.path[:0] = {HERE!r}; import test_verl_engines; test_verl_engines.main({release!r})"
+    python(code, release, *more, arguments=(str(folder), engine))
+
+
+def main(release: str) -> None:
     """Run the scenarios in a process that can import verl."""
+    folder, engine, *chosen = sys.argv[1:]
     from support import verl_stand_ins
 
     verl_stand_ins.install()
     os.environ |= {"ASYNC_CKPT_TIMEOUT": "20", "ASYNC_CKPT_COMMIT_TIMEOUT": "20"}
-    verl_stand_ins.import_external("asyncckpt.integrations.verl_fsdp")  # before verl's own modules, as verl does
+    verl_stand_ins.import_external("asyncckpt.integrations.verl_engines")  # before verl's own modules, as verl does
     from support import verl_training
 
     parts: list[Callable[[Any, Path], None]] = [
         saves_and_resumes,
-        other_numbers_of_ranks,
-        named_when_durable,
         killed_while_writing,
         killed_and_not_started_again,
-        what_killed_workers_left,
         a_failing_one_keeps_the_older,
-        stock_checkpoints,
-        small_files,
-        adapters_alone,
-        bad_input,
-        callers_of_their_own,
-        weights_out_of_the_image,
     ]
-    chosen = sys.argv[2:]
+    if engine == "fsdp2":
+        parts += [
+            other_numbers_of_ranks,
+            named_when_durable,
+            what_killed_workers_left,
+            stock_checkpoints,
+            small_files,
+            adapters_alone,
+            bad_input,
+            callers_of_their_own,
+            weights_out_of_the_image,
+        ]
+    else:
+        module: Any = importlib.import_module(f"support.verl_{engine}")
+        verl_training.engine_class, verl_training.strategy = module.Engine, engine
+        parts += [other_numbers_of_ranks] if engine == "torchtitan" else [stock_checkpoints]
+    if engine == "megatron":
+        verl_training.async_save = True
+        # Without the distributed optimizer, verl 0.9 does not load from its own checkpoints either.
+        module.distributed_optimizer = release.startswith("verl-0.9")
     for part in parts:
         if chosen and part.__name__ not in chosen:
             continue
         print(part.__name__, flush=True)
-        (own := Path(sys.argv[1]) / part.__name__).mkdir()
+        (own := Path(folder) / part.__name__).mkdir()
         part(verl_training, own)
 
 
@@ -83,7 +112,7 @@ def saves_and_resumes(verl: Any, folder: Path) -> None:
                 verl.save(trainer, step)
             # The trainer waits for the last save.
             assert latest(place) == 4
-            assert trainer.config.actor_rollout_ref.actor.checkpoint.async_save is False
+            assert trainer.config.actor_rollout_ref.actor.checkpoint.async_save is verl.async_save
             assert all(trainer.told)
             assert files_in(place / "global_step_4") == {"actor", "critic", "data.pt"}
             assert files_in(place / "global_step_2") == {"data.pt"}
@@ -185,6 +214,7 @@ def killed_and_not_started_again(verl: Any, folder: Path) -> None:
         killed.callback(actor.kill)
         trainer = verl.driver(verl.trainers[0], folder, actor, critic, keep=1)
         for step in (1, 2):
+            actor.call("train"), critic.call("train")
             verl.save(trainer, step)
             if step == 1:
                 verl.settle(trainer)

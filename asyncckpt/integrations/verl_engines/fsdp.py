@@ -1,21 +1,21 @@
-"""Provide the checkpoint manager that verl's FSDP engine makes on each rank.
+"""Provide the checkpoint managers that verl's engines for FSDP and VeOmni make on each rank.
 
 ``model`` and ``optimizer`` are in one checkpoint of DCP with full parameter names, so that another number of ranks can
 load them. Each rank saves its learning rate schedule and the states of its random number generators in its own file,
 with verl's file name.
+
+VeOmni's experts are sharded beyond their DTensors, so that two ranks may have different tensors of one name. So its
+manager saves the files of verl, one of each kind a rank, and the same number of ranks loads them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
-import itertools
 import logging
 import os
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,23 +31,19 @@ from torch.distributed.checkpoint.state_dict import (
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fs import is_non_local
 
-from asyncckpt.config import Config
-from asyncckpt.errors import CheckpointError, MismatchError, StorageError, UntrustedValueError
+from asyncckpt.errors import MismatchError, UntrustedValueError
 from asyncckpt.extension import (
     MANIFEST_NAME,
     METADATA_NAME,
     CheckpointReader,
-    Save,
     StorageSource,
     absolute_path,
-    engines,
-    job_of_checkpoints,
     load,
     ranks_of,
     storage_for,
 )
-from asyncckpt.integrations.capture import begin_save, capturing, replaced, told_to_all
-from asyncckpt.integrations.verl_fsdp.driver import DeferredStep, folder_of_tracker, latest_step, pointer_to
+from asyncckpt.integrations.capture import Capture, replaced
+from asyncckpt.integrations.verl_engines.manager import AsyncManager
 
 logger = logging.getLogger(__name__)
 
@@ -228,92 +224,14 @@ def _is_lora(name: str) -> bool:
     return any(each in name for each in _LORA)
 
 
-PUBLISH_VARIABLE = "ASYNC_CKPT_VERL_PUBLISH"
-"""Environment variable. If "1", the weights of each actor checkpoint are published; the step is the version."""
-
-_ACTOR = "actor"  # as verl's trainers call its folder
-_made = itertools.count()
+class AsyncckptVeOmniManager(AsyncManager, FSDPCheckpointManager):  # type: ignore[misc]  # verl has no types
+    """Saves the files of verl's ``FSDPCheckpointManager`` through our engine. verl loads them."""
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """A checkpoint of this job, for which older checkpoints are not removed yet."""
-
-    save: Save
-    max_ckpt_to_keep: int | None
-
-    def is_latest(self) -> bool:
-        """Return whether the checkpoint is durable and a resumed job would load it. Raises ``OSError``."""
-        if not self.save.done() or self.save.failure is not None:
-            return False
-        folder = folder_of_tracker(str(self.save.path))
-        return folder is None or latest_step(folder) == self.save.step
-
-
-class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl has no types
+class AsyncckptFSDPManager(AsyncManager, FSDPCheckpointManager):  # type: ignore[misc]  # likewise
     """Saves as verl's ``FSDPCheckpointManager`` does, but through our engine. Loads checkpoints of both managers."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Start no worker yet. The arguments are the same as for verl's own manager."""
-        super().__init__(*args, **options)
-        self._kind = f"verl's manager {next(_made)}"  # the managers of actor and critic may be in one process
-        self._begun: list[_Begun] = []
-        self._warned = False
-
-    def save_checkpoint(
-        self,
-        local_path: str | None,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-    ) -> None:
-        """Save one checkpoint, with all ranks.
-
-        The checkpoint gets its name when it is complete and durable. This method returns at that time, or, for a
-        ``DeferredStep``, as soon as the tensors are copied. Older checkpoints are removed later, when verl's tracker
-        has passed them.
-
-        Args:
-            local_path: The checkpoint's folder. If None, only wait for the saves under way.
-            hdfs_path: Unused by verl.
-            global_step: The training step.
-            max_ckpt_to_keep: As for verl: the number of this job's checkpoints to keep.
-
-        Raises:
-            AssertionError: The model or the optimizer to save is missing.
-            CheckpointError: As ``Engine.save`` and ``Save.result`` raise; or an earlier save failed, unreported so far.
-        """
-        if local_path is None:
-            engines.get().wait()
-            self._remove_older()
-            return
-        if (reason := self._why_stock(local_path)) is not None:
-            if not self._warned:
-                logger.warning("checkpoints are saved by verl itself, and the training waits: %s", reason)
-            self._warned = True
-            super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
-            return
-        self._check("save", has_model=self.should_save_model, has_optimizer=self.should_save_optimizer)
-        self._remove_older()
-        step, place = int(global_step), absolute_path(local_path)
-        publishes = self._begin_publishing(place)
-        with told_to_all(place, step, None), capturing(os.path.basename(place), self._kind) as capture:
-            self._capture_small_files(str(capture.folder), step)
-            if state := self._state():
-                capture.files.add_dcp_folder("", state)
-            if self.should_save_extra:
-                data = extra_file(self.lr_scheduler, self.get_rng_state())
-                capture.files.add_bytes(extra_name(self.rank, self.world_size), data)
-        is_deferred = isinstance(global_step, DeferredStep)
-        parts = getattr(global_step, "parts", ())
-        pointer = pointer_to(os.path.dirname(place), parts) if is_deferred else None
-        save = begin_save(place, capture, step, None, pointer=pointer)
-        self._begun.append(_Begun(save, max_ckpt_to_keep))
-        if publishes:
-            _publish(save, step)
-        if not is_deferred:
-            save.result()  # the caller names the step as the latest when this returns
-            self._remove_older()
+    _has_weights = True
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -340,46 +258,42 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         if self.should_load_extra:
             schedule, rng = read_extra(path, self.rank, self.world_size)
             if rng is None:
-                logger.info("fewer ranks have saved: the random numbers of this one are its own")
+                logger.info("the random generators of this rank are not loaded: fewer ranks have saved")
             else:
                 self.load_rng_state(rng)
             if schedule is not None and self.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(schedule)
         torch.distributed.barrier()
 
-    def remove_previous_save_local_path(self, path: str | Sequence[str]) -> None:
-        """Remove checkpoints. A checkpoint of ours is renamed first, and stays while readers read it."""
-        for each in [path] if isinstance(path, str) else path:
-            if os.path.lexists(os.path.join(each, MANIFEST_NAME)):
-                try:
-                    storage_for(each).remove_checkpoint(os.path.abspath(each))
-                except StorageError as error:
-                    logger.warning("an old checkpoint could not be removed: %s", error)
-            else:
-                super().remove_previous_save_local_path(each)
-
     def _check(self, what: str, *, has_model: bool, has_optimizer: bool) -> None:
         for name, is_wanted in (("model", has_model), ("optimizer", has_optimizer)):
             if is_wanted and getattr(self, name) is None:  # the text is verl's
                 raise AssertionError(f"{name} must be provided when checkpoint_contents.{what} includes ['{name}']")
 
-    def _begin_publishing(self, place: str) -> bool:
-        """Return whether to publish the weights of this save. If so, make sure that rollouts find the job's engine."""
-        root = folder_of_tracker(place)
-        if root is None or os.path.basename(place) != _ACTOR or not self.should_save_model:
-            return False
-        if os.environ.get(PUBLISH_VARIABLE) != "1":
-            return False
-        engines.get(job=job_of_checkpoints(root, Config.from_env().job_id))
-        return True
-
-    def _why_stock(self, local_path: str) -> str | None:
-        """Return the reason why verl has to save by itself; None if asyncckpt can save."""
-        if is_non_local(local_path):
-            return f"{local_path} is remote"
+    def _why_stock(self, local_path: str, hdfs_path: str | None) -> str | None:
         if self.should_save_optimizer and not isinstance(self.optimizer, torch.optim.Optimizer | None):
             return f"{type(self.optimizer).__qualname__} is no optimizer of torch's"
-        return None
+        return super()._why_stock(local_path, hdfs_path)
+
+    def _capture(self, capture: Capture, step: int) -> None:
+        self._check("save", has_model=self.should_save_model, has_optimizer=self.should_save_optimizer)
+        folder = str(capture.folder)
+        if self.should_save_hf_model:
+            # Write these before all ranks gather the weights, because a failed rank would not take part in that.
+            ranks_of().on_all(partial(self._have_verl_write_small, folder, step, []))
+            self._have_verl_write_small(folder, step, ["hf_model"])
+        else:
+            self._have_verl_write_small(folder, step, [])
+        if state := self._state():
+            capture.files.add_dcp_folder("", state)
+        if self.should_save_extra:
+            data = extra_file(self.lr_scheduler, self.get_rng_state())
+            capture.files.add_bytes(extra_name(self.rank, self.world_size), data)
+
+    def _have_verl_write_small(self, folder: str, step: int, contents: list[str]) -> None:
+        """Make verl write its other files: configuration, tokenizer, weights for Hugging Face."""
+        with replaced(self, "checkpoint_save_contents", contents):
+            self.have_verl_write(folder, step)
 
     def _state(self) -> dict[str, Any]:
         state = {}
@@ -390,45 +304,3 @@ class AsyncckptFSDPManager(FSDPCheckpointManager):  # type: ignore[misc]  # verl
         if self.should_save_optimizer:
             state["optimizer"] = optimizer_state(self.model, self.optimizer)
         return state
-
-    def _capture_small_files(self, folder: str, step: int) -> None:
-        """Make verl write its other files: configuration, tokenizer, weights for Hugging Face."""
-        if self.should_save_hf_model:
-            # Write these before all ranks gather the weights, because a failed rank would not take part in that.
-            ranks_of().on_all(partial(self._have_verl_write, folder, step, []))
-            self._have_verl_write(folder, step, ["hf_model"])
-        else:
-            self._have_verl_write(folder, step, [])
-
-    def _have_verl_write(self, folder: str, step: int, contents: list[str]) -> None:
-        with (
-            replaced(self, "checkpoint_save_contents", contents),
-            replaced(self, "register_checkpoint", lambda *_: None),
-            # No barrier is needed: each rank writes to its own folder, and told_to_all reports a failure to all ranks.
-            replaced(torch.distributed, "barrier", lambda *_, **__: None),
-        ):
-            super().save_checkpoint(folder, global_step=step)
-
-    def _remove_older(self) -> None:
-        """Make verl remove the checkpoints older than the newest durable one that a resumed job would load."""
-        passed = 0
-        with contextlib.suppress(OSError):  # if the tracker cannot be read, nothing is removed
-            for number, each in enumerate(self._begun, 1):
-                passed = number if each.is_latest() else passed
-        for each in self._begun[:passed]:
-            if self.rank == 0 and each.save.failure is None:
-                path = str(each.save.path)
-                # Otherwise verl would count a step that is saved again twice, and remove the new checkpoint as old.
-                if path in self.previous_saved_paths:
-                    self.previous_saved_paths.remove(path)
-                self.register_checkpoint(path, each.max_ckpt_to_keep)
-        self._begun = self._begun[passed:]
-
-
-def _publish(save: Save, step: int) -> None:
-    """Publish the staged weights to readers. An error in publishing does not fail the checkpoint."""
-    try:
-        # A resumed training goes back to older versions, so its readers must go back, too.
-        engines.get().publish(save, step, roll_back=True)
-    except CheckpointError as error:
-        logger.warning("the weights of step %d are not published: %s", step, error)

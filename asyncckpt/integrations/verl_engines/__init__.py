@@ -1,11 +1,11 @@
-"""Save the checkpoints of verl's FSDP engine in the background, and load them with another number of ranks.
+"""Save the checkpoints of verl's engines in the background, and name a step when all its parts are durable.
 
-    VERL_USE_EXTERNAL_MODULES=asyncckpt.integrations.verl_fsdp python -m verl.trainer.main_ppo ...
+    VERL_USE_EXTERNAL_MODULES=asyncckpt.integrations.verl_engines python -m verl.trainer.main_ppo ...
 
 verl imports the modules in that variable in every process, before its own modules. Importing this package replaces the
-manager of the FSDP engine (``manager.py``), and wraps the trainers, so that a step becomes the latest only when the
-whole step is durable (``driver.py``). Each replacement happens when verl imports the module in question. This package
-itself imports no module of verl.
+managers of the engines (``fsdp.py``, ``megatron.py``, ``torchtitan.py``). It also wraps the trainers, so that a step
+becomes the latest only when the whole step is durable (``driver.py``). Each replacement happens when verl imports the
+module in question. This package itself imports no module of verl.
 """
 
 from __future__ import annotations
@@ -63,19 +63,40 @@ def on_import(name: str, call: Callable[[Any], None]) -> None:
         sys.meta_path.insert(0, _finder)
 
 
-def _replace_manager(engine: Any) -> None:
-    from asyncckpt.integrations.verl_fsdp.manager import AsyncckptFSDPManager
+def _replace_fsdp(engine: Any) -> None:
+    from asyncckpt.integrations.verl_engines.fsdp import AsyncckptFSDPManager
 
     engine.FSDPCheckpointManager = AsyncckptFSDPManager
 
 
+def _replace_veomni(engine: Any) -> None:
+    from asyncckpt.integrations.verl_engines.fsdp import AsyncckptVeOmniManager
+
+    engine.FSDPCheckpointManager = AsyncckptVeOmniManager
+
+
+def _replace_megatron(engine: Any) -> None:
+    from asyncckpt.integrations.verl_engines.megatron import AsyncckptMegatronManager
+
+    engine.MegatronCheckpointManager = AsyncckptMegatronManager
+
+
+def _replace_torchtitan(engine: Any) -> None:
+    from asyncckpt.integrations.verl_engines.torchtitan import wrap
+
+    wrap(engine.TorchTitanEngine)
+
+
 def _wrap_trainer(name: str, module: Any) -> None:
-    from asyncckpt.integrations.verl_fsdp.driver import wrap
+    from asyncckpt.integrations.verl_engines.driver import wrap
 
     wrap(getattr(module, name))
 
 
-on_import("verl.workers.engine.fsdp.transformer_impl", _replace_manager)
+on_import("verl.workers.engine.fsdp.transformer_impl", _replace_fsdp)
+on_import("verl.workers.engine.veomni.transformer_impl", _replace_veomni)
+on_import("verl.workers.engine.megatron.transformer_impl", _replace_megatron)
+on_import("verl.workers.engine.torchtitan.transformer_impl", _replace_torchtitan)
 on_import("verl.trainer.ppo.ray_trainer", partial(_wrap_trainer, "RayPPOTrainer"))
 on_import("verl.trainer.ppo.v1.trainer_base", partial(_wrap_trainer, "PPOTrainer"))
 on_import("verl.trainer.main_ppo_sync", partial(_wrap_trainer, "PPOTrainer"))

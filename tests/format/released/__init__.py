@@ -1,0 +1,1 @@
+"""Small checkpoints that released versions have written, one folder a release."""
