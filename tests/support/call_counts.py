@@ -76,9 +76,16 @@ def _main(path: str) -> None:
 
     threading.Thread(target=answer, daemon=True).start()
     from asyncckpt.worker import __main__ as worker
-    from asyncckpt.worker import staged_image
+    from asyncckpt.worker.staged_image import StagedImage
 
-    staged_image._POLL_S = 60.0  # the number of polls for a slow copy depends on the load of the machine
+    wait_beyond = StagedImage.wait_beyond
+
+    def wait_once(image: StagedImage, nbytes: int, whole: int) -> int:
+        # The number of looks at a copy under way depends on the load of the machine.
+        wait_for(lambda: image._is_complete or image._failure is not None)
+        return wait_beyond(image, nbytes, whole)
+
+    StagedImage.wait_beyond = wait_once
 
     with counts.installed():
         sys.exit(worker.main(sys.argv[2:]))
