@@ -25,8 +25,10 @@ from asyncckpt.link.process import start_module, watched
 from asyncckpt.link.root_lock import check_job
 from asyncckpt.link.socket_connection import SocketConnection
 from asyncckpt.loading.dcp_reader import CheckpointReader, load_by_dcp
+from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.loading.load import Filled, load
 from asyncckpt.loading.memory_source import FoundImages, HeldAttempt, MemorySource, find_images, held_candidates
+from asyncckpt.loading.set_files import SetFiles
 from asyncckpt.loading.source import StorageSource, is_stock, wait_for_attempts
 from asyncckpt.planning.file_set import FileSet
 from asyncckpt.publication import job_of_checkpoints
@@ -55,6 +57,7 @@ __all__ = [
     "Rotation",
     "Rounds",
     "Save",
+    "SetFiles",
     "SocketConnection",
     "StorageSource",
     "Store",
@@ -65,6 +68,7 @@ __all__ = [
     "engines",
     "give_up",
     "held_checkpoints",
+    "held_files",
     "job_of_checkpoints",
     "is_stock",
     "load",
@@ -112,18 +116,40 @@ def held_checkpoints(
     """
     if engine.job is None:
         return
-    try:
-        memory = engine.held()
-    except CheckpointError as error:
-        logger.warning("the state is not loaded from memory: %s", error)
-        memory = None
     ranks = ranks_of()
-    images = find_images(engine.job, memory, engine.config.address, ranks)
+    images = find_images(engine.job, _memory_of(engine), engine.config.address, ranks)
 
     def chosen(found: FoundImages) -> HeldAttempt | None:
         return choose([each for each in found.attempts() if each.is_whole])
 
     yield from held_candidates(images, chosen, engine.config.transport, ranks)
+
+
+def held_files(engine: Engine, path: str) -> SetFiles:
+    """Open the large files of a ``FileSet``: from the memory of this rank's previous trainer, or else from storage.
+
+    A worker holds the image of a set only if the set says so (``is_held``), and the engine has a job. The checkpoint
+    has to be committed. Each rank may call this alone.
+
+    Args:
+        engine: The engine that saves.
+        path: The checkpoint.
+
+    Returns:
+        The files. ``read(name, into)`` fills a buffer, and compares the checksums. The caller has to close them.
+
+    Raises:
+        CheckpointNotFoundError, DamagedCheckpointError, StorageError: The checkpoint cannot be read.
+    """
+    return SetFiles(path, _memory_of(engine))
+
+
+def _memory_of(engine: Engine) -> HeldImages | None:
+    try:
+        return engine.held() if engine.job is not None else None
+    except CheckpointError as error:
+        logger.warning("the state is not loaded from memory: %s", error)
+        return None
 
 
 def shared_memory(nbytes: int, purpose: str, hint: str) -> Segment:

@@ -19,7 +19,8 @@ import torch
 
 from asyncckpt.errors import CheckpointError, OutOfMemoryError
 from asyncckpt.exporting.batches import BATCH_BYTES, Batch, Conversion, FilePlan, Window, batches
-from asyncckpt.exporting.stored import StoredState, fetch
+from asyncckpt.exporting.stored import StoredState
+from asyncckpt.loading.data_file import fetch
 from asyncckpt.shm.huge import huge_buffer, own_buffer
 from asyncckpt.shm.memcpy import address_of
 from asyncckpt.shm.segment import IMAGE_PAGE, round_up

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.loading.data_file import ChecksummedFile, read_pool
+from asyncckpt.loading.data_file import ChecksummedFile, fetch, read_pool
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
-from asyncckpt.shm.memcpy import Destinations, address_of
+from asyncckpt.shm.memcpy import address_of
 
 
 class Box(NamedTuple):
@@ -144,32 +143,3 @@ class StoredState:
         with read_pool(self.path) as pool:
             fetch(self.files, parts, pool)
         return {name: bytes(view) for name, view in data.items()}
-
-
-def fetch(
-    files: Mapping[str, ChecksummedFile], parts: Iterable[tuple[str, int, int, int]], pool: ThreadPoolExecutor
-) -> None:
-    """Read parts of files into memory, and compare their checksums if there are any.
-
-    Args:
-        files: The files, by name.
-        parts: For each part: the file, the first byte, the end, and the destination address.
-        pool: The threads that read.
-
-    Raises:
-        DamagedCheckpointError, StorageError: Bytes are damaged, or cannot be read. After an error, no thread writes to
-            the memory.
-    """
-    by_file: dict[str, list[tuple[int, int, int]]] = {}
-    for name, begin, end, address in parts:
-        if begin < end:
-            by_file.setdefault(name, []).append((begin, end, address))
-    for name, some in by_file.items():
-        file = files[name]
-        some.sort()
-        columns = [[part[column] for part in some] for column in range(3)]
-        damages = []
-        for run in file.read([part[:2] for part in some], pool, Destinations(*columns)):
-            damages += run.damages
-        if damages:
-            raise file.explained(damages[0])

@@ -110,22 +110,19 @@ class ImageLayout:
         data_bytes: The size of an image of these files, a multiple of the page.
         slots: The begin of each slot in the segment, in bytes. A slot holds an image.
         metadata: Each folder of DCP ("" is the top), and the region of its ``.metadata``.
+        is_held: Whether the worker holds the images for a load, also after the trainer's death.
     """
 
     files: tuple[LargeFile, ...]
     data_bytes: int
     slots: tuple[int, ...]
     metadata: tuple[tuple[str, Region], ...]
+    is_held: bool
 
     @property
     def is_single_file(self) -> bool:
         """Whether a file is saved alone, without a manifest."""
         return [file.path for file in self.files if isinstance(file, ArchiveData)] == [""]
-
-    @property
-    def has_state(self) -> bool:
-        """Whether there is a folder of DCP at the top, which a load can read from an image."""
-        return any(not folder for folder, _ in self.metadata)
 
     def constants(self) -> tuple[Region, ...]:
         """Return the regions that are the same in every save."""

@@ -13,11 +13,14 @@ import contextlib
 import dataclasses
 import json
 import logging
+import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch_checkpointing import CheckpointManager as StockManager
 from torch_checkpointing.checkpoint_base import CheckpointBase, CheckpointInfo, CheckpointItem
 from torch_checkpointing.checkpoint_layout import (
@@ -28,6 +31,8 @@ from torch_checkpointing.checkpoint_layout import (
     TorchSerialization,
     default_torch_layout_info,
 )
+from torch_checkpointing.checkpoint_loader import CheckpointLoader
+from torch_checkpointing.checkpoint_reader import CheckpointReader
 from torch_checkpointing.checkpoint_saver import CheckpointSaver
 from torch_checkpointing.checkpoint_writer import CallbackArgs, CheckpointWriterConfig
 from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
@@ -35,15 +40,19 @@ from torch_checkpointing.logging_utils import EventLogger
 from torch_checkpointing.metadata_serialization import METADATA_FILE_NAME
 from torch_checkpointing.schema import RANK_PLACEHOLDER
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+from torch_checkpointing.types import RankInfo
 
 from asyncckpt.config import Config
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.extension import (
+    MANIFEST_NAME,
     Engine,
     FileSet,
     Save,
+    SetFiles,
     absolute_path,
     engines,
+    held_files,
     ranks_of,
     replace_or_set_aside,
     synchronize_staging,
@@ -83,18 +92,42 @@ class CheckpointManager(StockManager):
         unused = CheckpointWriterConfig(barrier_config=None, write_to_temp_dir=False)
         super().__init__(dataclasses.replace(wanted, save=SyncCheckpointSaverConfig(writer_config=unused)))
         self._config, self._saver = wanted, _Saver(wanted, self._rank, self._metadata_manager)
+        mine = self._rank, dist.get_world_size() if dist.is_initialized() else 1
+        storage = wanted.storage_config or LocalFileSystemStorageConfig()
+        reader = CheckpointReader(RankInfo(*mine, *mine), storage, not wanted.load.use_mmap, self._filling)
+        self._loader = CheckpointLoader(reader, self._metadata_manager)
+        self._files: SetFiles | None = None  # the files of the checkpoint to load
 
     def load(self, checkpoint_id: str | os.PathLike[str], *args: Any, **options: Any) -> Mapping[str, Any]:
         """Load as torch_checkpointing does. If the checkpoint is missing, first wait for the worker of a dead trainer.
 
-        Raises ``StorageError`` if a worker writes to the folder for more than ``Config.timeout`` seconds.
+        Files of ``torch.save`` that are read whole come from the memory of that worker, or else from storage, and their
+        checksums are compared.
+
+        Raises:
+            StorageError: A worker writes to the folder for more than ``Config.timeout`` seconds.
+            DamagedCheckpointError: A checksum differs.
         """
         place = os.fspath(checkpoint_id)
-        if isinstance(self._saver, _Saver):
-            place = absolute_path(place)
-            if not os.path.exists(place):
-                wait_for_attempts(os.path.dirname(place), self._saver.engine.config.timeout)
-        loaded: Mapping[str, Any] = super().load(place, *args, **options)
+        if not isinstance(self._saver, _Saver):
+            return self._load(place, *args, **options)
+        engine, place = self._saver.engine, absolute_path(place)
+        if not os.path.exists(place):
+            wait_for_attempts(os.path.dirname(place), engine.config.timeout)
+        if not os.path.exists(os.path.join(place, MANIFEST_NAME)):  # a checkpoint of torch_checkpointing's own manager
+            return self._load(place, *args, **options)
+        with contextlib.closing(held_files(engine, place)) as files:
+            self._files = files
+            try:
+                return self._load(place, *args, **options)
+            finally:
+                self._files = None
+
+    def _filling(self, _: object) -> Callable[..., Any] | None:
+        return None if self._files is None else partial(_filled, self._files)
+
+    def _load(self, *args: Any, **options: Any) -> Mapping[str, Any]:
+        loaded: Mapping[str, Any] = super().load(*args, **options)
         return loaded
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
@@ -127,7 +160,8 @@ class _Saver(CheckpointSaver):
 
     @property
     def engine(self) -> Engine:
-        return engines.get(config=Config.from_env())
+        config = Config.from_env()
+        return engines.get(config=config, job=f"{_KIND}\n{config.job_id}" if config.job_id else None)
 
     def save(self, path: str, checkpoint: CheckpointBase) -> tuple[Future[Any], Future[Any]] | None:
         place, files = absolute_path(path), self.files_of(checkpoint.get_items())
@@ -143,7 +177,7 @@ class _Saver(CheckpointSaver):
         return written, written
 
     def files_of(self, items: dict[str, CheckpointItem]) -> FileSet:
-        files = FileSet(_KIND)
+        files = FileSet(_KIND, is_held=True)
         try:
             mine = self._mine(items)  # first, because the ranks do this together
             info = CheckpointInfo(items)
@@ -215,6 +249,15 @@ class _Written(Future[Any]):
             self.set_result(None)
         else:
             self.set_exception(failure)
+
+
+def _filled(files: SetFiles, nbytes: int, path: os.PathLike[str], *_: int) -> mmap.mmap:
+    """Return the ``nbytes`` of the file ``path`` of a checkpoint, in new memory."""
+    memory = mmap.mmap(-1, nbytes)
+    if not files.read(os.path.relpath(path, files.path), memoryview(memory)):
+        with open(path, "rb") as file:
+            file.readinto(memory)
+    return memory
 
 
 def _add(files: FileSet, key: str, value: Any, layout: LayoutInfo) -> None:

@@ -234,7 +234,7 @@ class SegmentStore:
     def image_staged(self, request: WriteRequest) -> None:
         """Note that an image is complete. It is held if a load can read it."""
         layout = self._hosted[request.segment].layout
-        if isinstance(layout, ImageLayout) and layout.has_state:
+        if isinstance(layout, ImageLayout) and layout.is_held:
             kept = replace(request, small_files=())
             with self._lock:
                 self._images[request.segment, request.slot] = _ImageRecord(kept, layout, time.monotonic())
@@ -393,7 +393,7 @@ class SegmentStore:
     def published_alone(self) -> tuple[PublishedSegment, ...]:
         """Return the segments with publications of weights, or of sets of files without images."""
         return tuple(
-            each for each in self.published() if isinstance(each.layout, WeightsLayout) or not each.layout.has_state
+            each for each in self.published() if isinstance(each.layout, WeightsLayout) or not each.layout.is_held
         )
 
     def open(self, number: int, flags: int = os.O_RDWR) -> Descriptor:

@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -432,3 +432,32 @@ def read_plain(file: InputFile, begin: int, end: int) -> bytes:
 
 def _buffer(nbytes: int) -> memoryview:
     return own_buffer(max(nbytes, _BUFFER_BYTES))[:nbytes]
+
+
+def fetch(
+    files: Mapping[str, ChecksummedFile], parts: Iterable[tuple[str, int, int, int]], pool: ThreadPoolExecutor
+) -> None:
+    """Read parts of files into memory, and compare their checksums if there are any.
+
+    Args:
+        files: The files, by name.
+        parts: For each part: the file, the first byte, the end, and the destination address.
+        pool: The threads that read.
+
+    Raises:
+        DamagedCheckpointError, StorageError: Bytes are damaged, or cannot be read. After an error, no thread writes to
+            the memory.
+    """
+    by_file: dict[str, list[tuple[int, int, int]]] = {}
+    for name, begin, end, address in parts:
+        if begin < end:
+            by_file.setdefault(name, []).append((begin, end, address))
+    for name, some in by_file.items():
+        file = files[name]
+        some.sort()
+        columns = [[part[column] for part in some] for column in range(3)]
+        damages = []
+        for run in file.read([part[:2] for part in some], pool, Destinations(*columns)):
+            damages += run.damages
+        if damages:
+            raise file.explained(damages[0])

@@ -64,6 +64,14 @@ class ImageFiles(ABC):
             self._indexes[number] = index
         return self._data_file(path, index, layout.data(held.request.slot, each))
 
+    def large_file(self, name: str, index: Index) -> ChecksummedFile | None:
+        """Return a large file of a set of files; None: the image has no such file. ``index``: the committed index."""
+        request, layout = self.held.request, self.held.layout
+        for each in layout.files:
+            if each.name(request.rank) == name:
+                return self._data_file(os.path.join(request.path, name), index, layout.data(request.slot, each))
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Release the image."""

@@ -35,15 +35,17 @@ class FileSet:
     them before the save.
     """
 
-    def __init__(self, kind: str = "") -> None:
+    def __init__(self, kind: str = "", *, is_held: bool = False) -> None:
         """Make an empty set.
 
         Args:
             kind: A name for sets with one structure. Give different kinds to sets with the same file names but other
                 tensor sizes that are saved in turns, for example of two models. Then each kind is planned once and has
                 memory of its own.
+            is_held: Whether the worker holds the newest images of these sets after the trainer's death, for
+                ``extension.held_files``. The worker always holds a set with a state dict at its top.
         """
-        self.kind = kind
+        self.kind, self.is_held = kind, is_held
         self.contents: dict[str, Content] = {}
         """The added files and folders by name, in the order of the calls."""
         self.error: Exception | None = None

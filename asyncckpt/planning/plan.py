@@ -36,9 +36,9 @@ class Contents:
     consist of the trainer's bytes alone. ``pickle_bytes``: the length of the pickle of each archive, in bytes.
     """
 
-    def __init__(self, kind: str | None, contents: Mapping[str, Content]) -> None:
-        """Divide the ``contents`` of a set. ``kind``: see ``FileSet``; None: this is a state dict."""
-        self.kind = kind
+    def __init__(self, kind: str | None, contents: Mapping[str, Content], *, is_held: bool = False) -> None:
+        """Divide the ``contents`` of a set. ``kind``, ``is_held``: see ``FileSet``; kind None: this is a state dict."""
+        self.kind, self.is_held = kind, is_held
         found: dict[type, dict[str, _Large]] = {DcpFolder: {}, SafetensorsFile: {}, TorchFileContents: {}}
         self.small: dict[str, bytes] = {}
         for name, content in contents.items():
@@ -64,7 +64,7 @@ class Contents:
             case FileSet():
                 if given.error is not None:
                     raise given.error
-                return cls(given.kind, given.contents)
+                return cls(given.kind, given.contents, is_held=given.is_held)
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -111,7 +111,7 @@ def make_plan(contents: Contents, group: Group, number: int, assumed: tuple[str,
                 parts[name] = SafetensorsPlan.of(content)
             case TorchFileContents():
                 parts[name] = TorchFilePlan.of(content)
-    return Plan(number if parts else ANY_PLAN, contents.kind, parts)
+    return Plan(number if parts else ANY_PLAN, contents.kind, parts, is_held=contents.is_held)
 
 
 def restore_plan(
@@ -143,6 +143,7 @@ class Plan:
     Attributes:
         number: Unique among plans, and the same on all ranks. ``ANY_PLAN`` if there is no part.
         kind: See ``FileSet``; None: this is the plan of a state dict.
+        is_held: See ``FileSet``.
         parts: The plans of the large files and folders, by name, in the order of the image.
         copied_ranks: The ranks of other hosts that this rank's worker keeps copies of.
     """
@@ -150,6 +151,7 @@ class Plan:
     number: int
     kind: str | None
     parts: Mapping[str, PartPlan]
+    is_held: bool = False
     copied_ranks: tuple[CopiedRank, ...] = ()
 
     @cached_property
@@ -235,4 +237,5 @@ class Plan:
             if isinstance(part, DcpPlan):
                 metadata.append((name, its["metadata"]))
             begin += part.layout.nbytes
-        return ImageLayout(tuple(files), self.layout.nbytes, slots, tuple(metadata))
+        is_held = self.is_held or "" in self.folders()
+        return ImageLayout(tuple(files), self.layout.nbytes, slots, tuple(metadata), is_held)

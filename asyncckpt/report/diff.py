@@ -112,7 +112,7 @@ class _Checkpoint:
         """Read the payload of an item."""
         import torch
 
-        from asyncckpt.exporting.stored import fetch
+        from asyncckpt.loading.data_file import fetch
 
         data = torch.empty(item.payload_bytes, dtype=torch.uint8, device="cpu")
         with closing(self._source.open(index.data)) as file:

@@ -69,7 +69,7 @@ def _host(pipe: Any, world_size: int, saves: int, folder: str) -> None:
         segment.view[PAGE : PAGE + 16] = memoryview(bytes(8) + PAGE.to_bytes(8, "little"))
         small = Region(2 * PAGE, 64)
         file = DataFile(0, PAGE, small, PAGE, bounds, number=0, prefix="")
-        layout = ImageLayout((file,), PAGE, (3 * PAGE,), (("", small),))
+        layout = ImageLayout((file,), PAGE, (3 * PAGE,), (("", small),), is_held=True)
         hosted = HostedSegment(segment)
         hosted.layout = layout
         for save in range(1, saves + 1):

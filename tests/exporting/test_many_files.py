@@ -18,7 +18,7 @@ from support.states import same
 from asyncckpt import export
 from asyncckpt.errors import StorageError
 from asyncckpt.exporting import source_files
-from asyncckpt.exporting.stored import fetch
+from asyncckpt.loading.data_file import fetch
 from asyncckpt.shm.memcpy import address_of
 
 FILES, MOST = 150, 100

@@ -19,7 +19,7 @@ from support.states import same
 from support.workers import wait_for, wait_reached
 
 from asyncckpt.engine import shared as engines
-from asyncckpt.errors import StorageError, UnsavableStateError
+from asyncckpt.errors import DamagedCheckpointError, StorageError, UnsavableStateError
 from asyncckpt.link import process
 
 pytestmark = [
@@ -32,7 +32,9 @@ pytestmark = [
 HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
-@pytest.mark.parametrize("scenario", ["round_trips", "formats", "killed_while_writing", "one_rank"])
+@pytest.mark.parametrize(
+    "scenario", ["round_trips", "formats", "killed_while_writing", "resumed_from_memory", "one_rank"]
+)
 def test_as_torch_checkpointing_does(scenario: str, tmp_path: Path) -> None:
     code = f"import sys; sys.path[:0] = {HERE!r}; import {Path(__file__).stem} as here; here.main()"
     python(code, TORCH_CHECKPOINTING, arguments=(scenario, str(tmp_path)))
@@ -147,6 +149,50 @@ def killed_while_writing(folder: Path) -> None:
 
     on_ranks(2, begin, folder=folder, codes={-signal.SIGKILL})
     on_ranks(2, go_on, folder=folder)
+
+
+def resumed_from_memory(folder: Path) -> None:
+    """A manager loads from the memory of dead ranks' workers, and so does not see that the files are damaged."""
+    place = folder / "root/step_1"
+
+    def large(seed: float) -> dict[str, Any]:
+        return {
+            "model": {"b": torch.ones(1)},
+            "w": {"w": torch.full((1 << 19,), seed + dist.get_rank())},
+            "step": int(seed),
+        }
+
+    def save() -> None:
+        saver = manager(ours=True)
+        saver.save(str(place), large(5)).result(60)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def load() -> None:
+        loader = manager(ours=True)
+        loaded = loader.load(str(place), into={**large(0), "step": None})
+        assert same(dict(loaded), large(5))
+        loader.save(str(place), large(6)).result(60)  # the memory is taken over
+        assert same(dict(loader.load(str(place), into={**large(0), "step": None})), large(6))
+
+    def fail() -> None:
+        loader = manager(ours=True)
+        with pytest.raises(DamagedCheckpointError, match=f"w_{dist.get_rank()}.pt"):
+            loader.load(str(place), into={**large(0), "step": None})
+
+    def damage() -> None:
+        for file in place.glob("w_*.pt"):
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+
+    os.environ["ASYNC_CKPT_JOB_ID"] = "resumed"
+    on_ranks(2, save, folder=folder, codes={-signal.SIGKILL})
+    damage()
+    on_ranks(2, load, folder=folder)
+    damage()
+    del os.environ["ASYNC_CKPT_JOB_ID"]  # the load does not look for the worker
+    on_ranks(2, fail, folder=folder)
 
 
 def one_rank(folder: Path) -> None:

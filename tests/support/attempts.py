@@ -45,4 +45,4 @@ def checkpoint_image(segment: Segment) -> ImageLayout:
     segment.view[2 * PAGE : 4 * PAGE] = os.urandom(2 * PAGE)
     head, spans_ = Region(PAGE + 64, 4), Region(PAGE + 128, len(words))
     file = DataFile(0, 2 * PAGE, head, 2 * PAGE, spans_, number=0, prefix="")
-    return ImageLayout((file,), 2 * PAGE, (2 * PAGE,), (("", Region(PAGE, 4)),))
+    return ImageLayout((file,), 2 * PAGE, (2 * PAGE,), (("", Region(PAGE, 4)),), is_held=True)

@@ -85,7 +85,7 @@ def _main(path: str) -> None:
         wait_for(lambda: image._is_complete or image._failure is not None)
         return wait_beyond(image, nbytes, whole)
 
-    StagedImage.wait_beyond = wait_once
+    setattr(StagedImage, "wait_beyond", wait_once)  # noqa: B010 - mypy
 
     with counts.installed():
         sys.exit(worker.main(sys.argv[2:]))

@@ -57,7 +57,7 @@ def lay_out(store: SegmentStore, nbytes: int, slots: int) -> int:
         segment.view[begin : begin + nbytes] = image_bytes(nbytes)
     spans = Region(constants[1], len(words))
     file = DataFile(0, nbytes, Region(constants[0] + 4, 4), nbytes, spans, number=0, prefix="")
-    store.hosted(number).describe(ImageLayout((file,), nbytes, begins, (("", Region(constants[0], 8)),)))
+    store.hosted(number).describe(ImageLayout((file,), nbytes, begins, (("", Region(constants[0], 8)),), is_held=True))
     return number
 
 

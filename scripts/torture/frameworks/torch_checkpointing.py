@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,6 @@ import torch
 import torch.distributed as dist
 from support.torch_checkpointing_training import Training, manager
 
-from asyncckpt import Config
-from asyncckpt.extension import engines
 from torture.frameworks.kind import EVERY, STEPS, Kind, Options
 from torture.frameworks.log import Log
 
@@ -21,7 +20,8 @@ _WIDTH = 100_000
 def _train(folder: Path, log: Log, options: Options | None) -> None:
     dist.init_process_group("gloo")
     if options is not None:
-        engines.get(config=Config(**options))
+        os.environ["ASYNC_CKPT_JOB_ID"] = str(folder)  # a load comes from memory, if a worker still has the checkpoint
+        os.environ.update({f"ASYNC_CKPT_{name.upper()}": str(value) for name, value in options.items()})
     training, saver = Training(_WIDTH), manager(ours=options is not None)
     found = [_candidates(folder)]
     dist.broadcast_object_list(found)  # a checkpoint may appear between the looks of two ranks
