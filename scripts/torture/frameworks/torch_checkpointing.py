@@ -26,6 +26,7 @@ def _train(folder: Path, log: Log, options: Options | None) -> None:
     found = [_candidates(folder)]
     dist.broadcast_object_list(found)  # a checkpoint may appear between the looks of two ranks
     begun = training.load(saver, found[0][0]) if found[0] else 0
+    saver.prewarm_staging(training.state(begun))  # starts a worker, which removes the socket of a killed worker
     for step in range(begun + 1, STEPS + 1):
         log.add_loss(step, training.train(step))
         if step % EVERY == 0:
