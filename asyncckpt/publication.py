@@ -174,6 +174,7 @@ def facts_of_job(job: str | None) -> dict[str, str | None]:
     if job is not None and job.startswith(_WEIGHTS):
         facts["address"] = job.removeprefix(_WEIGHTS)
     elif job is not None:
-        facts["root"], _, job_id = job.partition("\n")
+        root, _, job_id = job.partition("\n")
+        facts["root"] = root or None
         facts["job_id"] = job_id or None
     return facts

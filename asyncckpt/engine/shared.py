@@ -28,7 +28,7 @@ class Engines:
         self._engines: dict[dist.ProcessGroup | None | bool, Engine] = {}
         self._owner = os.getpid()
         self._of_others: list[object] = []
-        self._unused: list[Config] = []
+        self._unused: list[object] = []
 
     def get(
         self,
@@ -56,6 +56,9 @@ class Engines:
         if key not in self._engines:
             self._engines[key] = Engine(config, process_group, alone=alone, job=job)
         engine = self._engines[key]
+        if job not in (None, engine.job) and job not in self._unused:
+            self._unused.append(job)
+            logger.warning("the job of the first call stays, and that of a later one is ignored")
         # Warn once for each configuration, apart from its listeners: a lambda in the call is a new function each time.
         if config in (None, engine.config):
             return engine

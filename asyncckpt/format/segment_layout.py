@@ -124,6 +124,11 @@ class ImageLayout:
         """Whether a file is saved alone, without a manifest."""
         return [file.path for file in self.files if isinstance(file, ArchiveData)] == [""]
 
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a folder of DCP at the top, which a load can read from an image alone."""
+        return any(not folder for folder, _ in self.metadata)
+
     def constants(self) -> tuple[Region, ...]:
         """Return the regions that are the same in every save."""
         regions = (region for file in self.files for region in file.constants())

@@ -15,6 +15,7 @@ import json
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -96,7 +97,7 @@ class CheckpointManager(StockManager):
         storage = wanted.storage_config or LocalFileSystemStorageConfig()
         reader = CheckpointReader(RankInfo(*mine, *mine), storage, not wanted.load.use_mmap, self._filling)
         self._loader = CheckpointLoader(reader, self._metadata_manager)
-        self._files: SetFiles | None = None  # the files of the checkpoint to load
+        self._loading = threading.local()  # has the ``files`` of the checkpoint that a thread loads
 
     def load(self, checkpoint_id: str | os.PathLike[str], *args: Any, **options: Any) -> Mapping[str, Any]:
         """Load as torch_checkpointing does. If the checkpoint is missing, first wait for the worker of a dead trainer.
@@ -117,14 +118,15 @@ class CheckpointManager(StockManager):
         if not os.path.exists(os.path.join(place, MANIFEST_NAME)):  # a checkpoint of torch_checkpointing's own manager
             return self._load(place, *args, **options)
         with contextlib.closing(held_files(engine, place)) as files:
-            self._files = files
+            self._loading.files = files
             try:
                 return self._load(place, *args, **options)
             finally:
-                self._files = None
+                self._loading.files = None
 
     def _filling(self, _: object) -> Callable[..., Any] | None:
-        return None if self._files is None else partial(_filled, self._files)
+        files = getattr(self._loading, "files", None)
+        return None if files is None else partial(_filled, files)
 
     def _load(self, *args: Any, **options: Any) -> Mapping[str, Any]:
         loaded: Mapping[str, Any] = super().load(*args, **options)
@@ -161,7 +163,7 @@ class _Saver(CheckpointSaver):
     @property
     def engine(self) -> Engine:
         config = Config.from_env()
-        return engines.get(config=config, job=f"{_KIND}\n{config.job_id}" if config.job_id else None)
+        return engines.get(config=config, job=f"\n{config.job_id}" if config.job_id else None)
 
     def save(self, path: str, checkpoint: CheckpointBase) -> tuple[Future[Any], Future[Any]] | None:
         place, files = absolute_path(path), self.files_of(checkpoint.get_items())

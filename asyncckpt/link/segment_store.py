@@ -238,7 +238,7 @@ class SegmentStore:
             kept = replace(request, small_files=())
             with self._lock:
                 self._images[request.segment, request.slot] = _ImageRecord(kept, layout, time.monotonic())
-                self._staged += 1
+                self._staged += layout.has_state
                 self._is_staged.notify_all()
 
     def wait_staged(self, after: int, timeout: float) -> tuple[int, ImageKey] | None:
@@ -249,7 +249,8 @@ class SegmentStore:
         with self._lock:
             ended = self._ended_waits
             self._is_staged.wait_for(lambda: self._staged > after or self._ended_waits != ended, timeout)
-            own = [each for each in self._images.values() if not each.adopted and not each.is_copy]
+            states = [each for each in self._images.values() if each.layout.has_state]
+            own = [each for each in states if not each.adopted and not each.is_copy]
             if self._staged <= after or not own:
                 return None
             return self._staged, max(own, key=lambda each: each.staged_at).key
@@ -342,9 +343,9 @@ class SegmentStore:
         return None if image is None else self._held(image)
 
     def summaries(self, *, with_own: bool) -> tuple[ImageSummary, ...]:
-        """Return the complete images, the oldest first. ``with_own``: also the images of this session's trainer."""
+        """Return the complete images of states, oldest first. ``with_own``: also those of this session's trainer."""
         with self._lock:
-            whole = [each for each in self._images.values() if self._is_whole(each)]
+            whole = [each for each in self._images.values() if self._is_whole(each) and each.layout.has_state]
             whole = [each for each in whole if each.adopted or with_own]
             whole.sort(key=lambda image: image.staged_at)
             return tuple(ImageSummary(each.request, each.committed) for each in whole)

@@ -64,7 +64,7 @@ class Takeover:
         self.images = [each for each in inventory.images if not each.is_copy]
         self.copies = [each for each in inventory.images if each.is_copy]
         self.published = list(inventory.published)
-        self._not_held = set(inventory.saves) - {image.request.path for image in self.images}
+        self._not_held = set(inventory.saves) - {image.request.path for image in self.images if image.layout.has_state}
         _connected.add(self)
 
     @classmethod

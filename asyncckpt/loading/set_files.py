@@ -1,17 +1,21 @@
-"""Read the large files of a set of files, from the memory of this rank's previous trainer or from storage."""
+"""Read the files of a set. Large files come from the memory of this rank's previous trainer, or else from storage."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack, closing
 
-from asyncckpt.loading.data_file import fetch, read_pool
+from asyncckpt.errors import DamagedCheckpointError
+from asyncckpt.loading.data_file import ChecksummedFile, fetch, read_pool
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.shm.memcpy import address_of
 
+logger = logging.getLogger(__name__)
+
 
 class SetFiles:
-    """The large files of a checkpoint, with a checksum of every byte. The caller has to close this object."""
+    """The files of a checkpoint, with a checksum of every byte. The caller has to close this object."""
 
     def __init__(self, path: str, memory: HeldImages | None) -> None:
         """Find the checkpoint ``path`` in storage, and the image of this rank in ``memory``.
@@ -25,16 +29,29 @@ class SetFiles:
             self._held.enter_context(closing(self._image))
 
     def read(self, name: str, into: memoryview) -> bool:
-        """Fill ``into`` with the file ``name``, and compare the checksums. Return False if the file is not a large one.
+        """Fill ``into`` with the file ``name``, and compare the checksums. Return False if there is no such file.
 
         Raises ``DamagedCheckpointError``, ``StorageError``.
         """
-        if "index" not in self._stored.manifest.files.get(name, ()):
+        facts = self._stored.manifest.files.get(name)
+        if facts is None:
             return False
-        found = self._image.large_file(name, self._stored.index(name)) if self._image is not None else None
-        with closing(found or self._stored.open(name)) as file, read_pool(file.path) as pool:
-            fetch({name: file}, [(name, 0, len(into), address_of(into))], pool)
+        if "index" not in facts:
+            into[:] = self._stored.read(name)
+            return True
+        if self._image is not None and (file := self._image.large_file(name, self._stored.index(name))) is not None:
+            try:
+                self._fill(name, file, into)
+                return True
+            except DamagedCheckpointError as error:
+                logger.warning("the files are not loaded from memory: %s", error)
+                self._image = None
+        self._fill(name, self._stored.open(name), into)
         return True
+
+    def _fill(self, name: str, file: ChecksummedFile, into: memoryview) -> None:
+        with closing(file), read_pool(self.path) as pool:
+            fetch({name: file}, [(name, 0, len(into), address_of(into))], pool)
 
     def close(self) -> None:
         """Release the memory."""

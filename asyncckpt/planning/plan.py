@@ -70,7 +70,7 @@ class Contents:
     def key(self) -> tuple[object, ...]:
         """A key that is equal for contents that may fit the same plan."""
         options = (content.key if isinstance(content, DcpFolder) else None for content in self.large.values())
-        return self.kind, *zip(self.large, map(type, self.large.values()), options, strict=True)
+        return self.kind, self.is_held, *zip(self.large, map(type, self.large.values()), options, strict=True)
 
     @property
     def names(self) -> frozenset[str]:

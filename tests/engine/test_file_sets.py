@@ -365,3 +365,21 @@ def test_the_worker_of_a_dead_trainer_writes_it(tmp_path: Path) -> None:
     while not (tmp_path / "it").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     check(tmp_path / "it", 5, tmp_path)
+
+
+HELD = """
+import os, signal, sys
+import torch
+from asyncckpt import Checkpointer, FileSet
+files = FileSet(is_held=True)
+files.add_torch_file("w.pt", torch.ones(1 << 20))
+Checkpointer(sys.argv[1]).save(1, files).result(60)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_a_held_set_is_no_state_to_load(root: Path) -> None:
+    assert script(HELD, str(root)) == -signal.SIGKILL
+    with Checkpointer(root) as checkpointer, pytest.raises(MismatchError, match=r"a set of files: load these, as w\.pt"):
+        checkpointer.load({"w": torch.zeros(1)})

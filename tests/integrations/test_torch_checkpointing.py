@@ -18,6 +18,7 @@ from support.ranks import faulty
 from support.states import same
 from support.workers import wait_for, wait_reached
 
+from asyncckpt import Config
 from asyncckpt.engine import shared as engines
 from asyncckpt.errors import DamagedCheckpointError, StorageError, UnsavableStateError
 from asyncckpt.link import process
@@ -156,43 +157,54 @@ def resumed_from_memory(folder: Path) -> None:
     place = folder / "root/step_1"
 
     def large(seed: float) -> dict[str, Any]:
-        return {
-            "model": {"b": torch.ones(1)},
-            "w": {"w": torch.full((1 << 19,), seed + dist.get_rank())},
-            "step": int(seed),
-        }
+        weights = torch.full((1 << 19,), seed + dist.get_rank())
+        return {"model": {"b": torch.ones(1)}, "w": {"w": weights}, "step": int(seed)}
+
+    def load(loader: Any) -> dict[str, Any]:
+        return dict(loader.load(str(place), into={**large(0), "step": None}))
 
     def save() -> None:
-        saver = manager(ours=True)
-        saver.save(str(place), large(5)).result(60)
+        manager(ours=True).save(str(place), large(5)).result(60)
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def load() -> None:
+    def load_from_memory() -> None:
         loader = manager(ours=True)
-        loaded = loader.load(str(place), into={**large(0), "step": None})
-        assert same(dict(loaded), large(5))
-        loader.save(str(place), large(6)).result(60)  # the memory is taken over
-        assert same(dict(loader.load(str(place), into={**large(0), "step": None})), large(6))
+        assert same(load(loader), large(5))
+        loader.save(str(place), large(6)).result(60)  # in the same memory
+        assert same(load(loader), large(6))
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def fail() -> None:
+    def load_from_storage() -> None:
         loader = manager(ours=True)
-        with pytest.raises(DamagedCheckpointError, match=f"w_{dist.get_rank()}.pt"):
-            loader.load(str(place), into={**large(0), "step": None})
+        found = engines.shared.get(config=Config.from_env(), job="\nresumed").held()
+        assert found is not None
+        for image in found.images:
+            at = image.layout.data(image.request.slot, image.layout.files[0]).offset
+            found.segments[image.request.segment].view[at + (1 << 19)] ^= 1
+        assert same(load(loader), large(6))
 
-    def damage() -> None:
-        for file in place.glob("w_*.pt"):
+    def fail(file: str) -> None:
+        with pytest.raises(DamagedCheckpointError, match=f"{file}_{dist.get_rank()}.pt"):
+            load(manager(ours=True))
+
+    def damage(name: str) -> None:
+        for file in place.glob(f"{name}_*.pt"):
             data = bytearray(file.read_bytes())
             data[len(data) // 2] ^= 1
             file.write_bytes(data)
 
     os.environ["ASYNC_CKPT_JOB_ID"] = "resumed"
     on_ranks(2, save, folder=folder, codes={-signal.SIGKILL})
-    damage()
-    on_ranks(2, load, folder=folder)
-    damage()
+    damage("w")
+    on_ranks(2, load_from_memory, folder=folder, codes={-signal.SIGKILL})
+    on_ranks(2, load_from_storage, folder=folder)
     del os.environ["ASYNC_CKPT_JOB_ID"]  # the load does not look for the worker
-    on_ranks(2, fail, folder=folder)
+    for name in ("w", "step"):
+        damage(name)
+        on_ranks(2, fail, name, folder=folder)
+        damage(name)
 
 
 def one_rank(folder: Path) -> None:
