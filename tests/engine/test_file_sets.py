@@ -381,5 +381,5 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.usefixtures("forkserver")
 def test_a_held_set_is_no_state_to_load(root: Path) -> None:
     assert script(HELD, str(root)) == -signal.SIGKILL
-    with Checkpointer(root) as checkpointer, pytest.raises(MismatchError, match=r"a set of files: load these, as w\.pt"):
+    with Checkpointer(root) as checkpointer, pytest.raises(MismatchError, match="but a set of files"):
         checkpointer.load({"w": torch.zeros(1)})

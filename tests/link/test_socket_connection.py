@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.interrupts import Interrupted, interrupted_everywhere
 
-from asyncckpt.extension import SocketConnection
+from asyncckpt.link.socket_connection import SocketConnection
 
 
 @pytest.fixture

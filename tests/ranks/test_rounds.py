@@ -16,8 +16,9 @@ import pytest
 from support.workers import stop
 
 from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError, WorkerDiedError, decode, encode
-from asyncckpt.extension import Rendezvous, Rounds, Store
-from asyncckpt.ranks.rounds import KEPT_ROUNDS, key_of, round_name
+from asyncckpt.link.api import Rendezvous
+from asyncckpt.ranks.rounds import KEPT_ROUNDS, Rounds, key_of, round_name
+from asyncckpt.ranks.store import Store
 from asyncckpt.ranks.store_connection import Patience
 
 WORLD = 3

@@ -12,8 +12,9 @@ from dataclasses import replace
 import pytest
 
 from asyncckpt.errors import CheckpointError, WorkerDiedError
-from asyncckpt.extension import Rendezvous, Rounds, Store
-from asyncckpt.ranks.store import NONCE_BYTES
+from asyncckpt.link.api import Rendezvous
+from asyncckpt.ranks.rounds import Rounds
+from asyncckpt.ranks.store import NONCE_BYTES, Store
 from asyncckpt.ranks.store_connection import Patience
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from support.checkpoints import PAGE
 
-from asyncckpt.extension import storage_for
 from asyncckpt.loading.data_file import read_plain
 from asyncckpt.shm import huge
 from asyncckpt.shm.huge import is_huge, own_buffer, take_huge
 from asyncckpt.shm.segment import HUGE_PAGE, Descriptor, Segment
+from asyncckpt.storage import storage_for
 
 _COLLAPSE = 25
 

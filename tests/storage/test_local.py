@@ -23,10 +23,10 @@ from support.link_contract import DATA, put, put_checkpoint, put_checkpoint_but_
 from support.storage_contract import FileSystemContract
 
 from asyncckpt.errors import CheckpointExistsError, StorageError
-from asyncckpt.extension import MANIFEST_NAME, storage_for
+from asyncckpt.format.manifest import MANIFEST_NAME
 from asyncckpt.format.write_request import Existing
 from asyncckpt.shm.segment import Segment
-from asyncckpt.storage import file_system, history, local, named_steps, partial, remove_old_checkpoint
+from asyncckpt.storage import file_system, history, local, named_steps, partial, remove_old_checkpoint, storage_for
 from asyncckpt.storage.file_system import remove_folder
 from asyncckpt.storage.history import prune
 from asyncckpt.storage.local import LocalStorage

@@ -6,12 +6,12 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from asyncckpt.extension import storage_for
 from asyncckpt.format.index import spans
 from asyncckpt.format.segment_layout import DataFile, ImageLayout, Region
 from asyncckpt.format.write_request import Existing, WriteRequest
 from asyncckpt.shm.hosted_segment import HostedSegment
 from asyncckpt.shm.segment import Segment
+from asyncckpt.storage import storage_for
 from asyncckpt.worker.attempt import Attempt, begin_attempt
 from asyncckpt.worker.durable_files import DurableFiles
 from asyncckpt.worker.staged_image import StagedImage

@@ -19,16 +19,17 @@ from support.attempts import checkpoint_image, request_for
 from support.checkpoints import PAGE
 
 from asyncckpt.errors import RankFailedError, SaveTimeoutError, StorageError
-from asyncckpt.extension import Rendezvous, Rounds, Store, storage_for
 from asyncckpt.format.write_request import WriteRequest
-from asyncckpt.link.api import Committed, Failed, Staged
+from asyncckpt.link.api import Committed, Failed, Rendezvous, Staged
 from asyncckpt.link.segment_store import SegmentStore
 from asyncckpt.protocol import commit
 from asyncckpt.ranks import rounds as rounds_module
+from asyncckpt.ranks.rounds import Rounds
+from asyncckpt.ranks.store import Store
 from asyncckpt.ranks.store_connection import Patience, StoreClient
 from asyncckpt.shm.segment import Segment
 from asyncckpt.shm.slots import State
-from asyncckpt.storage import resolve
+from asyncckpt.storage import resolve, storage_for
 from asyncckpt.storage.local import LocalStorage
 from asyncckpt.storage.partial import PartialFolder
 from asyncckpt.worker import saves as saves_module
