@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 import pytest
 
-from asyncckpt.extension import MANIFEST_NAME, METADATA_NAME
+from asyncckpt.format.manifest import MANIFEST_NAME, METADATA_NAME
 from asyncckpt.format.write_request import Existing
 from asyncckpt.storage.storage import OpenAttempt, Storage
 from support.checkpoints import Manifest
