@@ -100,14 +100,14 @@ class RankFiles:
         self._turned: list[tuple[str, StoredPart]] = []  # the tensors of ``_TURNED``, and their files
         self._sharding: dict[str, dict[str, tuple[Keys, Any]]] = {}  # by item, and by the name within the item
         self._expected: set[str] = set()  # names of tensors of Hugging Face
-        names = self._storage.names_in(path) if self._set is None else list(self._set.manifest.files)
+        names = set(self._storage.names_in(path) if self._set is None else self._set.manifest.files)
         self.files: dict[str, _File] = {}
         """The files, by name."""
         self.ranks = 1
         """The number of ranks that saved the checkpoint."""
         if RANKS_METADATA_NAME in names:
-            self._find_named_files()
-            for match in filter(None, map(_NAME.fullmatch, names)):
+            self._find_named_files(names)
+            for match in filter(None, map(_NAME.fullmatch, sorted(names))):
                 if int(match[2]) < self.ranks:
                     self.files.setdefault(match[0], _File(match[1], int(match[2])))
         else:
@@ -221,8 +221,8 @@ class RankFiles:
 
         return stamp.nbytes, read_bytes
 
-    def _find_named_files(self) -> None:
-        """Find the files that the metadata names."""
+    def _find_named_files(self, names: set[str]) -> None:
+        """Find the files that the metadata names. ``names``: the files that are there."""
         with _damage(self._place(RANKS_METADATA_NAME)) as path:
             nbytes, read_bytes = self._reader(RANKS_METADATA_NAME)
             known = NamelessUnpickler(io.BytesIO(read_bytes(0, nbytes))).load()
@@ -240,7 +240,7 @@ class RankFiles:
                     name, kind = f"{item}_{rank}.pt", _TORCH
                     if layout is not None:
                         name, kind = layout["file_path"], layout["serialization_format"]["type"]
-                    elif rank not in owners and not self._storage.exists(self._place(_inside(name))):
+                    elif rank not in owners and name not in names:
                         continue  # this rank has not saved the item
                     if kind not in _KINDS:
                         raise FormatError(f"{name!r} has the format {kind!r}: load it with its own library", path=path)

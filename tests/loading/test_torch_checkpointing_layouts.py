@@ -46,13 +46,15 @@ needs_torch_checkpointing = pytest.mark.skipif(
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with checkpoints of both managers, ``<ranks>-<ours>``, and the whole states."""
     folder = tmp_path_factory.mktemp("saved")
-    path = [str(TESTS), *(str(TESTS / each) for each in ("integrations", "loading"))]
-    python(
-        f"import sys; sys.path[:0] = {path}; import {Path(__file__).stem} as here; here.save_all()",
-        TORCH_CHECKPOINTING,
-        arguments=(str(folder),),
-    )
+    _run("save_all", folder, TORCH_CHECKPOINTING)
     return folder
+
+
+def _run(scenario: str, folder: Path, *peers: str) -> None:
+    """Run a function of this file in a process of its own."""
+    path = [str(TESTS), *(str(TESTS / each) for each in ("integrations", "loading"))]
+    code = f"import sys; sys.path[:0] = {path}; import {Path(__file__).stem} as here; here.{scenario}()"
+    python(code, *peers, arguments=(str(folder),))
 
 
 # The functions down to ``save_all`` run in a process that can import torch_checkpointing.
@@ -166,6 +168,38 @@ def test_every_format(saved: Path, ranks: int, ours: bool, tmp_path: Path, capsy
     assert cli.main(["verify", str(path)]) == 0
     assert ours or f"the structure of {4 * ranks} files without checksums" in capsys.readouterr().out
     assert not any(name.startswith("torch_checkpointing") for name in sys.modules)
+
+
+@needs_torch_checkpointing
+@pytest.mark.usefixtures("forkserver")
+def test_other_ranks_load_into_other_placements(saved: Path) -> None:
+    (saved / "hf").mkdir()
+    save_file({"a.w": torch.arange(15.0).view(5, 3)}, saved / "hf/model.safetensors")
+    _run("load_on_two_ranks", saved)
+
+
+def load_on_two_ranks() -> None:
+    folder = Path(sys.argv[1])
+
+    def load_each() -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2,))
+        known = torch.load(folder / "4.pt", weights_only=False)["weights"]
+        saved = {name: known[name] for name in ("grid", "uneven", "strided")}
+        for item, path, expected in (
+            ("weights", folder / "4-True", saved),
+            ("weights", folder / "4-False", saved),
+            ("model", folder / "hf", {"a.w": torch.arange(15.0).view(5, 3)}),
+        ):
+            for dim in (0, 1):
+                empties = {name: torch.zeros_like(each) for name, each in expected.items()}
+                into = {name: distribute_tensor(each, mesh, [Shard(dim)]) for name, each in empties.items()}
+                load(path, {item: into})
+                assert all(same(into[name].full_tensor(), each) for name, each in expected.items())
+
+    on_ranks(2, load_each, folder=folder)
 
 
 def write_metadata(folder: Path, items: dict[str, Any] | None = None, ranks: int = 1) -> None:
