@@ -16,6 +16,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
+from zipfile import ZipInfo
 
 from asyncckpt.format.manifest import checksum
 
@@ -44,6 +45,9 @@ _EXTRA = struct.Struct("<2H")
 _EXTRA_64 = 1
 # torch's own mark for padding.
 _EXTRA_PADDING = int.from_bytes(b"FB", "little")
+
+# The bytes of each record begin at a multiple of this.
+_TORCH_ALIGNMENT = 64
 
 _VERSION, _VERSION_64 = 20, 45
 _HAS_DESCRIPTOR, _IS_UTF8 = 0x8, 0x800
@@ -115,6 +119,17 @@ def record_at(data: bytes, at: int = 0) -> tuple[bytes, int]:
     *_, name_bytes, extra_bytes = _LOCAL.unpack_from(data, at)
     name_at = at + LOCAL_BYTES
     return data[name_at : name_at + name_bytes], int(name_at + name_bytes + extra_bytes)
+
+
+def place_before(info: ZipInfo, end: int) -> int | None:
+    """Return the offset of a record's bytes, if the next record's header begins at ``end``; None: the offset is unsure.
+
+    ``torch.save`` aligns the bytes, and leaves no gap behind them and their descriptor.
+    """
+    descriptor = _DESCRIPTOR_64 if max(info.file_size, info.header_offset) >= _LIMIT else _DESCRIPTOR
+    at = end - info.file_size - (descriptor.size if info.flag_bits & _HAS_DESCRIPTOR else 0)
+    least = info.header_offset + LOCAL_BYTES + len(info.filename.encode())
+    return at if at % _TORCH_ALIGNMENT == 0 and least <= at <= least + _LIMIT_16 else None
 
 
 def is_archive(data: bytes) -> bool:

@@ -67,7 +67,8 @@ def checkpoints_at(path: str) -> list[str]:
     ``StorageError``.
     """
     storage = storage_for(path)
-    if any(storage.exists(os.path.join(path, name)) for name in (MANIFEST_NAME, METADATA_NAME)) or stock_kind(path):
+    is_marked = any(storage.exists(os.path.join(path, name)) for name in (MANIFEST_NAME, METADATA_NAME))
+    if is_marked or (kind := stock_kind(path)) == "torch_checkpointing":
         return [path]
     names = list(storage.names_in(path))
     steps = named_steps(path)
@@ -75,7 +76,7 @@ def checkpoints_at(path: str) -> list[str]:
         return [step_folder(path, step) for step in steps]
     if found := checkpoints_in(path):
         return found
-    if step_of(path) is not None and names:
+    if kind is not None or (step_of(path) is not None and names):
         return [path]  # a damaged checkpoint: the file that marks a checkpoint is missing
     raise CheckpointNotFoundError("there is no checkpoint here, nor a folder of checkpoints", path=path)
 

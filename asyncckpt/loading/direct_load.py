@@ -68,8 +68,12 @@ class DirectLoad:
     host_reads: HostReads | None = None
 
     def with_host_reads(self, held: ExitStack) -> DirectLoad:
-        """Return this load, with ``host_reads`` if all files are in storage. ``held`` releases their memory."""
-        if all(isinstance(file, StoredFile) for file in self.requests):
+        """Return this load, with ``host_reads`` if all files are in storage, with checksums for the shared bytes.
+
+        ``held`` releases the memory of the reads.
+        """
+        have_checksums = all(len(file.index.checksums) or not file.index.nbytes for file in self.requests)
+        if have_checksums and all(isinstance(file, StoredFile) for file in self.requests):
             with suppress(OutOfMemoryError):  # this rank reads alone
                 host_reads = held.enter_context(closing(HostReads(self.requests, self.source.attempt)))
                 return replace(self, host_reads=host_reads)

@@ -1,23 +1,29 @@
 """Read checkpoints of PyTorch's torch_checkpointing, as a source of DCP's metadata and of items.
 
 Each rank has a file of ``torch.save`` for each item: ``<item>_<rank>.pt``. ``metadata.pkl`` names the files of items
-that can be resharded. Neither torch_checkpointing nor any class of the pickles is needed. Tensors are read from their
-places in the files. All other values are pickled again, into a file in memory.
+that can be resharded, in this or another format. Neither torch_checkpointing nor any class of the pickles is needed.
+Tensors are read from their places in the files. All other values are pickled again, into a file in memory.
+
+As in torch_checkpointing, Hugging Face's weights are the item "model", with a rank for each file.
 """
 
 from __future__ import annotations
 
+import functools
 import io
+import json
 import math
 import os
 import pickle
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import IO, Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -31,26 +37,48 @@ from asyncckpt.errors import (
     located,
     unless_interrupt,
 )
-from asyncckpt.format.archive import LOCAL_BYTES, record_at
+from asyncckpt.format.archive import LOCAL_BYTES, place_before, record_at
 from asyncckpt.format.index import Index, Item
 from asyncckpt.format.manifest import MANIFEST_NAME
-from asyncckpt.loading.data_file import ChecksummedFile, MemoryFile, StoredFile
-from asyncckpt.loading.source import RANKS_METADATA_NAME, StorageSource
+from asyncckpt.loading.data_file import ChecksummedFile, FilePart, MemoryFile, StoredFile, read_plain, read_pool
+from asyncckpt.loading.safetensors_parts import parts_in, shards_of
+from asyncckpt.loading.source import HF_INDEX_NAME, HF_NAME, RANKS_METADATA_NAME, StorageSource
 from asyncckpt.loading.unpickle import NamelessUnpickler
-from asyncckpt.loading.unpickled_tensors import RefusedNameError, StoredPart, TensorUnpickler
+from asyncckpt.loading.unpickled_tensors import ReadBytes, RefusedNameError, StoredPart, TensorUnpickler
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys, is_leaf
+from asyncckpt.shm.memcpy import Destinations
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import FileStamp, InputFile
 
 _NAME = re.compile(r"(.+)_(\d+)\.pt")
-# The name of the file in memory. No file of a rank has this name.
-_IN_MEMORY = "(pickled again)"
+_TORCH, _SAFETENSORS, _JSON = "TorchSerialization", "SafetensorsSerialization", "JsonSerialization"
+_KINDS = (_TORCH, _SAFETENSORS, _JSON, "RawSerialization")
+# The names of files that are made of others. No file of a rank has these names.
+_IN_MEMORY, _TURNED = "(pickled again)", "(made contiguous)"
 _ALIGNMENT = 64
+# The size of a small read. The directory of an archive with 400 tensors has 36 KB.
+_BUFFER_BYTES = 64 << 10
+_PIECE_BYTES = 8 << 20  # the size of a read of a whole file
+# Maximum number of values in a file. Shared values count as often as they occur.
+_MOST_VALUES = 4 << 20
+
+
+class _File(NamedTuple):
+    """A file of a rank. ``kind``: torch_checkpointing's name of its format."""
+
+    item: str
+    rank: int
+    kind: str = _TORCH
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether the file is one of ``torch.save``, with CRCs."""
+        return self.kind == _TORCH
 
 
 class RankFiles:
-    """The checkpoint ``path`` of torch_checkpointing: call ``read`` first.
+    """The checkpoint ``path`` of torch_checkpointing, or of Hugging Face: call ``read`` first.
 
     A checkpoint of this library's manager is a set of files, with checksums. All methods raise
     ``DamagedCheckpointError`` and ``StorageError``.
@@ -67,18 +95,26 @@ class RankFiles:
         self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
         self._keys: dict[str, Keys] = {}
         self._meshes: dict[str, tuple[int, ...]] = {}
-        self._items: dict[str, list[Item]] = {_IN_MEMORY: []}  # by file
+        self._items: dict[str, list[Item]] = {}  # by file
         self._memory = bytearray()
-        names = self._storage.names_in(path) if self._set is None else list(self._set.manifest.files)
-        self.files = self._named_files() if RANKS_METADATA_NAME in names else {}
-        """The item and the rank of each file, by name."""
-        for match in filter(None, map(_NAME.fullmatch, names)):
-            self.files.setdefault(match[0], (match[1], int(match[2])))
-        self.ranks = max((rank + 1 for _, rank in self.files.values()), default=0)
+        self._turned: list[tuple[str, StoredPart]] = []  # the tensors of ``_TURNED``, and their files
+        self._sharding: dict[str, dict[str, tuple[Keys, Any]]] = {}  # by item, and by the name within the item
+        self._expected: set[str] = set()  # names of tensors of Hugging Face
+        names = set(self._storage.names_in(path) if self._set is None else self._set.manifest.files)
+        self.files: dict[str, _File] = {}
+        """The files, by name."""
+        self.ranks = 1
         """The number of ranks that saved the checkpoint."""
+        if RANKS_METADATA_NAME in names:
+            self._find_named_files(names)
+            for match in filter(None, map(_NAME.fullmatch, sorted(names))):
+                if int(match[2]) < self.ranks:
+                    self.files.setdefault(match[0], _File(match[1], int(match[2])))
+        else:
+            self._find_weights(HF_INDEX_NAME if HF_INDEX_NAME in names else None)
 
     def read(self, rank: int = 0, *, trusts: bool = False) -> RankFiles:
-        """Read the pickles of all files, but no tensors. Also raises ``MismatchError``.
+        """Read the pickles and headers of all files, but no tensors. Also raises ``MismatchError``.
 
         Args:
             rank: Values that differ by rank are of the file of this rank, if there is one.
@@ -87,15 +123,22 @@ class RankFiles:
         Returns:
             This object.
         """
-        for _, _, file, item in sorted((of != rank, of, name, item) for name, (item, of) in self.files.items()):
-            with closing(self._stream(file)) as stream, _damage(self._place(file)):
-                names = set()
-                for keys, leaf in _leaves(_load(stream, trusts), (item,)):
-                    name = ".".join(map(str, keys))
-                    if name in names or self._keys.setdefault(name, keys) != keys:
-                        raise MismatchError(f"two values have the name {name!r}, and DCP could tell only one of them")
-                    names.add(name)
-                    self._add(name, leaf, file)
+        names: set[str] = set()
+        order = sorted(self.files, key=lambda name: (self.files[name].rank != rank, self.files[name].rank, name))
+        with read_pool(self.path) as pool:
+            for file, leaves in zip(order, pool.map(functools.partial(self._leaves, trusts), order), strict=True):
+                with _damage(self._place(file)):
+                    if not self._expected:
+                        names.clear()
+                    for keys, shards in leaves:
+                        name = ".".join(map(str, keys))
+                        if name in names or self._keys.setdefault(name, keys) != keys:
+                            raise MismatchError(f"two values have the name {name!r}, and DCP could tell only one")
+                        names.add(name)
+                        for each in shards:
+                            self._add(name, each, file)
+        if missing := sorted(self._expected - self._about.keys()):
+            raise DamagedCheckpointError(f"no file has the tensor {missing[0]!r}", path=self._place(HF_INDEX_NAME))
         for name, about in self._about.items():
             is_tensor = isinstance(about, dcp.TensorStorageMetadata)
             if is_tensor and sum(math.prod(chunk.sizes) for chunk in about.chunks) != math.prod(about.size):
@@ -123,6 +166,8 @@ class RankFiles:
         path = self._place(name)
         if name == _IN_MEMORY:
             return MemoryFile(path, self._index(name), memoryview(self._memory))
+        if name == _TURNED:
+            return _TurnedFile(self.path, self._index(name), self._turned)
         if self._set is None:
             if self._storage.stamp(path) != self._stamps[name]:
                 raise StorageError("this file was changed or replaced while it was read: try again", path=path)
@@ -134,16 +179,19 @@ class RankFiles:
         return file
 
     def damages(self, progress: Callable[[int], object]) -> Iterator[DamagedCheckpointError]:
-        """Compare the CRC of each record of each file. Yield an error for each damaged or missing file.
+        """Compare the CRC of each record of each archive. Yield an error for each damaged or missing file.
 
         ``progress``: called with the size of each file.
         """
-        for name in self.files:
+        for name, file in self.files.items():
             try:
-                with closing(self._stream(name)) as stream, _damage(self._place(name)):
-                    if (bad := zipfile.ZipFile(stream).testzip()) is not None:
+                with _damage(self._place(name)):
+                    nbytes, read_bytes = self._reader(name)
+                    if file.is_archive and (
+                        bad := zipfile.ZipFile(_stream(nbytes, read_bytes, _PIECE_BYTES)).testzip()
+                    ):
                         raise ValueError(f"the record {bad!r} has another CRC")
-                    progress(stream.seek(0, os.SEEK_END))
+                    progress(nbytes)
             except DamagedCheckpointError as error:
                 yield error
 
@@ -151,44 +199,90 @@ class RankFiles:
         return os.path.join(self.path, name)
 
     def _index(self, name: str) -> Index:
-        nbytes = len(self._memory) if name == _IN_MEMORY else self._storage.size(self._place(name)) or 0
-        return Index(name, nbytes, self._items[name], ())
+        items = self._items[name]
+        if (stamp := self._stamps.get(name)) is not None:
+            return Index(name, stamp.nbytes, items, ())
+        return Index(name, max(item.at + item.nbytes for item in items), items, ())
 
-    def _stream(self, name: str) -> IO[bytes]:
-        """Open a file to read its bytes. The caller closes the file."""
+    def _reader(self, name: str) -> tuple[int, ReadBytes]:
+        """Return the size of a file, and the function that reads its bytes."""
         if self._set is not None and "index" not in self._set.manifest.files.get(name, ()):
-            return io.BytesIO(self._set.read(name))
-        self._stamps[name] = self._storage.stamp(path := self._place(name))
-        if is_address(path):
-            return io.BytesIO(self._storage.read(path))
-        if not os.path.isfile(path):
+            data = self._set.read(name)
+            return len(data), lambda begin, end: data[begin:end]
+        stamp = self._stamps[name] = self._storage.stamp(path := self._place(name))
+        if stamp is None:
             raise DamagedCheckpointError("a file of this checkpoint is missing", path=path)
-        return open(path, "rb")
+        # A file on an object store holds no descriptor, and each opening is a request.
+        opened = functools.cache(self._storage.open) if is_address(path) else self._storage.open
 
-    def _named_files(self) -> dict[str, tuple[str, int]]:
-        """Return the item and the rank of each file that the metadata names, by name."""
-        found = {}
-        with closing(self._stream(RANKS_METADATA_NAME)) as stream, _damage(self._place(RANKS_METADATA_NAME)) as path:
-            known = NamelessUnpickler(stream).load()
+        def read_bytes(begin: int, end: int) -> bytes:
+            with closing(opened(path)) as file:
+                return read_plain(file, begin, end)
+
+        return stamp.nbytes, read_bytes
+
+    def _find_named_files(self, names: set[str]) -> None:
+        """Find the files that the metadata names. ``names``: the files that are there."""
+        with _damage(self._place(RANKS_METADATA_NAME)) as path:
+            nbytes, read_bytes = self._reader(RANKS_METADATA_NAME)
+            known = NamelessUnpickler(io.BytesIO(read_bytes(0, nbytes))).load()
             if (version := known["version"]) != "2.0":
                 raise FormatError(f"its version is {version!r}, and only 2.0 can be read", path=path)
+            self.ranks = int(known["world_size"])
             for item, about in known["metadata"].items():
-                owners = {
-                    rank
-                    for groups in about["nested_path_to_metadata"].values()
-                    for each in groups
-                    for rank in each["ranks"]
-                }
-                for rank, layout in about["rank_to_layout_info"].items():
-                    name = f"{item}_{rank}.pt" if layout is None else str(layout["file_path"])
-                    if layout is None and int(rank) not in owners and not self._storage.exists(self._place(name)):
+                groups = {tuple(json.loads(keys)): its for keys, its in about["nested_path_to_metadata"].items()}
+                # Keys become text, as DCP notes the keys of a dict.
+                known_as = {".".join(map(str, keys)): (tuple(map(str, keys)), its) for keys, its in groups.items()}
+                self._sharding[str(item)] = known_as
+                owners = {rank for its in groups.values() for each in its for rank in each["ranks"]}
+                for rank in sorted(owners | set(about["rank_to_layout_info"])):
+                    layout = about["rank_to_layout_info"].get(rank)
+                    name, kind = f"{item}_{rank}.pt", _TORCH
+                    if layout is not None:
+                        name, kind = layout["file_path"], layout["serialization_format"]["type"]
+                    elif rank not in owners and name not in names:
                         continue  # this rank has not saved the item
-                    if layout is not None and layout["serialization_format"]["type"] != "TorchSerialization":
-                        raise FormatError(f"{name!r} is no file of torch.save: load it with its own library", path=path)
-                    if name.startswith("/") or ".." in name.split("/"):
-                        raise ValueError(f"it names a file of another folder: {name!r}")
-                    found[name] = str(item), int(rank)
-        return found
+                    if kind not in _KINDS:
+                        raise FormatError(f"{name!r} has the format {kind!r}: load it with its own library", path=path)
+                    self.files.setdefault(_inside(name), _File(str(item), int(rank), kind))
+
+    def _find_weights(self, index: str | None) -> None:
+        """Find the files of Hugging Face's weights."""
+        weight_map = {"": HF_NAME}
+        with _damage(self._place(index or HF_NAME)) as path:
+            if index is not None:
+                weight_map = json.loads(self._storage.read(path))["weight_map"]
+                self._expected = {f"model.{name}" for name in weight_map}
+            for number, name in enumerate(sorted({*map(_inside, weight_map.values())})):
+                self.files[name] = _File("model", number, _SAFETENSORS)
+
+    def _leaves(self, trusts: bool, file: str) -> list[tuple[Keys, list[Any]]]:
+        """Read the pickle or the header of a file. Return the leaves, each with the keys as DCP notes them.
+
+        A leaf is a value, or all shards of a tensor.
+        """
+        item, rank, kind = self.files[file]
+        with _damage(self._place(file)):
+            nbytes, read_bytes = self._reader(file)
+            if kind == _SAFETENSORS:
+                parts, known = parts_in(_stream(nbytes, read_bytes), nbytes, read_bytes), self._sharding.get(item, {})
+                found = []
+                for name, part in parts.items():
+                    keys, groups = known.get(name, ((name,), None))
+                    shards = [part]
+                    if groups is not None:
+                        its = (each["sharding_metadata"] for each in groups if rank in each["ranks"])
+                        shards = [shard for about in its for shard in shards_of(part, about, rank)]
+                    found.append(((item, *keys), shards))
+                return found
+            if kind == _TORCH:
+                value = _load(nbytes, read_bytes, trusts)
+            else:
+                data = read_bytes(0, nbytes)
+                value = json.loads(data) if kind == _JSON else data
+            if (count := _count(value, {})) > _MOST_VALUES:
+                raise ValueError(f"it has {count:,} values, with shared ones, and at most {_MOST_VALUES:,} are read")
+            return list(_flat(value, (item,)))
 
     def _add(self, name: str, leaf: Any, file: str) -> None:
         """Add a value of a file, unless the file of another rank has brought it."""
@@ -204,18 +298,21 @@ class RankFiles:
         is_tensor = isinstance(about, dcp.TensorStorageMetadata)
         if not is_tensor or (leaf.whole is None and about.chunks) or (0 in leaf.shape and math.prod(whole)):
             return
-        offsets, lengths = leaf.box()
-        if (about.properties.dtype, tuple(about.size), tuple(lengths)) != (leaf.dtype, whole, leaf.shape):
+        offsets, lengths = list(leaf.offsets or (0,) * len(whole)), list(leaf.shape)
+        if (about.properties.dtype, tuple(about.size)) != (leaf.dtype, whole):
             raise ValueError(f"the part of {name!r}, {leaf.dtype} of {leaf.shape}, does not fit the other parts")
         if dcp.MetadataIndex(name, offsets) in self._places:  # a replica
             return
         about.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths)))
         place = leaf.begin(), math.prod(lengths) * leaf.dtype.itemsize
         item = Item(name, "tensor", str(leaf.dtype).removeprefix("torch."), lengths, offsets, *place, *place)
-        if leaf.strides != contiguous_strides(lengths):
-            self._remember(item, leaf.read().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        else:
+        if leaf.strides == contiguous_strides(lengths):
             self._keep(item, file)
+            return
+        made = self._items.get(_TURNED, [])
+        place = made[-1].at + made[-1].nbytes if made else 0, place[1]
+        self._keep(Item(*item[:5], *place, *place), _TURNED)
+        self._turned.append((self._place(file), leaf))
 
     def _remember(self, item: Item, data: bytes) -> None:
         """Add a value to the file in memory."""
@@ -230,6 +327,59 @@ class RankFiles:
         self._places[index] = _StorageInfo(file, item.at, item.nbytes)
 
 
+class _TurnedFile(ChecksummedFile):
+    """Tensors that are not contiguous in their files. Each tensor is read and made contiguous when it is needed."""
+
+    def __init__(self, path: str, index: Index, tensors: list[tuple[str, StoredPart]]) -> None:
+        """Read nothing yet. ``tensors``: the tensor of each item, and the path of its file."""
+        super().__init__(path, index, sys.maxsize)
+        self._tensors = {item.at: each for item, each in zip(index.items, tensors, strict=True)}
+        self.cuts = [*(bisect_left(index.bounds, at) for at in self._tensors), *self.cuts]  # a run is one tensor
+
+    def close(self) -> None:
+        pass
+
+    def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
+        path, part = self._tensors[begin]
+        with _damage(path):
+            data = part.read().contiguous().view(-1).view(torch.uint8).numpy()
+        yield FilePart(begin, data.data)
+
+
+class _Stream(io.RawIOBase):
+    """A file to read by a cursor. The end of the file is read once, because archives have their directory there."""
+
+    def __init__(self, nbytes: int, read_bytes: ReadBytes) -> None:
+        self._nbytes, self._read_bytes, self._at = nbytes, read_bytes, 0
+        self._end: bytes | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._nbytes)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end_at = max(0, self._nbytes - _BUFFER_BYTES)
+        if self._at < end_at:
+            data = self._read_bytes(self._at, min(self._at + len(buffer), self._nbytes))
+        else:
+            if self._end is None:
+                self._end = self._read_bytes(end_at, self._nbytes)
+            data = self._end[self._at - end_at :][: len(buffer)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _stream(nbytes: int, read_bytes: ReadBytes, at_once: int = _BUFFER_BYTES) -> io.BufferedReader:
+    return io.BufferedReader(_Stream(nbytes, read_bytes), at_once)
+
+
 @contextmanager
 def _damage(path: str) -> Iterator[str]:
     """Raise each error of the body as one about the file ``path``: damaged files fail in many ways."""
@@ -240,34 +390,54 @@ def _damage(path: str) -> Iterator[str]:
         raise located(error, path=path, otherwise=kind) from error
 
 
-def _load(stream: IO[bytes], trusts: bool) -> Any:
+def _inside(name: Any) -> str:
+    """Return the name of a file. Raise ``ValueError`` if it names a file of another folder."""
+    if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
+        raise ValueError(f"it names a file of another folder: {name!r}")
+    return name
+
+
+def _load(nbytes: int, read_bytes: ReadBytes, trusts: bool) -> Any:
     """Return the value in a file of ``torch.save``, with notes in the place of tensors."""
-    archive = zipfile.ZipFile(stream)
+    archive = zipfile.ZipFile(_stream(nbytes, read_bytes))
+    records = sorted(archive.infolist(), key=lambda each: each.header_offset)
+    ends = {one.filename: after.header_offset for one, after in pairwise(records)}
     folder = next(name for name in archive.namelist() if name.endswith("/data.pkl")).removesuffix("data.pkl")
-    if archive.read(f"{folder}byteorder").decode() != sys.byteorder:
-        raise FormatError("the file was written on a machine with another byte order")
 
     def record(name: str) -> tuple[int, int, int]:
         about = archive.getinfo(f"{folder}{name}")
         if about.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"the record {name!r} is compressed")
-        stream.seek(about.header_offset)
-        return about.header_offset + record_at(stream.read(LOCAL_BYTES))[1], about.file_size, about.CRC
+        at = place_before(about, ends.get(about.filename, 0))
+        if at is None:
+            head = read_bytes(about.header_offset, about.header_offset + LOCAL_BYTES)
+            at = about.header_offset + record_at(head)[1]
+        return at, about.file_size, about.CRC
 
     record("data.pkl")
     pickled = io.BytesIO(archive.read(f"{folder}data.pkl"))
-    unpickler = TensorUnpickler(pickled, lambda key: record(f"data/{key}"), stream)
+    if archive.read(f"{folder}byteorder").decode() != sys.byteorder:
+        raise FormatError("the file was written on a machine with another byte order")
+    unpickler = TensorUnpickler(pickled, lambda key: record(f"data/{key}"), read_bytes)
     unpickler.trusts = trusts
     return unpickler.load()
 
 
-def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
+def _count(value: Any, known: dict[int, int]) -> int:
+    """Return the number of values in a value, with itself. ``known``: the numbers so far, by identity."""
+    if (key := id(value)) not in known:
+        entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        known[key] = 1 + sum(_count(each, known) for each in entries)
+    return known[key]
+
+
+def _flat(value: Any, keys: Keys) -> Iterator[tuple[Keys, list[Any]]]:
     """Yield the leaves of a value, each with the keys as DCP notes them."""
     if is_leaf(value, StoredPart):
-        yield keys, value
+        yield keys, [value]
         return
     for key, each in enumerate(value) if isinstance(value, list) else value.items():
-        yield from _leaves(each, (*keys, key if isinstance(value, list) else str(key)))
+        yield from _flat(each, (*keys, key if isinstance(value, list) else str(key)))
 
 
 def _pickled(value: Any) -> bytes:

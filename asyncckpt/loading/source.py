@@ -43,7 +43,9 @@ _SOME = 4  # maximum number of checkpoints that an error names
 _MOST_STAGED = 8
 # The metadata of torch_checkpointing, and its files of ranks.
 RANKS_METADATA_NAME = "metadata.pkl"
-_RANK_FILE = re.compile(r".+_\d+\.pt")
+_RANK_FILE = re.compile(r".+(_\d+\.pt|\.safetensors)")
+# The weights of Hugging Face: an index that names several files, or one file.
+HF_INDEX_NAME, HF_NAME = "model.safetensors.index.json", "model.safetensors"
 # Files that mark a checkpoint: of this library, of stock DCP, of Hugging Face's Trainer.
 _MARKS = (MANIFEST_NAME, METADATA_NAME, "trainer_state.json")
 
@@ -157,13 +159,21 @@ def has_rank_files(names: Iterable[str]) -> bool:
     return RANKS_METADATA_NAME in own and any(map(_RANK_FILE.fullmatch, own))
 
 
-def stock_kind(path: str) -> Literal["dcp", "torch_checkpointing"] | None:
-    """Return which other library wrote the checkpoint ``path``; None: this library did, or there is no checkpoint."""
+def stock_kind(path: str) -> Literal["dcp", "torch_checkpointing", "huggingface"] | None:
+    """Return which other library wrote the checkpoint ``path``; None: this library did, or there is no checkpoint.
+
+    A folder with Hugging Face's weights may have checkpoints in it, too, as the output of its Trainer.
+    """
     if is_stock(path):
         return "dcp"
     storage = storage_for(path)
-    is_ours = storage.exists(os.path.join(path, MANIFEST_NAME))
-    return None if is_ours or not has_rank_files(storage.names_in(path)) else "torch_checkpointing"
+    if storage.exists(os.path.join(path, MANIFEST_NAME)):
+        return None
+    names = storage.names_in(path)
+    if has_rank_files(names):
+        return "torch_checkpointing"
+    is_ours = any(map(is_index, names)) or METADATA_NAME in names
+    return None if is_ours or {HF_INDEX_NAME, HF_NAME}.isdisjoint(names) else "huggingface"
 
 
 def read_manifest(path: str) -> Manifest:

@@ -10,10 +10,12 @@ import codecs
 import copyreg
 import math
 import pickle
+import re
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import IO, Any
 
 import torch
@@ -51,38 +53,56 @@ _STORAGES = {
     **{"Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64, "Untyped": torch.uint8},
 }
 _Records = Callable[[str], tuple[int, int, int]]
+ReadBytes = Callable[[int, int], bytes]
+"""Return the bytes of a file from one place up to another."""
+Division = tuple[int, int, int, int]
+"""How a mesh dimension shards a DTensor: number of ranks, number of this rank, tensor dimension, split factor."""
+# The modules of torch whose classes and functions become notes, whatever the user allows.
+_OF_NOTES = re.compile(r"torch(\.(_|distributed|storage|nn\.parameter|nested).*)?")
 _PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A tensor, or the local part of a DTensor. Its first element is number ``first`` of its storage.
+    """A tensor, or a part of a sharded tensor. Its first element is number ``first`` of its storage.
 
-    ``record`` is the place of the storage in ``stream``: its first byte, and the number of bytes. ``whole`` is the
-    shape of the DTensor; None: a plain tensor. ``divisions`` has a row for each mesh dimension that shards the DTensor:
-    the number of ranks, the number of this rank, the tensor's dimension, and the split factor.
+    ``record`` is the place of the storage in the file: its first byte, and the number of bytes. ``read_bytes`` reads
+    the file from one byte up to another. ``whole`` is the shape of the sharded tensor, in which the part begins at
+    ``offsets``; None: a plain tensor.
     """
 
     record: tuple[int, int]
     dtype: torch.dtype
-    stream: IO[bytes] | None
+    read_bytes: ReadBytes | None
     first: int = 0
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     whole: tuple[int, ...] | None = None
-    divisions: tuple[tuple[int, int, int, int], ...] = ()
+    offsets: tuple[int, ...] = ()
     mesh: tuple[int, ...] = ()
     """The ranks of the DTensor's mesh, if the file has them."""
-    crc: int = 0
-    """The CRC of the storage."""
+    crc: int | None = None
+    """The CRC of the storage, if the file has one."""
+    needs_grad: bool | None = None
+    """Whether a ``Parameter`` requires a gradient; None: a tensor of another class."""
 
-    def box(self) -> tuple[list[int], list[int]]:
-        """Return the offsets and lengths of the part in the whole tensor, as DTensor computes them."""
-        offsets, lengths = [0] * len(self.shape), list(self.shape if self.whole is None else self.whole)
+    def within(self, whole: Sequence[int], divisions: Sequence[Division], mesh: Sequence[int]) -> StoredPart:
+        """Return the local part of a DTensor with its place, as DTensor computes the place.
+
+        Args:
+            whole: The shape of the DTensor.
+            divisions: See ``Division``.
+            mesh: The ranks of the mesh.
+
+        Raises:
+            MismatchError: The order of the shards is not known.
+            ValueError: The part has another shape.
+        """
+        offsets, lengths = [0] * len(whole), list(whole)
         parts = [1] * len(lengths)
         # Placements with a split factor divide what the later placements have divided, as FSDP does after TP.
-        plain = [row for row in self.divisions if row[3] == 1]
-        for size, at, dim, factor in (*plain, *(row for row in self.divisions[::-1] if row[3] != 1)):
+        plain = [row for row in divisions if row[3] == 1]
+        for size, at, dim, factor in (*plain, *(row for row in divisions[::-1] if row[3] != 1)):
             if factor not in (1, parts[dim]):
                 raise MismatchError(f"a DTensor is sharded with the split factor {factor}, after {parts[dim]} parts")
             each = -(-lengths[dim] // size)
@@ -90,7 +110,9 @@ class StoredPart:
             offsets[dim] += begin
             lengths[dim] = min(each, lengths[dim] - begin)
             parts[dim] *= size
-        return offsets, lengths
+        if tuple(lengths) != self.shape:
+            raise ValueError(f"a part of a DTensor has the shape {self.shape}, and not {tuple(lengths)}")
+        return replace(self, whole=tuple(whole), offsets=tuple(offsets), mesh=tuple(mesh))
 
     def begin(self) -> int:
         """Return the place of the first element in bytes. Raises ``ValueError`` if an element is outside the record."""
@@ -107,21 +129,28 @@ class StoredPart:
         """Return the tensor. Raises ``ValueError`` if its storage is damaged."""
         at, nbytes = self.record
         begin = self.begin() - at
-        if self.stream is None or 0 in self.shape:
+        if self.read_bytes is None or 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
-        self.stream.seek(at)
-        data = bytearray(self.stream.read(nbytes))
-        if zlib.crc32(data) != self.crc:
-            raise ValueError("a tensor was changed: its record has another CRC")
+        data = bytearray(self.read_bytes(at, at + nbytes))
+        if len(data) != nbytes or (self.crc is not None and zlib.crc32(data) != self.crc):
+            raise ValueError("a tensor was changed: its record has another CRC, or is cut off")
         stored = torch.frombuffer(data, dtype=torch.uint8, offset=begin)
         whole = len(stored) // self.dtype.itemsize * self.dtype.itemsize
         return stored[:whole].view(self.dtype).as_strided(self.shape, self.strides)
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The elements of a tensor of integers."""
+        return tuple(self.read().flatten().tolist())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the tensor itself."""
         if self.whole is not None:
             raise RefusedNameError("torch.distributed.tensor", "DTensor")
-        return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        tensor = self.read()
+        if self.needs_grad is not None:
+            tensor = torch.nn.Parameter(tensor, self.needs_grad)
+        return tensor.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class RefusedNameError(Exception):
@@ -156,7 +185,7 @@ class Note(metaclass=_NoteType):
         made.args = args
         match cls.name:
             case "torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state":
-                return args[0]
+                return replace(args[0], needs_grad=args[1]) if isinstance(args[0], StoredPart) else args[0]
             case "torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor_v3":
                 return _rebuilt(made, *args)
             case "torch._tensor", "_rebuild_from_type_v2":
@@ -202,7 +231,7 @@ def _of_type(note: Note, function: Any, kind: Any, args: Any, state: Any) -> Sto
     mesh, placements, (whole, *_) = vars(spec["mesh"]), spec["placements"], spec["tensor_meta"].args
     coordinate, layout = mesh["_coordinate_on_dim"], mesh["_layout"]
     if coordinate is None:  # this rank is not in the mesh
-        return replace(local, shape=(0, *whole[1:]), whole=tuple(whole))
+        return replace(local, shape=(0, *whole[1:]), whole=tuple(whole), offsets=(0,) * len(whole))
     if others := {each.name[1] for each in placements} - {"Replicate", "Shard", "_StridedShard"}:
         raise MismatchError(f"a DTensor is placed as {others.pop()}, and only shards and replicas can be read")
     axes = [axis.shape for axis in layout.axes] if hasattr(layout, "axes") else layout.shape  # torch 2.13, or before
@@ -213,8 +242,7 @@ def _of_type(note: Note, function: Any, kind: Any, args: Any, state: Any) -> Sto
     if all(factor == 1 for *_, factor in sharded) and any(sorted(order) != list(order) for order in orders):
         raise MismatchError(f"a DTensor is sharded by its mesh dimensions in the order {orders}: it cannot be read")
     ranks = next((mesh[name] for name in ("_rank_map", "mesh") if isinstance(mesh.get(name), StoredPart)), None)
-    its_ranks = () if ranks is None else tuple(ranks.read().flatten().tolist())
-    return replace(local, whole=tuple(whole), divisions=tuple(sharded), mesh=its_ranks)
+    return local.within(whole, sharded, () if ranks is None else ranks.numbers)
 
 
 def _product(numbers: Any) -> int:
@@ -222,13 +250,16 @@ def _product(numbers: Any) -> int:
 
 
 class TensorUnpickler(pickle.Unpickler):
-    """An unpickler that makes notes. ``record`` returns the place of the storage with a given key, in ``stream``."""
+    """An unpickler that makes notes.
+
+    ``record`` returns the place and the CRC of the storage with a given key, in the file that ``read_bytes`` reads.
+    """
 
     def __init__(
-        self, file: IO[bytes], record: _Records = lambda key: (0, 0, 0), stream: IO[bytes] | None = None
+        self, file: IO[bytes], record: _Records = lambda key: (0, 0, 0), read_bytes: ReadBytes | None = None
     ) -> None:
         super().__init__(file)
-        self._record, self._stream = record, stream
+        self._record, self._read_bytes = record, read_bytes
         self.trusts = False
         """Whether the pickle may name classes and functions that are not torch's."""
         self._notes: dict[tuple[str, str], Any] = {}
@@ -238,10 +269,10 @@ class TensorUnpickler(pickle.Unpickler):
             return dtype
         if (found := _HARMLESS.get((module, name))) is not None:
             return found
-        if module.split(".")[0] != "torch":  # torch itself allows DTensor and its mesh
+        if not _OF_NOTES.fullmatch(module):  # torch itself allows DTensor and its mesh, and here they are notes
             if (found := allowed_by_user(module, name)) is not None:
                 return found
-            if self.trusts:
+            if self.trusts and module.split(".")[0] != "torch":
                 return super().find_class(module, name)
         return self._notes.setdefault((module, name), type(name, (Note,), {"name": (module, name)}))
 
@@ -252,4 +283,4 @@ class TensorUnpickler(pickle.Unpickler):
         if (dtype := _STORAGES.get(kind.name[1].removesuffix("Storage"))) is None:
             return kind()
         *record, crc = self._record(key)
-        return StoredPart((record[0], record[1]), dtype, self._stream, crc=crc)
+        return StoredPart((record[0], record[1]), dtype, self._read_bytes, crc=crc)

@@ -180,9 +180,9 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
-Kind = Literal["asyncckpt", "file set", "dcp", "torch_checkpointing"]
+Kind = Literal["asyncckpt", "file set", "dcp", "torch_checkpointing", "huggingface"]
 # The other libraries whose checkpoints are read, by the kind of checkpoint.
-AUTHORS = {"dcp": "stock DCP", "torch_checkpointing": "torch_checkpointing"}
+AUTHORS = {"dcp": "stock DCP", "torch_checkpointing": "torch_checkpointing", "huggingface": "Hugging Face"}
 
 
 def checkpoint_at(answers: Answers, given: str) -> str | None:

@@ -16,7 +16,7 @@ from asyncckpt.loading.contents import checkpoints_at, set_with_file
 from asyncckpt.loading.data_file import CheckedFiles
 from asyncckpt.loading.progress import Progress
 from asyncckpt.loading.source import Report, is_stock, read_manifest, stock_kind, verify, verify_files
-from asyncckpt.report.answers import DAMAGED, Answers, Kind, kind_of, number, size_of, still_there
+from asyncckpt.report.answers import AUTHORS, DAMAGED, Answers, Kind, kind_of, number, size_of, still_there
 from asyncckpt.storage import absolute, is_address, storage_for
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def verify_checkpoints(answers: Answers, given: str, args: argparse.Namespace) -
                 if (kind := stock_kind(path)) is None:
                     _show(answers, _verify_ours(path, bar, args.checked))
                 else:
-                    _show(answers, (_verify_stock if kind == "dcp" else _verify_rank_files)(absolute(path), bar.update))
+                    check = _verify_stock if kind == "dcp" else _verify_rank_files
+                    _show(answers, check(absolute(path), kind, bar.update))
 
 
 def _verify_ours(path: str, bar: Progress, checked: CheckedFiles) -> _Verified:
@@ -99,7 +100,7 @@ def _verify_in_set(path: str, progress: Callable[[int], object]) -> _Verified | 
     return _Verified(report, "file set", [f"every byte, by the checksums of the set {source.path}, which this is in"])
 
 
-def _verify_stock(path: str, _: object) -> _Verified:
+def _verify_stock(path: str, _kind: Kind, _progress: object) -> _Verified:
     """Check a checkpoint of stock DCP as far as possible. It has no checksums."""
     # Imported here, because checkpoints of this library are verified without torch.
     from asyncckpt.loading.dcp_reader import read_stock_metadata
@@ -127,23 +128,26 @@ def _verify_stock(path: str, _: object) -> _Verified:
     return _Verified(report, "dcp", [what], ["the bytes of the values: stock DCP has no checksums"])
 
 
-def _verify_rank_files(path: str, progress: Callable[[int], object]) -> _Verified:
-    """Check a checkpoint of torch_checkpointing as far as possible. Its archives have CRCs."""
+def _verify_rank_files(path: str, kind: Kind, progress: Callable[[int], object]) -> _Verified:
+    """Check a checkpoint of torch_checkpointing or of Hugging Face as far as possible. Only archives have CRCs."""
     # Imported here, because checkpoints of this library are verified without torch.
     from asyncckpt.loading.rank_files import RankFiles
 
-    report, archives = Report(path), 0
+    report, archives, others = Report(path), 0, 0
     try:
         source = RankFiles(path)
-        archives = len(source.files)
+        archives = sum(file.is_archive for file in source.files.values())
+        others = len(source.files) - archives
         report.nbytes = sum(storage_for(path).size(os.path.join(path, name)) or 0 for name in source.files)
         report.damages += source.damages(progress)
         if not report.damages:
             source.read()
     except DamagedCheckpointError as error:
         report.damages.append(error)
-    checked = f"the CRC of each record of {number(archives, 'file')}, and that their shards are all of each tensor"
-    return _Verified(report, "torch_checkpointing", [checked], ["all else: torch_checkpointing has no other checksums"])
+    checked = [f"the CRC of each record of {number(archives, 'file')}"] * (kind == "torch_checkpointing")
+    checked += [f"the structure of {number(others, 'file')} without checksums"] * (others > 0)
+    checked.append("that their shards are all of each tensor")
+    return _Verified(report, kind, [", and ".join(checked)], [f"all else: {AUTHORS[kind]} has no other checksums"])
 
 
 def _missing(metadata: Metadata) -> Iterator[str]:

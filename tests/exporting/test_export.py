@@ -184,10 +184,10 @@ def test_values_that_could_run_code(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_refused(sources: dict[str, Any], tmp_path: Path) -> None:
-    """The outputs of an export are not checkpoints either."""
+    """The files of an export are not checkpoints either."""
     export(sources["root"], tmp_path / "state.pt", to="torch")
     export(sources["root"], tmp_path / "hf", only="model")
-    for path in (tmp_path / "state.pt", tmp_path / "hf", tmp_path / "hf/model.safetensors", tmp_path / "none"):
+    for path in (tmp_path / "state.pt", tmp_path / "hf/model.safetensors", tmp_path / "none"):
         with pytest.raises(CheckpointNotFoundError, match="no checkpoint here") as raised:
             export(path, tmp_path / "out")
         assert raised.value.path == str(path) and not (tmp_path / "out").exists()

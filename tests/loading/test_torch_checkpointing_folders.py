@@ -272,7 +272,7 @@ def test_a_file_that_is_no_archive(stock: Path, content: bytes) -> None:
 
 def write_metadata(folder: Path) -> None:
     """Write the metadata of a checkpoint without items that can be resharded."""
-    (folder / "metadata.pkl").write_bytes(pickle.dumps({"version": "2.0", "metadata": {}, "world_size": 1}))
+    (folder / "metadata.pkl").write_bytes(pickle.dumps({"version": "2.0", "metadata": {}, "world_size": 4}))
 
 
 def test_a_missing_file(stock: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,11 +288,18 @@ def test_a_missing_file(stock: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "are missing" in _verified(stock, capsys)[1][0]["what"]
 
 
-def test_a_pipe_is_no_file(stock: Path) -> None:
-    (stock / "model_2.pt").unlink()
-    os.mkfifo(stock / "model_2.pt")
-    with pytest.raises(DamagedCheckpointError, match="is missing"):
+def test_a_pipe_is_no_file(stock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, path = RankFiles(str(stock)), str(stock / "model_2.pt")
+    stamp = files._storage.stamp(path)
+    os.unlink(path)
+    os.mkfifo(path)
+    with pytest.raises(DamagedCheckpointError) as raised:
         load(stock, {"step": 0})
+    assert raised.value.path == path
+    real = files._storage.stamp  # then the pipe takes the place of the file at the last moment
+    monkeypatch.setattr(files._storage, "stamp", lambda its: stamp if its == path else real(its))
+    with pytest.raises(DamagedCheckpointError, match="the path is no file"):
+        files.read()
 
 
 class Harmful:
@@ -358,8 +365,9 @@ def test_a_damaged_tensor_that_is_not_contiguous(stock: Path) -> None:
     for value, flipped in ((7.0, "turned"), (1.0, "in")):
         at = data.index(torch.tensor([value, value + (value > 1)]).numpy().tobytes())
         (stock / "extra_0.pt").write_bytes(data[:at] + b"\xff" + data[at + 1 :])
-        with pytest.raises(DamagedCheckpointError, match="another CRC"):
-            load(stock, {"extra": {flipped: 0}})
+        with pytest.raises(DamagedCheckpointError, match="another CRC") as raised:
+            load(stock, {"extra": {flipped: torch.zeros(4, 3) if flipped == "turned" else 0}})
+        assert raised.value.path == str(stock / "extra_0.pt")
 
 
 class Point:
@@ -392,7 +400,7 @@ def test_other_metadata(stock: Path, metadata: bytes, error: type[Exception]) ->
 
 @pytest.mark.parametrize(
     "path, form, error",
-    [("../x.pt", "TorchSerialization", "another folder"), ("x.json", "JsonSerialization", "no file of torch.save")],
+    [("../x.pt", "TorchSerialization", "another folder"), ("x.gz", "GzipSerialization", "has the format")],
 )
 def test_layouts_that_are_refused(stock: Path, path: str, form: str, error: str) -> None:
     layout = {"file_path": path, "serialization_format": {"type": form}}
@@ -407,7 +415,7 @@ def test_a_layout_with_other_names(stock: Path) -> None:
     (stock / "step_0.pt").rename(stock / "own/step.pt")
     layout = {"file_path": "own/step.pt", "serialization_format": {"type": "TorchSerialization"}}
     metadata = {"counted": {"nested_path_to_metadata": {}, "rank_to_layout_info": {0: layout}}}
-    (stock / "metadata.pkl").write_bytes(pickle.dumps({"version": "2.0", "metadata": metadata, "world_size": 1}))
+    (stock / "metadata.pkl").write_bytes(pickle.dumps({"version": "2.0", "metadata": metadata, "world_size": 4}))
     assert load(stock, {"counted": 0}) == {"counted": 2}
 
 
