@@ -263,10 +263,10 @@ def _add_export(added: argparse.ArgumentParser) -> None:
     added.add_argument("out", metavar="OUT", help="what is made: a folder, or with --to torch a file")
     added.add_argument(
         "--to",
-        choices=("hf", "torch", "dcp"),
+        choices=("hf", "torch", "dcp", "torch_checkpointing"),
         default="hf",
         help="hf: safetensors for from_pretrained, tensors alone (the default); torch: one file for torch.load; dcp: a"
-        " checkpoint, to resume from",
+        " checkpoint, to resume from; torch_checkpointing: a checkpoint of that library",
     )
     added.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="convert floating point tensors")
     added.add_argument("--only", metavar="KEY", help="the part of the state to export, as model; names begin behind it")

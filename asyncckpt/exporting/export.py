@@ -1,4 +1,4 @@
-"""Export a checkpoint to safetensors, to a file of ``torch.save``, or to another checkpoint."""
+"""Export a checkpoint to safetensors, to files of ``torch.save``, or to another checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -18,6 +18,7 @@ from asyncckpt.exporting.checkpoint_source import open_checkpoint
 from asyncckpt.exporting.copying import write
 from asyncckpt.exporting.dcp_target import CheckpointTarget
 from asyncckpt.exporting.output import output, place_for
+from asyncckpt.exporting.rank_files_target import plan_rank_files
 from asyncckpt.exporting.safetensors_target import plan_safetensors
 from asyncckpt.exporting.selection import (
     Rename,
@@ -41,7 +42,7 @@ from asyncckpt.storage import absolute, named_steps, step_folder, storage_for
 from asyncckpt.storage.history import newest_step
 from asyncckpt.threads import without_gc
 
-Target = Literal["hf", "torch", "dcp"]
+Target = Literal["hf", "torch", "dcp", "torch_checkpointing"]
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,18 @@ def export(
 
     Args:
         path: A checkpoint of asyncckpt, of stock DCP or of torch_checkpointing, or a root, to export its newest step.
-        out: For "hf" and "dcp" a folder, for "torch" a file. A "dcp" folder with the name of a step becomes that step
-            of its root.
+        out: For "torch" a file, otherwise a folder. A "dcp" folder with the name of a step becomes that step of its
+            root.
         to: "hf": safetensors with an index, as ``from_pretrained`` reads them, tensors only. "torch": one file that
             ``torch.load`` reads. "dcp": a checkpoint that ``Checkpointer.load`` and stock DCP read.
+            "torch_checkpointing": a checkpoint that PyTorch's ``torch_checkpointing`` reads.
         dtype: The new type of floating point tensors, except types of one byte: "bf16", "fp16" or "fp32".
         only: The key of the part of the state dict to export, such as "model", or several keys joined by dots. The
             export removes these keys from the names.
         rename: New names, applied after ``only``: "PATTERN=REPLACEMENT" as for ``re.sub``, the path of a JSON file with
             new names by old names, a dict of them, or a function.
         max_shard_size: For "hf": maximum bytes of a file, such as "5GB", the default.
-        weights_only: For "torch": refuse values that could run code while they are unpickled.
+        weights_only: For "torch" and "torch_checkpointing": refuse values that could run code while they are unpickled.
         progress: Show a bar on the terminal.
 
     Raises:
@@ -109,8 +111,8 @@ def export(
         UntrustedValueError: A value could run code.
         StorageError: Storage refuses, or is full.
     """
-    if to not in ("hf", "torch", "dcp"):
-        raise ValueError(f"to={to!r}: it is 'hf', 'torch' or 'dcp'")
+    if to not in get_args(Target):
+        raise ValueError(f"to={to!r}: it is one of {', '.join(get_args(Target))}")
     if to != "hf" and max_shard_size is not None:
         raise ValueError(f"max_shard_size is for to='hf', and not for {to!r}")
     most = parse_bytes("5GB" if max_shard_size is None else max_shard_size)
@@ -156,6 +158,8 @@ def _plan(state: StoredState, selection: Selection, to: Target, most: int, *, we
     if to == "dcp":
         checkpoint = CheckpointTarget(selection, pickles)
         return _Planned([checkpoint.plan], checkpoint=checkpoint)
+    if to == "torch_checkpointing":
+        return _Planned(*plan_rank_files(selection, pickles, state.path, weights_only=weights_only))
     return _Planned([plan_torch_file(selection, pickles, state.path, weights_only=weights_only)])
 
 

@@ -23,13 +23,16 @@ from asyncckpt.planning.torch_file_plan import StoragePickler, flat_bytes, stora
 _PROTOCOL = 2  # the protocol of torch.save
 
 
-def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: str, *, weights_only: bool) -> FilePlan:
+def plan_torch_file(
+    selection: Selection, pickles: Mapping[str, bytes], path: str, *, item: str | None = None, weights_only: bool
+) -> FilePlan:
     """Lay out a file.
 
     Args:
         selection: The values of the file.
         pickles: The objects, by the names under which they are stored.
         path: The checkpoint, for errors.
+        item: The only top-level key of ``selection.keys``. The file has its value instead of the dict.
         weights_only: Whether to refuse objects that could run code while they are unpickled.
 
     Raises:
@@ -41,9 +44,8 @@ def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: st
     for name, keys in selection.keys.items():
         value: Any
         if name in selection.tensors:
-            tied = selection.tied.get(name)
-            storages[name] = _Storage(*selection.tensors[name]) if tied is None else storages[tied]
-            value = _Tensor(storages[name])
+            first = selection.tied.get(name, name)
+            value = _Tensor(storages.setdefault(first, _Storage(*selection.tensors[name])))
         else:
             data = io.BytesIO(pickles[selection.objects[name]])
             value = load_object(data, name, path, weights_only=weights_only, device="cpu")
@@ -51,7 +53,7 @@ def plan_torch_file(selection: Selection, pickles: Mapping[str, bytes], path: st
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, _PROTOCOL)
     try:
-        pickler.dump(state)
+        pickler.dump(state if item is None else state[item])
     except Exception as error:  # an object's own code may raise any error
         raise UnsavableStateError(f"the state cannot be pickled: {type(error).__name__}: {error}", path=path) from error
     return _plan(pickler, buffer.getvalue())

@@ -80,10 +80,8 @@ def train(request: Request, choices: Choices, threads: int) -> Job:
 
 
 def load(request: Request, choices: Choices) -> Job:
-    """Return a measurement of loads by asyncckpt and all peers, because there are only a few."""
-
     def measure(folder: str) -> dict[str, Any]:
-        return loads.measure(request, list(loads.PEERS), choices.pace, folder)
+        return loads.measure(request, choices.pace, folder)
 
     return Job("load", _label(request), measure, choices.settings())
 

@@ -12,8 +12,8 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -34,13 +34,17 @@ LINGER_S = 3600.0
 LIMIT_S = 60.0
 
 
-def save_and_die(folder: str, request: Request, with_torch: bool) -> None:
+def save_and_die(folder: str, request: Request) -> None:
     """Run the trainer that saves and is killed."""
     state = make(request).state
     checkpointer = asyncckpt.Checkpointer(f"{folder}/ours", asyncckpt.Config(linger=LINGER_S))
     checkpointer.save(STEP, state).result(LIMIT_S)
-    if with_torch:
-        torch_save.write(f"{folder}/state.pt", state)
+    torch_save.write(f"{folder}/state.pt", state)
+    with suppress(ImportError):  # then its loads are left out
+        from bench.contestants.torch_checkpointing import ITEM, loader
+
+        loader().save(f"{folder}/theirs", {ITEM: state})
+        files.sync(f"{folder}/theirs")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -78,11 +82,33 @@ def load_by_torch(folder: str, state: State) -> float:
     return time.perf_counter() - begun
 
 
+def load_by_torch_checkpointing(folder: str, state: State) -> float:
+    from bench.contestants.torch_checkpointing import ITEM, loader
+
+    manager = loader()
+    begun = time.perf_counter()
+    manager.load(f"{folder}/theirs", into={ITEM: state})
+    return time.perf_counter() - begun
+
+
+def load_files_of_torch_checkpointing(folder: str, state: State) -> float:
+    from bench.contestants.torch_checkpointing import ITEM
+
+    begun = time.perf_counter()
+    asyncckpt.load({ITEM: state}, checkpoint_id=f"{folder}/theirs")
+    return time.perf_counter() - begun
+
+
 Load = Callable[[str, State], float]
 """Fills the state, and returns the seconds of the load."""
 
 OURS: dict[str, Load] = {"asyncckpt, memory": load_from_memory, "asyncckpt, storage": load_from_storage}
-PEERS: dict[str, Load] = {"dcp-load": load_by_dcp, "torch-load": load_by_torch}
+PEERS: dict[str, Load] = {
+    "dcp-load": load_by_dcp,
+    "torch-load": load_by_torch,
+    "torch_checkpointing 0.1": load_by_torch_checkpointing,
+    "asyncckpt, of torch_checkpointing": load_files_of_torch_checkpointing,
+}
 
 
 def _turn(load: Load, folder: str, state: State, expected: State, pause: float) -> float:
@@ -96,12 +122,10 @@ def _turn(load: Load, folder: str, state: State, expected: State, pause: float) 
     return elapsed
 
 
-def measure(request: Request, names: Sequence[str], pace: Pace, folder: str) -> dict[str, Any]:
-    """Measure loads by asyncckpt and by these peers, and the limits."""
+def measure(request: Request, pace: Pace, folder: str) -> dict[str, Any]:
+    """Measure loads by asyncckpt and by all peers, because there are only a few, and the limits."""
     with _left_worker(folder):
-        trainer = multiprocessing.get_context("spawn").Process(
-            target=save_and_die, args=(folder, request, "torch-load" in names)
-        )
+        trainer = multiprocessing.get_context("spawn").Process(target=save_and_die, args=(folder, request))
         trainer.start()
         made = make(request)
         state = blank(made.state)
@@ -109,7 +133,7 @@ def measure(request: Request, names: Sequence[str], pace: Pace, folder: str) -> 
         if trainer.exitcode != -signal.SIGKILL:
             raise RuntimeError(f"the trainer that was to save ended with {trainer.exitcode}")
         read = ReadLimit(f"{step_folder(f'{folder}/ours', STEP)}/__0_0.distcp")
-        loads = OURS | {name: PEERS[name] for name in names}
+        loads = OURS | PEERS
         with Limits(made.nbytes, folder, request.device) as limits:
             turns = limits.of_copies() | {"direct read": read.direct_read}
             turns |= {name: partial(_turn, load, folder, state, made.state, pace.pause) for name, load in loads.items()}

@@ -59,7 +59,8 @@ EXPLANATIONS = {
     ),
     "load": (
         "Loads into an existing state; the files are not in the page cache. asyncckpt checks every byte, its peers "
-        "none. *Memory* loads from the worker of a killed trainer. Under FSDP2 each rank fills its shards; the "
+        "none. The files of torch_checkpointing have no checksums for either; its manager reads them by offsets. "
+        "*Memory* loads from the worker of a killed trainer. Under FSDP2 each rank fills its shards; the "
         "slowest rank counts, and the limits are measured on all ranks at once."
     ),
     "store": (

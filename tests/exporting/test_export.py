@@ -228,7 +228,7 @@ def test_objects_with_tensors_of_a_gpu_need_none(root: Path, tmp_path: Path, mon
     assert same({"sparse": found["sparse"].to_dense(), "w": found["w"]}, {"sparse": torch.eye(3), "w": state["w"]})
 
 
-@pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
+@pytest.mark.parametrize("to", ["hf", "torch", "dcp", "torch_checkpointing"])
 def test_garbage_is_collected_while_it_is_written(
     sources: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
 ) -> None:

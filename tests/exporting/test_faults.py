@@ -48,7 +48,9 @@ def _nothing_but(folder: Path, *names: str) -> bool:
     return sorted(each.name for each in folder.iterdir()) == sorted(names)
 
 
-@pytest.mark.parametrize("to, dtype", [("hf", None), ("hf", "bf16"), ("torch", None), ("dcp", None)])
+@pytest.mark.parametrize(
+    "to, dtype", [("hf", None), ("hf", "bf16"), ("torch", None), ("dcp", None), ("torch_checkpointing", None)]
+)
 def test_a_damaged_byte_is_found(
     state: dict[str, Any], saved: Path, tmp_path: Path, to: Any, dtype: str | None
 ) -> None:
@@ -96,7 +98,7 @@ def test_a_part_that_is_not_stored_is_found(state: dict[str, Any], tmp_path: Pat
         export(tmp_path / "stock", tmp_path / "out")
 
 
-@pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
+@pytest.mark.parametrize("to", ["hf", "torch", "dcp", "torch_checkpointing"])
 def test_a_full_disk(
     state: dict[str, Any], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
 ) -> None:

@@ -112,7 +112,9 @@ def test_all_other_measurements(tmp_path: Path) -> None:
     assert found["loop"]["train_threads"] == 1 and not found["loop"]["left_out"]
     for result in found["loop"]["results"].values():
         assert len(result["cost_s"]) == 1 and min(result["steps"]) >= 4
-    assert found["load"]["results"].keys() == loads.OURS.keys() | loads.PEERS.keys()
+    unknown = {name for name in loads.PEERS if "torch_checkpointing" in name and "torch-checkpointing" in MISSING}
+    assert found["load"]["results"].keys() == (loads.OURS.keys() | loads.PEERS.keys()) - unknown
+    assert found["load"]["left_out"].keys() == unknown
     cost = found["cost"]
     assert not cost["left_out"] and all(min(each) > 0 for each in cost["limits"].values())
     for result in cost["results"].values():

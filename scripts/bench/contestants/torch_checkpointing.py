@@ -7,17 +7,21 @@ a process writes each item with ``torch.save``. The library does not sync.
 from __future__ import annotations
 
 import errno
+import logging
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
-from torch_checkpointing import CheckpointManager
+from torch_checkpointing import CheckpointManager, ItemSpec
+from torch_checkpointing.config import SyncCheckpointSaverConfig
+from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig, WriteStream
 
 from asyncckpt.integrations.torch_checkpointing import CheckpointManager as OurManager
 from bench.contestants.contestant import LIMIT_S, Contestant, Pending
 from bench.states import State
 
-_ITEM = "state"  # one file for each rank
+ITEM = "state"  # one file for each rank
 
 
 class TorchCheckpointing(Contestant):
@@ -32,12 +36,12 @@ class TorchCheckpointing(Contestant):
         self._manager: Any = self._made(self._made.Config(storage_config=storage))
 
     def prepare(self, state: State) -> None:
-        self._manager.prewarm_staging({_ITEM: state})
+        self._manager.prewarm_staging({ITEM: state})
         if (begun := self._manager._prewarm_staging_future) is not None:
             begun.result()
 
     def save(self, number: int, state: State) -> Pending:
-        written = self._manager.save(self.path(number), {_ITEM: state})
+        written = self._manager.save(self.path(number), {ITEM: state})
 
         def poll() -> bool:
             if written.done():
@@ -51,7 +55,7 @@ class TorchCheckpointing(Contestant):
         return lock
 
     def load(self, number: int, state: State) -> State:
-        return dict(self._manager.load(self.path(number), into={_ITEM: state})[_ITEM])
+        return dict(self._manager.load(self.path(number), into={ITEM: state})[ITEM])
 
     def close(self) -> None:
         self._manager.close()
@@ -63,6 +67,22 @@ class OverAsyncckpt(TorchCheckpointing):
     fsyncs = True
     shares_each = False
     _made = OurManager
+
+
+class OffsetReads(DefaultResharder):
+    """The resharder, also if nothing is resharded. It copies each tensor from the file into its place."""
+
+    def should_reshard(self, *_: object) -> bool:
+        return True
+
+
+@cache
+def loader() -> Any:
+    """Return a warm manager to load. It starts no process, because it saves synchronously."""
+    logging.getLogger("torch_checkpointing").setLevel(logging.ERROR)  # it warns of plain tensors at each load
+    items = {ITEM: ItemSpec(resharder=OffsetReads())}
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    return CheckpointManager.Config(items=items, save=SyncCheckpointSaverConfig(), storage_config=storage).build()
 
 
 def writes_directly(path: str) -> bool:
