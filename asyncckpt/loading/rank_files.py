@@ -21,7 +21,7 @@ import sys
 import zipfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -50,6 +50,7 @@ from asyncckpt.planning.boxes import Box, StoredTensor
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys, is_leaf
 from asyncckpt.shm.memcpy import Destinations
+from asyncckpt.shm.segment import Descriptor
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import FileStamp, InputFile
 
@@ -306,8 +307,14 @@ class RankFiles:
                     found.append(((item, *keys), shards))
                 return found
             if kind == _TORCH:
-                has_cheap_reads = self._set is None and not is_address(self.path)
-                value = _load(nbytes, read_bytes, trusts, has_cheap_reads)
+                read_head = None
+                with ExitStack() as held:
+                    if self._set is None and not is_address(self.path):
+                        # Through the page cache: many small reads of the device would take longer.
+                        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+                        opened = held.enter_context(Descriptor.of(os.open, self._place(file), flags)).fileno()
+                        read_head = functools.partial(os.pread, opened, LOCAL_BYTES)
+                    value = _load(nbytes, read_bytes, trusts, read_head)
             else:
                 data = read_bytes(0, nbytes)
                 value = json.loads(data) if kind == _JSON else data
@@ -439,10 +446,10 @@ def _is_whole(name: str, about: dcp.TensorStorageMetadata) -> bool:
     return StoredTensor(name, about.properties.dtype, tuple(about.size), boxes).is_whole()
 
 
-def _load(nbytes: int, read_bytes: ReadBytes, trusts: bool, has_cheap_reads: bool) -> Any:
+def _load(nbytes: int, read_bytes: ReadBytes, trusts: bool, read_head: Callable[[int], bytes] | None) -> Any:
     """Return the value in a file of ``torch.save``, with notes in the place of tensors.
 
-    ``has_cheap_reads``: whether to read the header of each record, which is safer than computing the place.
+    ``read_head`` reads the header of a record; None: each read is expensive, so compute each place that is sure.
     """
     archive = zipfile.ZipFile(_stream(nbytes, read_bytes))
     records = sorted(archive.infolist(), key=lambda each: each.header_offset)
@@ -453,10 +460,12 @@ def _load(nbytes: int, read_bytes: ReadBytes, trusts: bool, has_cheap_reads: boo
         about = archive.getinfo(f"{folder}{name}")
         if about.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"the record {name!r} is compressed")
-        at = None if has_cheap_reads else place_before(about, ends.get(about.filename, 0))
+        at, begin = None, about.header_offset
+        if read_head is None:
+            at = place_before(about, ends.get(about.filename, 0))
         if at is None:
-            head = read_bytes(about.header_offset, about.header_offset + LOCAL_BYTES)
-            at = about.header_offset + record_at(head)[1]
+            head = read_head(begin) if read_head is not None else read_bytes(begin, begin + LOCAL_BYTES)
+            at = begin + record_at(head)[1]
         return at, about.file_size, about.CRC
 
     record("data.pkl")
