@@ -460,18 +460,16 @@ def _load(nbytes: int, read_bytes: ReadBytes, trusts: bool, read_head: Callable[
         about = archive.getinfo(f"{folder}{name}")
         if about.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"the record {name!r} is compressed")
-        at, begin = None, about.header_offset
-        if read_head is None:
-            at = place_before(about, ends.get(about.filename, 0))
+        begin = about.header_offset
+        at = place_before(about, ends.get(about.filename, 0)) if read_head is None else None
         if at is None:
-            head = read_head(begin) if read_head is not None else read_bytes(begin, begin + LOCAL_BYTES)
-            at = begin + record_at(head)[1]
+            at = begin + record_at(read_head(begin) if read_head else read_bytes(begin, begin + LOCAL_BYTES))[1]
         return at, about.file_size, about.CRC
 
     record("data.pkl")
     pickled = io.BytesIO(archive.read(f"{folder}data.pkl"))
-    is_short = record("byteorder")[1] == len(sys.byteorder)
-    if not is_short or archive.read(f"{folder}byteorder").decode() != sys.byteorder:
+    # The size is compared first, because a record can be large.
+    if record("byteorder")[1] != len(sys.byteorder) or archive.read(f"{folder}byteorder").decode() != sys.byteorder:
         raise FormatError("the file was written on a machine with another byte order")
     unpickler = TensorUnpickler(pickled, lambda key: record(f"data/{key}"), read_bytes)
     unpickler.trusts = trusts

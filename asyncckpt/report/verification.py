@@ -147,9 +147,8 @@ def _verify_rank_files(path: str, kind: Kind, progress: Callable[[int], object])
     checked = [f"the CRC of each record of {number(archives, 'file')}"] * (archives > 0)
     checked += [f"the structure of {number(others, 'file')} without checksums"] * (others > 0)
     checked += ["that their shards are all of each tensor"] * (archives + others > 0)
-    return _Verified(
-        report, kind, [", and ".join(checked)] * (checked != []), [f"all else: {AUTHORS[kind]} has no other checksums"]
-    )
+    unchecked = [f"all else: {AUTHORS[kind]} has no other checksums"]
+    return _Verified(report, kind, [", and ".join(checked)] if checked else [], unchecked)
 
 
 def _missing(metadata: Metadata) -> Iterator[str]:

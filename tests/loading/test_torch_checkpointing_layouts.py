@@ -553,6 +553,27 @@ def test_a_damaged_shard_of_our_manager(saved: Path, tmp_path: Path) -> None:
     assert raised.value.path == str(path / "columns-0.safetensors")
 
 
+@needs_torch_checkpointing
+def test_a_rank_outside_of_the_mesh(tmp_path: Path) -> None:
+    _run("save_outside_of_a_mesh", tmp_path)
+    write_metadata(tmp_path, ranks=2)
+    assert same(load(tmp_path, {"model": {"w": torch.zeros(4, 2)}})["model"]["w"], torch.arange(8.0).view(4, 2))
+
+
+def save_outside_of_a_mesh() -> None:
+    folder = Path(sys.argv[1])
+
+    def save() -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = DeviceMesh("cpu", [0])
+        sharded = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
+        torch.save({"w": sharded}, folder / f"model_{dist.get_rank()}.pt")
+
+    on_ranks(2, save, folder=folder)
+
+
 class Changeable:
     seen: ClassVar[set[tuple[str, bool, str]]] = set()
 
