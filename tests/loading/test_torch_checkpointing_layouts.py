@@ -554,6 +554,7 @@ def test_a_damaged_shard_of_our_manager(saved: Path, tmp_path: Path) -> None:
 
 
 @needs_torch_checkpointing
+@pytest.mark.usefixtures("forkserver")
 def test_a_rank_outside_of_the_mesh(tmp_path: Path) -> None:
     _run("save_outside_of_a_mesh", tmp_path)
     write_metadata(tmp_path, ranks=2)
