@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from asyncckpt.exporting.stored import Box, StoredTensor
 from asyncckpt.loading.data_file import ChecksummedFile
+from asyncckpt.planning.boxes import Box, StoredTensor
 from asyncckpt.planning.layout import contiguous_strides
 
 

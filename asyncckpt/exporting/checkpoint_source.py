@@ -7,13 +7,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from asyncckpt.errors import DamagedCheckpointError
 from asyncckpt.exporting.source_files import SourceFiles
-from asyncckpt.exporting.stored import Box, StoredObject, StoredState, StoredTensor
+from asyncckpt.exporting.stored import StoredObject, StoredState
 from asyncckpt.format.index import Item
 from asyncckpt.format.manifest import METADATA_NAME
 from asyncckpt.loading.rank_files import RankFiles
 from asyncckpt.loading.read_requests import dtype_named
 from asyncckpt.loading.source import StorageSource
 from asyncckpt.loading.unpickle import load_metadata
+from asyncckpt.planning.boxes import Box, StoredTensor
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 

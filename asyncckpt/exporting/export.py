@@ -208,7 +208,7 @@ def _write(
 def _checkpoint_at(path: str) -> str:
     """Return the checkpoint at ``path``; for a root, its newest step. Raises ``CheckpointNotFoundError``."""
     has_manifest = storage_for(path).exists(os.path.join(path, MANIFEST_NAME))
-    if has_manifest or stock_kind(path) not in (None, "huggingface") or not named_steps(path):
+    if has_manifest or stock_kind(path) is not None or not named_steps(path):
         return path
     if (step := newest_step(path)) is None:
         raise CheckpointNotFoundError("there is no checkpoint here yet", path=path)

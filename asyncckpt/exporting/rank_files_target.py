@@ -13,9 +13,9 @@ import torch
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.exporting.batches import FilePlan
 from asyncckpt.exporting.selection import Selection
-from asyncckpt.exporting.stored import StoredTensor
 from asyncckpt.exporting.torch_file_target import plan_torch_file
 from asyncckpt.loading.source import RANKS_METADATA_NAME
+from asyncckpt.planning.boxes import StoredTensor
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 

@@ -9,7 +9,7 @@ import torch
 
 from asyncckpt.exporting.batches import FilePlan, PlacedTensor
 from asyncckpt.exporting.selection import Selection
-from asyncckpt.exporting.stored import StoredTensor
+from asyncckpt.planning.boxes import StoredTensor
 from asyncckpt.planning.safetensors_plan import in_order, lay_out, shard
 
 _METADATA = {"format": "pt"}

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncckpt.errors import MismatchError, UnsavableStateError
-from asyncckpt.exporting.stored import StoredState, StoredTensor
+from asyncckpt.exporting.stored import StoredState
+from asyncckpt.planning.boxes import StoredTensor
 from asyncckpt.planning.structure import Keys
 from asyncckpt.threads import without_gc
 

@@ -23,12 +23,13 @@ from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 from asyncckpt.errors import DamagedCheckpointError, UnsavableStateError
 from asyncckpt.exporting.checkpoint_source import nesting, whole
 from asyncckpt.exporting.source_files import SourceFiles
-from asyncckpt.exporting.stored import Box, StoredObject, StoredState
+from asyncckpt.exporting.stored import StoredObject, StoredState
 from asyncckpt.format.archive import LOCAL_BYTES, LOCAL_MAGIC, record_at
 from asyncckpt.format.manifest import METADATA_NAME
 from asyncckpt.loading.data_file import ChecksummedFile, read_plain, read_pool
 from asyncckpt.loading.dcp_reader import read_stock_metadata
 from asyncckpt.loading.unpickled_tensors import Note, StoredPart, TensorUnpickler
+from asyncckpt.planning.boxes import Box
 from asyncckpt.storage.storage import InputFile
 
 # Bytes to read first, and at most, to find a tensor's bytes. The records before the bytes take a kilobyte, or some

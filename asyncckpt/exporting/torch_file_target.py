@@ -13,9 +13,9 @@ from torch.serialization import normalize_storage_type
 from asyncckpt.errors import UnsavableStateError
 from asyncckpt.exporting.batches import FilePlan, PlacedTensor, Window
 from asyncckpt.exporting.selection import Selection
-from asyncckpt.exporting.stored import StoredTensor
 from asyncckpt.format.archive import Archive, Record, crc32, header, lay_out, tail_room
 from asyncckpt.loading.unpickle import load_object
+from asyncckpt.planning.boxes import StoredTensor
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys
 from asyncckpt.planning.torch_file_plan import StoragePickler, flat_bytes, storage_alignment

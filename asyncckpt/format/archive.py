@@ -124,12 +124,12 @@ def record_at(data: bytes, at: int = 0) -> tuple[bytes, int]:
 def place_before(info: ZipInfo, end: int) -> int | None:
     """Return the offset of a record's bytes, if the next record's header begins at ``end``; None: the offset is unsure.
 
-    ``torch.save`` aligns the bytes, and leaves no gap behind them and their descriptor.
+    The offset is sure for a record of ``torch.save``: aligned as early as possible, without a gap behind it.
     """
-    descriptor = _DESCRIPTOR_64 if max(info.file_size, info.header_offset) >= _LIMIT else _DESCRIPTOR
-    at = end - info.file_size - (descriptor.size if info.flag_bits & _HAS_DESCRIPTOR else 0)
-    least = info.header_offset + LOCAL_BYTES + len(info.filename.encode())
-    return at if at % _TORCH_ALIGNMENT == 0 and least <= at <= least + _LIMIT_16 else None
+    at, nbytes, name_bytes = info.header_offset, info.file_size, len(info.filename.encode())
+    record = Record(info.filename, at, _payload_at(at, name_bytes, nbytes, _TORCH_ALIGNMENT), nbytes)
+    is_known = info.flag_bits == _flags(nbytes) and (record.large or info.extract_version < _VERSION_64)
+    return record.payload_at if is_known and record.end == end else None
 
 
 def is_archive(data: bytes) -> bool:
@@ -255,8 +255,12 @@ class Archive:
 def _place(name: str, at: int, nbytes: int, alignment: int) -> Record:
     """Return the record with its header at ``at``, and its bytes at the next multiple of ``alignment`` behind it."""
     name = f"{_FOLDER}/{name}"
-    least = at + _LOCAL.size + len(name) + len(_extra_64(nbytes, at)) + _EXTRA.size
-    return Record(name, at, -(-least // alignment) * alignment, nbytes)
+    return Record(name, at, _payload_at(at, len(name), nbytes, alignment), nbytes)
+
+
+def _payload_at(at: int, name_bytes: int, nbytes: int, alignment: int) -> int:
+    least = at + _LOCAL.size + name_bytes + len(_extra_64(nbytes, at)) + _EXTRA.size
+    return -(-least // alignment) * alignment
 
 
 def _small_records(alignment: int, *identity: int) -> dict[str, bytes]:

@@ -68,7 +68,7 @@ def checkpoints_at(path: str) -> list[str]:
     """
     storage = storage_for(path)
     is_marked = any(storage.exists(os.path.join(path, name)) for name in (MANIFEST_NAME, METADATA_NAME))
-    if is_marked or (kind := stock_kind(path)) == "torch_checkpointing":
+    if is_marked or stock_kind(path) is not None:
         return [path]
     names = list(storage.names_in(path))
     steps = named_steps(path)
@@ -76,7 +76,7 @@ def checkpoints_at(path: str) -> list[str]:
         return [step_folder(path, step) for step in steps]
     if found := checkpoints_in(path):
         return found
-    if kind is not None or (step_of(path) is not None and names):
+    if step_of(path) is not None and names:
         return [path]  # a damaged checkpoint: the file that marks a checkpoint is missing
     raise CheckpointNotFoundError("there is no checkpoint here, nor a folder of checkpoints", path=path)
 
@@ -178,7 +178,7 @@ def source_at(path: str, held: ExitStack, rank: int = 0, *, trusts: bool = False
         return None if found is None else FolderSource(found[0].path, os.path.dirname(found[1]))
     if kind is None:
         source = StorageSource(path)
-        if METADATA_NAME in source.manifest.files or not has_rank_files(source.manifest.files):
+        if METADATA_NAME in source.manifest.files or not has_rank_files(source.manifest.files, source.read):
             return source
     # Imported here, because sets of files can be inspected without torch.
     from asyncckpt.loading.rank_files import RankFiles

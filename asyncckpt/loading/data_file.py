@@ -19,7 +19,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from asyncckpt.errors import CheckpointError, DamagedCheckpointError
 from asyncckpt.format.index import Index
 from asyncckpt.shm.huge import huge_buffer, own_buffer
-from asyncckpt.shm.memcpy import Destinations, memory_at
+from asyncckpt.shm.memcpy import Destinations, address_of, memory_at
 from asyncckpt.shm.segment import IMAGE_PAGE, round_up
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import FileIdentity, InputFile
@@ -428,6 +428,15 @@ def read_plain(file: InputFile, begin: int, end: int) -> bytes:
     buffer = own_buffer(_KEPT_BYTES)[:nbytes] if nbytes <= _KEPT_BYTES else huge_buffer(nbytes)
     done = file.read([buffer], first)
     return bytes(buffer[:done][begin - first : end - first])
+
+
+def fill(into: memoryview, file: ChecksummedFile, begin: int = 0) -> None:
+    """Fill ``into`` with the bytes of ``file`` from ``begin`` on, compare their checksums, and close the file.
+
+    Raises ``DamagedCheckpointError``, ``StorageError``.
+    """
+    with contextlib.closing(file), read_pool(file.path) as pool:
+        fetch({"": file}, [("", begin, begin + len(into), address_of(into))], pool)
 
 
 def _buffer(nbytes: int) -> memoryview:

@@ -15,12 +15,13 @@ import json
 import math
 import os
 import pickle
+import posixpath
 import re
 import sys
 import zipfile
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -40,14 +41,16 @@ from asyncckpt.errors import (
 from asyncckpt.format.archive import LOCAL_BYTES, place_before, record_at
 from asyncckpt.format.index import Index, Item
 from asyncckpt.format.manifest import MANIFEST_NAME
-from asyncckpt.loading.data_file import ChecksummedFile, FilePart, MemoryFile, StoredFile, read_plain, read_pool
+from asyncckpt.loading.data_file import ChecksummedFile, FilePart, MemoryFile, StoredFile, fill, read_plain, read_pool
 from asyncckpt.loading.safetensors_parts import parts_in, shards_of
-from asyncckpt.loading.source import HF_INDEX_NAME, HF_NAME, RANKS_METADATA_NAME, StorageSource
+from asyncckpt.loading.source import HF_INDEX_NAME, HF_NAME, RANKS_METADATA_NAME, StorageSource, has_rank_files
 from asyncckpt.loading.unpickle import NamelessUnpickler
 from asyncckpt.loading.unpickled_tensors import ReadBytes, RefusedNameError, StoredPart, TensorUnpickler
+from asyncckpt.planning.boxes import Box, StoredTensor
 from asyncckpt.planning.layout import contiguous_strides
 from asyncckpt.planning.structure import Keys, is_leaf
 from asyncckpt.shm.memcpy import Destinations
+from asyncckpt.shm.segment import Descriptor
 from asyncckpt.storage import is_address, storage_for
 from asyncckpt.storage.storage import FileStamp, InputFile
 
@@ -105,10 +108,10 @@ class RankFiles:
         """The files, by name."""
         self.ranks = 1
         """The number of ranks that saved the checkpoint."""
-        if RANKS_METADATA_NAME in names:
+        if has_rank_files(names, self._whole):
             self._find_named_files(names)
             for match in filter(None, map(_NAME.fullmatch, sorted(names))):
-                if int(match[2]) < self.ranks:
+                if int(match[2]) < self.ranks and match[1] not in self._sharding:
                     self.files.setdefault(match[0], _File(match[1], int(match[2])))
         else:
             self._find_weights(HF_INDEX_NAME if HF_INDEX_NAME in names else None)
@@ -125,12 +128,16 @@ class RankFiles:
         """
         names: set[str] = set()
         order = sorted(self.files, key=lambda name: (self.files[name].rank != rank, self.files[name].rank, name))
+        # The code of trusted values runs on the caller's thread. Files that are one value are in memory one at a time.
+        ahead = {} if trusts else {name: None for name in order if self.files[name].kind in (_TORCH, _SAFETENSORS)}
+        leaves = functools.partial(self._leaves, trusts)
         with read_pool(self.path) as pool:
-            for file, leaves in zip(order, pool.map(functools.partial(self._leaves, trusts), order), strict=True):
+            found = pool.map(leaves, ahead)
+            for file in order:
                 with _damage(self._place(file)):
                     if not self._expected:
                         names.clear()
-                    for keys, shards in leaves:
+                    for keys, shards in next(found) if file in ahead else leaves(file):
                         name = ".".join(map(str, keys))
                         if name in names or self._keys.setdefault(name, keys) != keys:
                             raise MismatchError(f"two values have the name {name!r}, and DCP could tell only one")
@@ -140,10 +147,9 @@ class RankFiles:
         if missing := sorted(self._expected - self._about.keys()):
             raise DamagedCheckpointError(f"no file has the tensor {missing[0]!r}", path=self._place(HF_INDEX_NAME))
         for name, about in self._about.items():
-            is_tensor = isinstance(about, dcp.TensorStorageMetadata)
-            if is_tensor and sum(math.prod(chunk.sizes) for chunk in about.chunks) != math.prod(about.size):
+            if isinstance(about, dcp.TensorStorageMetadata) and not _is_whole(name, about):
                 have = f"parts of {name!r} are missing: {', '.join(sorted(self.files))} are not the files of all ranks"
-                raise DamagedCheckpointError(have, path=self.path)
+                raise DamagedCheckpointError(f"{have}, or their parts overlap", path=self.path)
         return self
 
     def metadata(self) -> bytes:
@@ -167,10 +173,10 @@ class RankFiles:
         if name == _IN_MEMORY:
             return MemoryFile(path, self._index(name), memoryview(self._memory))
         if name == _TURNED:
-            return _TurnedFile(self.path, self._index(name), self._turned)
+            reads = [functools.partial(self._contiguous, *each) for each in self._turned]
+            return _TurnedFile(self.path, self._index(name), reads)
         if self._set is None:
-            if self._storage.stamp(path) != self._stamps[name]:
-                raise StorageError("this file was changed or replaced while it was read: try again", path=path)
+            self._check_unchanged(name)
             return StoredFile((opened or self._storage.open)(path), self._index(name))
         if "index" not in self._set.manifest.files[name]:
             return MemoryFile(path, self._index(name), memoryview(bytearray(self._set.read(name))))
@@ -200,9 +206,24 @@ class RankFiles:
 
     def _index(self, name: str) -> Index:
         items = self._items[name]
-        if (stamp := self._stamps.get(name)) is not None:
-            return Index(name, stamp.nbytes, items, ())
-        return Index(name, max(item.at + item.nbytes for item in items), items, ())
+        kind = _TurnedIndex if name == _TURNED else Index
+        return kind(name, max(item.at + item.nbytes for item in items), items, ())
+
+    def _check_unchanged(self, name: str) -> None:
+        """Raise ``StorageError`` if a file has changed since its header was read. Files of a set have checksums."""
+        if self._set is None and self._storage.stamp(path := self._place(name)) != self._stamps[name]:
+            raise StorageError("this file was changed or replaced while it was read: try again", path=path)
+
+    def _contiguous(self, name: str, part: StoredPart) -> memoryview:
+        """Return the bytes of a tensor in the file ``name``, made contiguous."""
+        with _damage(self._place(name)):
+            self._check_unchanged(name)
+            return part.read().contiguous().view(-1).view(torch.uint8).numpy().data
+
+    def _whole(self, name: str) -> bytes:
+        """Return all bytes of a file."""
+        nbytes, read_bytes = self._reader(name)
+        return read_bytes(0, nbytes)
 
     def _reader(self, name: str) -> tuple[int, ReadBytes]:
         """Return the size of a file, and the function that reads its bytes."""
@@ -212,11 +233,16 @@ class RankFiles:
         stamp = self._stamps[name] = self._storage.stamp(path := self._place(name))
         if stamp is None:
             raise DamagedCheckpointError("a file of this checkpoint is missing", path=path)
+        source, place = (self._storage, path) if self._set is None else (self._set, name)
         # A file on an object store holds no descriptor, and each opening is a request.
-        opened = functools.cache(self._storage.open) if is_address(path) else self._storage.open
+        opened: Callable[[str], Any] = functools.cache(source.open) if is_address(path) else source.open
 
         def read_bytes(begin: int, end: int) -> bytes:
-            with closing(opened(path)) as file:
+            file = opened(place)
+            if isinstance(file, ChecksummedFile):
+                fill(into := memoryview(bytearray(end - begin)), file, begin)
+                return bytes(into)
+            with closing(file):
                 return read_plain(file, begin, end)
 
         return stamp.nbytes, read_bytes
@@ -224,16 +250,15 @@ class RankFiles:
     def _find_named_files(self, names: set[str]) -> None:
         """Find the files that the metadata names. ``names``: the files that are there."""
         with _damage(self._place(RANKS_METADATA_NAME)) as path:
-            nbytes, read_bytes = self._reader(RANKS_METADATA_NAME)
-            known = NamelessUnpickler(io.BytesIO(read_bytes(0, nbytes))).load()
+            known = NamelessUnpickler(io.BytesIO(self._whole(RANKS_METADATA_NAME))).load()
             if (version := known["version"]) != "2.0":
                 raise FormatError(f"its version is {version!r}, and only 2.0 can be read", path=path)
             self.ranks = int(known["world_size"])
             for item, about in known["metadata"].items():
-                groups = {tuple(json.loads(keys)): its for keys, its in about["nested_path_to_metadata"].items()}
+                groups = about["nested_path_to_metadata"]
                 # Keys become text, as DCP notes the keys of a dict.
-                known_as = {".".join(map(str, keys)): (tuple(map(str, keys)), its) for keys, its in groups.items()}
-                self._sharding[str(item)] = known_as
+                keyed = ((tuple(map(str, json.loads(keys))), its) for keys, its in groups.items())
+                self._sharding[str(item)] = {".".join(keys): (keys, its) for keys, its in keyed}
                 owners = {rank for its in groups.values() for each in its for rank in each["ranks"]}
                 for rank in sorted(owners | set(about["rank_to_layout_info"])):
                     layout = about["rank_to_layout_info"].get(rank)
@@ -244,7 +269,9 @@ class RankFiles:
                         continue  # this rank has not saved the item
                     if kind not in _KINDS:
                         raise FormatError(f"{name!r} has the format {kind!r}: load it with its own library", path=path)
-                    self.files.setdefault(_inside(name), _File(str(item), int(rank), kind))
+                    file = self.files.setdefault(_inside(name), _File(str(item), int(rank), kind))
+                    if file.item != str(item):
+                        raise ValueError(f"{name!r} is the file of two items, {file.item!r} and {str(item)!r}")
 
     def _find_weights(self, index: str | None) -> None:
         """Find the files of Hugging Face's weights."""
@@ -253,6 +280,8 @@ class RankFiles:
             if index is not None:
                 weight_map = json.loads(self._storage.read(path))["weight_map"]
                 self._expected = {f"model.{name}" for name in weight_map}
+                if not weight_map:
+                    raise ValueError("it names no tensor")
             for number, name in enumerate(sorted({*map(_inside, weight_map.values())})):
                 self.files[name] = _File("model", number, _SAFETENSORS)
 
@@ -273,10 +302,19 @@ class RankFiles:
                     if groups is not None:
                         its = (each["sharding_metadata"] for each in groups if rank in each["ranks"])
                         shards = [shard for about in its for shard in shards_of(part, about, rank)]
+                        if not shards and 0 not in part.shape:
+                            raise ValueError(f"{RANKS_METADATA_NAME} names no shard of {name!r} for the rank {rank}")
                     found.append(((item, *keys), shards))
                 return found
             if kind == _TORCH:
-                value = _load(nbytes, read_bytes, trusts)
+                read_head = None
+                with ExitStack() as held:
+                    if self._set is None and not is_address(self.path):
+                        # Through the page cache: many small reads of the device would take longer.
+                        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+                        opened = held.enter_context(Descriptor.of(os.open, self._place(file), flags)).fileno()
+                        read_head = functools.partial(os.pread, opened, LOCAL_BYTES)
+                    value = _load(nbytes, read_bytes, trusts, read_head)
             else:
                 data = read_bytes(0, nbytes)
                 value = json.loads(data) if kind == _JSON else data
@@ -290,7 +328,7 @@ class RankFiles:
             if self._about.setdefault(name, about := dcp.BytesStorageMetadata()) is about:
                 self._remember(Item(name, "object", "", [], [], 0, 0, 0, 0), _pickled(leaf))
             return
-        if self._meshes.setdefault(name, leaf.mesh) != leaf.mesh:
+        if 0 not in leaf.shape and self._meshes.setdefault(name, leaf.mesh) != leaf.mesh:
             raise MismatchError(f"the ranks have {name!r} on different meshes, {self._meshes[name]} and {leaf.mesh}")
         whole = leaf.shape if leaf.whole is None else leaf.whole
         properties = dcp.TensorProperties(dtype=leaf.dtype)
@@ -306,13 +344,13 @@ class RankFiles:
         about.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths)))
         place = leaf.begin(), math.prod(lengths) * leaf.dtype.itemsize
         item = Item(name, "tensor", str(leaf.dtype).removeprefix("torch."), lengths, offsets, *place, *place)
-        if leaf.strides == contiguous_strides(lengths):
+        if leaf.strides == contiguous_strides(lengths) or 0 in lengths:
             self._keep(item, file)
             return
         made = self._items.get(_TURNED, [])
         place = made[-1].at + made[-1].nbytes if made else 0, place[1]
         self._keep(Item(*item[:5], *place, *place), _TURNED)
-        self._turned.append((self._place(file), leaf))
+        self._turned.append((file, leaf))
 
     def _remember(self, item: Item, data: bytes) -> None:
         """Add a value to the file in memory."""
@@ -327,23 +365,27 @@ class RankFiles:
         self._places[index] = _StorageInfo(file, item.at, item.nbytes)
 
 
+class _TurnedIndex(Index):
+    """The index of a ``_TurnedFile``. Each span is a whole tensor."""
+
+    @functools.cached_property
+    def bounds(self) -> array[int]:
+        return array("Q", [*(item.at for item in self.items), self.nbytes])
+
+
 class _TurnedFile(ChecksummedFile):
     """Tensors that are not contiguous in their files. Each tensor is read and made contiguous when it is needed."""
 
-    def __init__(self, path: str, index: Index, tensors: list[tuple[str, StoredPart]]) -> None:
-        """Read nothing yet. ``tensors``: the tensor of each item, and the path of its file."""
-        super().__init__(path, index, sys.maxsize)
-        self._tensors = {item.at: each for item, each in zip(index.items, tensors, strict=True)}
-        self.cuts = [*(bisect_left(index.bounds, at) for at in self._tensors), *self.cuts]  # a run is one tensor
+    def __init__(self, path: str, index: Index, reads: Iterable[Callable[[], memoryview]]) -> None:
+        """Read nothing yet. ``reads``: the functions that read the items."""
+        super().__init__(path, index, 0)  # a run is one span
+        self._reads = {item.at: read for item, read in zip(index.items, reads, strict=True)}
 
     def close(self) -> None:
         pass
 
     def _fetch(self, begin: int, end: int, destinations: Destinations) -> Iterator[FilePart]:
-        path, part = self._tensors[begin]
-        with _damage(path):
-            data = part.read().contiguous().view(-1).view(torch.uint8).numpy()
-        yield FilePart(begin, data.data)
+        yield FilePart(begin, self._reads[begin]())
 
 
 class _Stream(io.RawIOBase):
@@ -394,11 +436,21 @@ def _inside(name: Any) -> str:
     """Return the name of a file. Raise ``ValueError`` if it names a file of another folder."""
     if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
         raise ValueError(f"it names a file of another folder: {name!r}")
-    return name
+    return posixpath.normpath(name)
 
 
-def _load(nbytes: int, read_bytes: ReadBytes, trusts: bool) -> Any:
-    """Return the value in a file of ``torch.save``, with notes in the place of tensors."""
+def _is_whole(name: str, about: dcp.TensorStorageMetadata) -> bool:
+    """Return whether each element of a tensor is in exactly one chunk."""
+    shapes = ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in about.chunks)
+    boxes = [Box("", 0, offsets, lengths, contiguous_strides(lengths)) for offsets, lengths in shapes]
+    return StoredTensor(name, about.properties.dtype, tuple(about.size), boxes).is_whole()
+
+
+def _load(nbytes: int, read_bytes: ReadBytes, trusts: bool, read_head: Callable[[int], bytes] | None) -> Any:
+    """Return the value in a file of ``torch.save``, with notes in the place of tensors.
+
+    ``read_head`` reads the header of a record; None: each read is expensive, so compute each place that is sure.
+    """
     archive = zipfile.ZipFile(_stream(nbytes, read_bytes))
     records = sorted(archive.infolist(), key=lambda each: each.header_offset)
     ends = {one.filename: after.header_offset for one, after in pairwise(records)}
@@ -408,15 +460,16 @@ def _load(nbytes: int, read_bytes: ReadBytes, trusts: bool) -> Any:
         about = archive.getinfo(f"{folder}{name}")
         if about.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"the record {name!r} is compressed")
-        at = place_before(about, ends.get(about.filename, 0))
+        begin = about.header_offset
+        at = place_before(about, ends.get(about.filename, 0)) if read_head is None else None
         if at is None:
-            head = read_bytes(about.header_offset, about.header_offset + LOCAL_BYTES)
-            at = about.header_offset + record_at(head)[1]
+            at = begin + record_at(read_head(begin) if read_head else read_bytes(begin, begin + LOCAL_BYTES))[1]
         return at, about.file_size, about.CRC
 
     record("data.pkl")
     pickled = io.BytesIO(archive.read(f"{folder}data.pkl"))
-    if archive.read(f"{folder}byteorder").decode() != sys.byteorder:
+    # The size is compared first, because a record can be large.
+    if record("byteorder")[1] != len(sys.byteorder) or archive.read(f"{folder}byteorder").decode() != sys.byteorder:
         raise FormatError("the file was written on a machine with another byte order")
     unpickler = TensorUnpickler(pickled, lambda key: record(f"data/{key}"), read_bytes)
     unpickler.trusts = trusts

@@ -6,10 +6,9 @@ import logging
 from contextlib import ExitStack, closing
 
 from asyncckpt.errors import DamagedCheckpointError
-from asyncckpt.loading.data_file import ChecksummedFile, fetch, read_pool
+from asyncckpt.loading.data_file import fill
 from asyncckpt.loading.image_files import HeldImages
 from asyncckpt.loading.source import StorageSource
-from asyncckpt.shm.memcpy import address_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +40,13 @@ class SetFiles:
             return True
         if self._image is not None and (file := self._image.large_file(name, self._stored.index(name))) is not None:
             try:
-                self._fill(name, file, into)
+                fill(into, file)
                 return True
             except DamagedCheckpointError as error:
                 logger.warning("the files are not loaded from memory: %s", error)
                 self._image = None
-        self._fill(name, self._stored.open(name), into)
+        fill(into, self._stored.open(name))
         return True
-
-    def _fill(self, name: str, file: ChecksummedFile, into: memoryview) -> None:
-        with closing(file), read_pool(self.path) as pool:
-            fetch({name: file}, [(name, 0, len(into), address_of(into))], pool)
 
     def close(self) -> None:
         """Release the memory."""

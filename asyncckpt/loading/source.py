@@ -1,6 +1,6 @@
 """Checkpoints in storage: list them, tell their kind, and read their files with checksums.
 
-This module works without torch, and reads no pickle.
+This module works without torch, and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SOME = 4  # maximum number of checkpoints that an error names
 _MOST_STAGED = 8
 # The metadata of torch_checkpointing, and its files of ranks.
 RANKS_METADATA_NAME = "metadata.pkl"
-_RANK_FILE = re.compile(r".+(_\d+\.pt|\.safetensors)")
+_RANK_FILE = re.compile(r".+_\d+\.pt")
 # The weights of Hugging Face: an index that names several files, or one file.
 HF_INDEX_NAME, HF_NAME = "model.safetensors.index.json", "model.safetensors"
 # Files that mark a checkpoint: of this library, of stock DCP, of Hugging Face's Trainer.
@@ -150,19 +150,26 @@ def is_stock(path: str) -> bool:
     return not any(map(is_index, storage.names_in(path)))
 
 
-def has_rank_files(names: Iterable[str]) -> bool:
+def has_rank_files(names: Iterable[str], read: Callable[[str], bytes]) -> bool:
     """Return whether these files are a checkpoint of torch_checkpointing with metadata.
 
-    Without metadata, the files of ranks could be files of steps or epochs just as well.
+    Without metadata, the files of ranks could be files of steps or epochs just as well. Files of safetensors count if
+    the metadata names one of them. ``read`` returns the bytes of a file.
     """
     own = set(names)
-    return RANKS_METADATA_NAME in own and any(map(_RANK_FILE.fullmatch, own))
+    if RANKS_METADATA_NAME not in own:
+        return False
+    if any(map(_RANK_FILE.fullmatch, own)):
+        return True
+    tensors = [name.encode() for name in own if name.endswith(".safetensors")]
+    metadata = read(RANKS_METADATA_NAME) if tensors else b""
+    return any(name in metadata for name in tensors)
 
 
 def stock_kind(path: str) -> Literal["dcp", "torch_checkpointing", "huggingface"] | None:
     """Return which other library wrote the checkpoint ``path``; None: this library did, or there is no checkpoint.
 
-    A folder with Hugging Face's weights may have checkpoints in it, too, as the output of its Trainer.
+    A folder with steps, or with Hugging Face's weights and checkpoints, is a root.
     """
     if is_stock(path):
         return "dcp"
@@ -170,10 +177,13 @@ def stock_kind(path: str) -> Literal["dcp", "torch_checkpointing", "huggingface"
     if storage.exists(os.path.join(path, MANIFEST_NAME)):
         return None
     names = storage.names_in(path)
-    if has_rank_files(names):
+    if any(step_of(name) is not None for name in names):
+        return None
+    if has_rank_files(names, lambda name: storage.read(os.path.join(path, name))):
         return "torch_checkpointing"
     is_ours = any(map(is_index, names)) or METADATA_NAME in names
-    return None if is_ours or {HF_INDEX_NAME, HF_NAME}.isdisjoint(names) else "huggingface"
+    is_other = is_ours or {HF_INDEX_NAME, HF_NAME}.isdisjoint(names) or checkpoints_in(path)
+    return None if is_other else "huggingface"
 
 
 def read_manifest(path: str) -> Manifest:
@@ -212,9 +222,12 @@ def read_manifest(path: str) -> Manifest:
 def checkpoints_in(path: str) -> list[str]:
     """Return all checkpoints of this library directly in the folder ``path``, with any names, sorted by name."""
     storage = storage_for(path)
-    inside = [os.path.join(path, name) for name in sorted(storage.names_in(path)) if not name.startswith(".")]
     # Folders without a manifest are attempts.
-    return [each for each in inside if storage.exists(os.path.join(each, MANIFEST_NAME))]
+    if (stamps := storage.stamps_in(path, MANIFEST_NAME)) is not None:
+        names = [name for name, stamp in stamps.items() if stamp is not None]
+    else:
+        names = [name for name in storage.names_in(path) if storage.exists(os.path.join(path, name, MANIFEST_NAME))]
+    return [os.path.join(path, name) for name in sorted(names) if not name.startswith(".")]
 
 
 def stands_there(path: str, attempt: str) -> Literal["still", "another", "none"]:

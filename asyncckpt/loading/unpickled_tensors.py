@@ -16,7 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import IO, Any
+from pickle import _Unpickler
+from typing import IO, Any, ClassVar
 
 import torch
 
@@ -59,6 +60,7 @@ Division = tuple[int, int, int, int]
 """How a mesh dimension shards a DTensor: number of ranks, number of this rank, tensor dimension, split factor."""
 # The modules of torch whose classes and functions become notes, whatever the user allows.
 _OF_NOTES = re.compile(r"torch(\.(_|distributed|storage|nn\.parameter|nested).*)?")
+_OPCODES: dict[int, Callable[[Any], None]] = _Unpickler.dispatch
 _PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
@@ -148,6 +150,8 @@ class StoredPart:
         if self.whole is not None:
             raise RefusedNameError("torch.distributed.tensor", "DTensor")
         tensor = self.read()
+        if tensor.nbytes < self.record[1]:  # a view: save its own elements alone
+            tensor = tensor.clone()
         if self.needs_grad is not None:
             tensor = torch.nn.Parameter(tensor, self.needs_grad)
         return tensor.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -158,12 +162,9 @@ class RefusedNameError(Exception):
 
 
 class _NoteType(type):
-    """The type of notes. A pickle cannot change a note's class, and no pickle can have a note."""
+    """The type of notes. No pickle can have a note."""
 
     name: tuple[str, str]
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"the pickle changes {'.'.join(cls.name)}")
 
     def refuse(cls) -> Any:
         """Raise ``RefusedNameError``: ``pickle`` would import the name of the class."""
@@ -249,11 +250,14 @@ def _product(numbers: Any) -> int:
     return math.prod(map(_product, numbers)) if isinstance(numbers, tuple) else int(numbers)
 
 
-class TensorUnpickler(pickle.Unpickler):
+class TensorUnpickler(_Unpickler):
     """An unpickler that makes notes.
 
+    The faster ``pickle.Unpickler`` would let a pickle change the classes and functions that the user allows.
     ``record`` returns the place and the CRC of the storage with a given key, in the file that ``read_bytes`` reads.
     """
+
+    stack: list[Any]
 
     def __init__(
         self, file: IO[bytes], record: _Records = lambda key: (0, 0, 0), read_bytes: ReadBytes | None = None
@@ -262,9 +266,24 @@ class TensorUnpickler(pickle.Unpickler):
         self._record, self._read_bytes = record, read_bytes
         self.trusts = False
         """Whether the pickle may name classes and functions that are not torch's."""
-        self._notes: dict[tuple[str, str], Any] = {}
+        self._named: dict[tuple[str, str], Any] = {}
+        self._names: dict[int, str] = {}  # by identity
 
     def find_class(self, module: str, name: str) -> Any:
+        found = self._named.setdefault((module, name), self._found(module, name))
+        self._names[id(found)] = f"{module}.{name}"
+        return found
+
+    def _build(self) -> None:
+        """Set the state of an object. Raise ``UnpicklingError`` if the object is a class or function by its name."""
+        if (name := self._names.get(id(self.stack[-2]))) is not None and not self.trusts:
+            raise pickle.UnpicklingError(f"the pickle changes {name}")
+        _OPCODES[pickle.BUILD[0]](self)
+
+    dispatch: ClassVar[dict[int, Any]] = {**_OPCODES, pickle.BUILD[0]: _build}
+
+    def _found(self, module: str, name: str) -> Any:
+        """Return what the name stands for: a class or function that is allowed, or the class of a note."""
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if (found := _HARMLESS.get((module, name))) is not None:
@@ -274,7 +293,7 @@ class TensorUnpickler(pickle.Unpickler):
                 return found
             if self.trusts and module.split(".")[0] != "torch":
                 return super().find_class(module, name)
-        return self._notes.setdefault((module, name), type(name, (Note,), {"name": (module, name)}))
+        return type(name, (Note,), {"name": (module, name)})
 
     def persistent_load(self, pid: Any) -> Any:
         _, kind, key, _, _, *view = pid

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncckpt.format.manifest import CALLED_AT, METADATA_NAME, Manifest
 from asyncckpt.loading.contents import Value, checkpoints_at, contents
-from asyncckpt.loading.source import read_manifest, stock_kind
+from asyncckpt.loading.source import HF_INDEX_NAME, read_manifest, stock_kind
 from asyncckpt.report.answers import (
     AUTHORS,
     Answers,
@@ -80,6 +80,8 @@ def _write_s(timings: Mapping[str, Sequence[float | None]]) -> float | None:
 
 
 _OF_SAVES = ("stall_s", "durable_after_s", "bytes_per_s")  # measurements that a checkpoint of stock DCP lacks
+# The ends of the names of files that count, by the kind of checkpoint. Without ends, all files of the folder count.
+_ENDINGS = {"dcp": (METADATA_NAME, ".distcp"), "huggingface": (".safetensors", HF_INDEX_NAME)}
 _HEADERS = ("step", "written at", "size", "on disk", "stall", "durable after", "speed", "path")
 
 
@@ -164,9 +166,7 @@ def facts_of(manifest: Manifest) -> dict[str, Any]:
 def _facts_of_stock(path: str, disk_use: DiskUse) -> dict[str, Any]:
     """Return the size of a checkpoint of another library, and when it was written."""
     storage, kind = storage_for(path), stock_kind(path)
-    names = storage.names_in(path)
-    if kind == "dcp":
-        names = [name for name in names if name == METADATA_NAME or name.endswith(".distcp")]
+    names = [name for name in storage.names_in(path) if name.endswith(_ENDINGS.get(kind or "", ("",)))]
     sizes = {file: storage.size(file) or 0 for name in names for file in (os.path.join(path, name),)}
     stamp = storage.stamp(os.path.join(path, METADATA_NAME) if kind == "dcp" else next(iter(sizes)))
     return {

@@ -144,10 +144,11 @@ def _verify_rank_files(path: str, kind: Kind, progress: Callable[[int], object])
             source.read()
     except DamagedCheckpointError as error:
         report.damages.append(error)
-    checked = [f"the CRC of each record of {number(archives, 'file')}"] * (kind == "torch_checkpointing")
+    checked = [f"the CRC of each record of {number(archives, 'file')}"] * (archives > 0)
     checked += [f"the structure of {number(others, 'file')} without checksums"] * (others > 0)
-    checked.append("that their shards are all of each tensor")
-    return _Verified(report, kind, [", and ".join(checked)], [f"all else: {AUTHORS[kind]} has no other checksums"])
+    checked += ["that their shards are all of each tensor"] * (archives + others > 0)
+    unchecked = [f"all else: {AUTHORS[kind]} has no other checksums"]
+    return _Verified(report, kind, [", and ".join(checked)] if checked else [], unchecked)
 
 
 def _missing(metadata: Metadata) -> Iterator[str]:

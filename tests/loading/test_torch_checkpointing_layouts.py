@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+import shutil
+import struct
 import sys
 import threading
+import tracemalloc
+import zipfile
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +23,7 @@ from safetensors.torch import save_file
 from support.forked_ranks import on_ranks
 from support.object_stores import s3_root, s3_server
 from support.peers import TORCH_CHECKPOINTING, python
+from support.shared_files import flip
 from support.states import same
 
 import asyncckpt
@@ -27,9 +34,11 @@ from asyncckpt.errors import (
     DamagedCheckpointError,
     FormatError,
     MismatchError,
+    StorageError,
     UntrustedValueError,
 )
 from asyncckpt.exporting.export import export
+from asyncckpt.loading.data_file import fill
 from asyncckpt.loading.rank_files import RankFiles
 from asyncckpt.storage.objects import Objects, objects_at, split_address
 
@@ -418,6 +427,29 @@ def test_tensors_are_read_when_they_are_needed(tmp_path: Path) -> None:
         load(tmp_path, {"model": {"x": torch.zeros(4, 3)}})
 
 
+def put_all(folder: Path, root: str) -> None:
+    """Copy the files of a folder to an object store."""
+    for file in folder.iterdir():
+        objects_at(root).put(f"{split_address(root)[1]}/{file.name}", file.read_bytes())
+
+
+def count_reads(patch: pytest.MonkeyPatch) -> tuple[Counter[str], Counter[str]]:
+    """Return the number of reads from object stores from now on, and of their bytes, by file."""
+    requests, nbytes = Counter[str](), Counter[str]()
+    lock, real = threading.Lock(), Objects._ask
+
+    def counted(objects: Objects, doing: str, key: str, ask: Any) -> Any:
+        found, name = real(objects, doing, key, ask), key.rpartition("/")[2]
+        with lock:
+            if doing == "reading" and found is not None:
+                requests[name] += 1
+                nbytes[name] += len(found if isinstance(found, memoryview) else found[0])
+        return found
+
+    patch.setattr(Objects, "_ask", counted)
+    return requests, nbytes
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_an_object_store_is_read_in_ranges(
     s3_root: str, tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -428,40 +460,237 @@ def test_an_object_store_is_read_in_ranges(
     save_file(state, tmp_path / "weights.safetensors")
     one = {"nested_path_to_metadata": {}, "rank_to_layout_info": {0: layout("weights.safetensors")}}
     write_metadata(tmp_path, {"weights": one}, ranks)
-    for file in tmp_path.iterdir():
-        objects_at(s3_root).put(f"{split_address(s3_root)[1]}/{file.name}", file.read_bytes())
-    requests: Counter[str] = Counter()
-    nbytes, lock, real = [0], threading.Lock(), Objects._ask
-
-    def counted(objects: Objects, doing: str, key: str, ask: Any) -> Any:
-        found = real(objects, doing, key, ask)
-        with lock:
-            if doing == "reading" and found is not None:
-                requests[key.rpartition("/")[2]] += 1
-                nbytes[0] += len(found if isinstance(found, memoryview) else found[0])
-        return found
-
+    put_all(tmp_path, s3_root)
     with monkeypatch.context() as patch:
-        patch.setattr(Objects, "_ask", counted)
+        requests, nbytes = count_reads(patch)
         files = RankFiles(s3_root).read()
     assert requests == {"metadata.pkl": 1, "weights.safetensors": 1, **{f"model_{rank}.pt": 2 for rank in range(ranks)}}
-    assert nbytes[0] < (2 * ranks + 1) * (68 << 10) + 10_000  # and 2.6 MB a file are stored
+    assert sum(nbytes.values()) < (2 * ranks + 1) * (68 << 10) + 10_000  # and 2.6 MB a file are stored
     assert sorted(files.data_files()) == ["model_0.pt", "weights.safetensors"]
     export(s3_root, tmp_path / "out.pt", to="torch")
     assert same(torch.load(tmp_path / "out.pt"), {"model": state, "weights": state})
     assert cli.main(["verify", s3_root]) == 0
 
 
-def test_places_that_are_computed_are_those_in_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The places of storages follow from the directory of an archive, or from the header of the record."""
-    from asyncckpt.loading import rank_files
+class Unseekable(io.RawIOBase):
+    """A file that can only be written in order."""
 
-    state = {f"w{number}": torch.randn(number) for number in range(40)}
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._file.write(data)
+
+
+def write_as_stream(value: Any, path: Path, *, gap: int, is_64: bool) -> None:
+    """Write an archive that ``torch.load`` reads, as another program may do.
+
+    ``gap``: bytes between records, which begin at a multiple of 64 then. ``is_64``: use 64-bit fields.
+    """
+    torch.save(value, buffer := io.BytesIO())
+    with (
+        path.open("wb") as file,
+        zipfile.ZipFile(buffer) as known,
+        zipfile.ZipFile(Unseekable(file), "w") as archive,
+    ):
+        for record in known.infolist():
+            info = zipfile.ZipInfo(record.filename.replace("archive", "\xe4rchive"))
+            padding = -(file.tell() + 34 + len(info.filename.encode())) % 64 if gap else 0
+            info.extra = struct.pack("<2H", int.from_bytes(b"FB", "little"), padding) + bytes(padding) if gap else b""
+            with archive.open(info, "w", force_zip64=is_64) as to:
+                to.write(known.read(record))
+            archive.fp.write(bytes(gap))  # type: ignore[union-attr]
+            archive.start_dir += gap
+
+
+def test_places_that_are_computed_are_those_in_the_headers(
+    s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The places of storages follow from the directory of an archive of torch, or from the header of the record."""
+    state = {f"w{number}": torch.randn(16 + number) for number in range(64)}
     torch.save(state, tmp_path / "model_0.pt")
     asyncckpt.torch_save(state, tmp_path / "ours_0.pt").result(60)
+    write_as_stream(state, tmp_path / "large_0.pt", gap=0, is_64=True)
+    write_as_stream(state, tmp_path / "gaps_0.pt", gap=64, is_64=False)
     write_metadata(tmp_path)
-    places = RankFiles(str(tmp_path)).read()._places
-    asked: list[Any] = []
-    monkeypatch.setattr(rank_files, "place_before", lambda info, end: asked.append(info))
-    assert RankFiles(str(tmp_path)).read()._places == places
-    assert len(asked) > 70
+    items = ("model", "ours", "large", "gaps")
+    assert all(same(torch.load(tmp_path / f"{item}_0.pt"), state) for item in items)
+    assert same(load(tmp_path, {item: empty(state) for item in items}), dict.fromkeys(items, state))
+    put_all(tmp_path, s3_root)
+    with monkeypatch.context() as patch:
+        requests, _ = count_reads(patch)
+        assert RankFiles(s3_root).read()._places == RankFiles(str(tmp_path)).read()._places
+    assert max(requests["model_0.pt"], requests["ours_0.pt"]) <= 2
+
+
+def test_a_large_tensor_that_is_not_contiguous(tmp_path: Path) -> None:
+    turned = torch.arange(3 << 20).view(1024, -1).t()
+    torch.save({"x": turned, "y": torch.zeros(0, 3).t(), "z": turned[:8, 1:]}, tmp_path / "model_0.pt")
+    write_metadata(tmp_path)
+    export(tmp_path, tmp_path / "out.pt", to="torch")
+    found = torch.load(tmp_path / "out.pt")["model"]
+    assert same(found["x"], turned) and same(found["z"], turned[:8, 1:]) and found["y"].shape == (3, 0)
+    with closing((files := RankFiles(str(tmp_path)).read()).open("(made contiguous)")) as file:
+        fill(data := memoryview(bytearray(5000)), file, 9 << 20)
+    assert bytes(data) == turned.contiguous().view(torch.uint8).flatten()[9 << 20 :][:5000].numpy().tobytes()
+    with closing(files.open("(made contiguous)")) as file:
+        torch.save({"x": turned + 1}, tmp_path / "model_0.pt")
+        with pytest.raises(StorageError, match="changed or replaced"):
+            fill(data, file)
+
+
+@needs_torch_checkpointing
+@pytest.mark.usefixtures("forkserver")
+def test_a_damaged_shard_of_our_manager(saved: Path, tmp_path: Path) -> None:
+    """A shard of columns is not contiguous in its file."""
+    path = Path(shutil.copytree(saved / "2-True", tmp_path / "copy"))
+    flip(path / "columns-0.safetensors", (path / "columns-0.safetensors").stat().st_size - 3)
+    with pytest.raises(DamagedCheckpointError) as raised:
+        load(path, {"columns": {"c": torch.zeros(2, 8)}})
+    assert raised.value.path == str(path / "columns-0.safetensors")
+
+
+@needs_torch_checkpointing
+@pytest.mark.usefixtures("forkserver")
+def test_a_rank_outside_of_the_mesh(tmp_path: Path) -> None:
+    _run("save_outside_of_a_mesh", tmp_path)
+    write_metadata(tmp_path, ranks=2)
+    assert same(load(tmp_path, {"model": {"w": torch.zeros(4, 2)}})["model"]["w"], torch.arange(8.0).view(4, 2))
+
+
+def save_outside_of_a_mesh() -> None:
+    folder = Path(sys.argv[1])
+
+    def save() -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = DeviceMesh("cpu", [0])
+        sharded = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
+        torch.save({"w": sharded}, folder / f"model_{dist.get_rank()}.pt")
+
+    on_ranks(2, save, folder=folder)
+
+
+class Changeable:
+    seen: ClassVar[set[tuple[str, bool, str]]] = set()
+
+    def __setstate__(self, state: Any) -> None:
+        self.seen.add((threading.current_thread().name, torch.is_grad_enabled(), str(torch.empty(1).device)))
+
+
+def write_archive(path: Path, pickled: bytes, byteorder: str | bytes = sys.byteorder, method: int = 0) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/byteorder", byteorder, method)
+
+
+def test_a_pickle_changes_no_class(tmp_path: Path) -> None:
+    """A pickle sets an attribute of a class that the user allows, or of the function that stands for ``set``."""
+    write_metadata(tmp_path)
+    path, one = tmp_path / "model_0.pt", b"\x80\x02}X\x01\x00\x00\x00a%bs."
+    for module, name in ((__name__, "Changeable"), ("builtins", "set"), ("_codecs", "encode")):
+        state = b"N" + pickle.dumps({"__module__": "x", "__defaults__": ((1, 2),), "added": 5}, 2)[2:-1] + b"\x86b"
+        write_archive(path, one % (f"c{module}\n{name}\n".encode() + state))
+        with torch.serialization.safe_globals([Changeable]), pytest.raises(DamagedCheckpointError, match="changes"):
+            load(tmp_path, {"model": {"a": 0}})
+    assert not hasattr(Changeable, "added") and Changeable.__module__ == __name__
+    write_archive(path, one % b"cbuiltins\nset\n)R")
+    assert load(tmp_path, {"model": {"a": 0}}) == {"model": {"a": set()}}
+
+
+def test_code_that_is_trusted_runs_on_the_thread_of_the_caller(tmp_path: Path) -> None:
+    write_metadata(tmp_path)
+    (value := Changeable()).x = 5  # type: ignore[attr-defined]
+    torch.save({"a": value}, tmp_path / "model_0.pt")
+    with torch.no_grad(), torch.device("meta"):
+        load(tmp_path, {"model": {"a": 0}}, weights_only=False)
+    assert Changeable.seen == {("MainThread", False, "meta")}
+
+
+def test_memory(tmp_path: Path) -> None:
+    """Few files are in memory at once, a record is not larger than the directory says, and views are small."""
+    layouts = {rank: layout(f"raw-{rank}.bin", "RawSerialization") for rank in range(16)}
+    for rank in layouts:
+        (tmp_path / f"raw-{rank}.bin").write_bytes(bytes(8 << 20))
+    write_metadata(tmp_path, {"raw": {"nested_path_to_metadata": {}, "rank_to_layout_info": layouts}}, 16)
+    torch.save(list(range(100_000)), tmp_path / "list_0.pt")  # takes longer than the raw files
+    whole = torch.arange(1 << 20)
+    torch.save({"views": tuple(whole[at : at + 1] for at in range(8))}, tmp_path / "tuple_0.pt")
+    tracemalloc.start()
+    try:
+        files = RankFiles(str(tmp_path)).read()
+        assert tracemalloc.get_traced_memory()[1] < 80 << 20
+        assert len(files._memory) < 10 << 20
+        views = load(tmp_path, {"tuple": {"views": 0}})["tuple"]["views"]
+        assert same(views, tuple(whole[at : at + 1] for at in range(8)))
+        write_archive(tmp_path / "bomb_0.pt", b"N.", bytes(200 << 20), zipfile.ZIP_DEFLATED)
+        tracemalloc.reset_peak()
+        with pytest.raises(DamagedCheckpointError, match="compressed"):
+            RankFiles(str(tmp_path)).read()
+        assert tracemalloc.get_traced_memory()[1] < 80 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def one_item(sharding: dict[str, Any], *ranks: int) -> dict[str, Any]:
+    """Return the metadata of an item "item" in one file, with a tensor "w" that ``ranks`` own."""
+    paths = {'["w"]': [{"sharding_metadata": sharding, "ranks": ranks}]}
+    return {"item": {"nested_path_to_metadata": paths, "rank_to_layout_info": {0: layout("item_0.safetensors")}}}
+
+
+def test_shards_that_do_not_form_a_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "item_0.safetensors")
+    torch.save({"w": torch.zeros(4)}, tmp_path / "item_0.pt")  # left over from an earlier save
+    sharding = boxes([4], [0], [0], [4])
+    write_metadata(tmp_path, one_item(sharding, 0))
+    assert same(load(tmp_path, {"item": {"w": torch.zeros(4)}})["item"]["w"], torch.ones(4))
+    assert cli.main(["verify", str(tmp_path)]) == 0
+    assert "checked: the structure of 1 file without checksums, and" in capsys.readouterr().out
+    write_metadata(tmp_path, one_item(sharding, 1))
+    with pytest.raises(DamagedCheckpointError, match="names no shard of 'w' for the rank 0"):
+        load(tmp_path, {"item": {}})
+    for name, pair in (("global_offsets", [[0], [1]]), ("local_offsets", [[0], [0]]), ("local_sizes", [[2], [2]])):
+        sharding["data"][name] = pair
+    write_metadata(tmp_path, one_item(sharding, 0))
+    with pytest.raises(DamagedCheckpointError, match="or their parts overlap"):
+        load(tmp_path, {"item": {"w": torch.zeros(4)}})
+    assert cli.main(["verify", str(tmp_path)]) == 1
+    items = one_item(boxes([4], [0], [0], [4]), 0)
+    items["other"] = {"nested_path_to_metadata": {}, "rank_to_layout_info": {0: layout("item_0.safetensors")}}
+    write_metadata(tmp_path, items)
+    with pytest.raises(DamagedCheckpointError, match="the file of two items, 'item' and 'other'"):
+        load(tmp_path, {"item": {"w": torch.zeros(4)}})
+
+
+def test_metadata_of_the_user_and_weights(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file with the name of the metadata makes no checkpoint of torch_checkpointing. Steps come first."""
+    (weights / "metadata.pkl").write_bytes(pickle.dumps({"labels": [1, 2]}))
+    assert same(load(weights, {"model": {"b": torch.zeros(4).bfloat16()}})["model"]["b"], torch.ones(4).bfloat16())
+    (weights / "sub").mkdir()
+    assert cli.main(["ls", str(weights), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["bytes"] == (weights / "model.safetensors").stat().st_size
+    asyncckpt.save({"w": torch.ones(2)}, checkpoint_id=str(weights / "own"))
+    for steps in (0, 1):
+        if steps:
+            torch.save(1, weights / "step_0.pt")
+            (weights / "own").rename(weights / "step-00000003")
+        with pytest.raises(CheckpointNotFoundError, match="name one"):
+            load(weights, {"model": {"b": torch.zeros(4).bfloat16()}})
+        assert cli.main(["verify", str(weights)]) == cli.main(["inspect", str(weights)]) == 0
+        export(weights / ("step-00000003" if steps else "own"), weights.parent / f"out-{steps}")
+    export(weights, weights.parent / "out-root")
+
+
+def test_an_index_of_no_weights_and_names_that_are_alike(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    in_two_files(weights)
+    save_file({"a.w": torch.ones(2), "b": torch.ones(2)}, weights / "model-1.safetensors")
+    weight_map = {"a.w": "./model-1.safetensors", "b": "model-1.safetensors"}
+    (index := weights / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert same(load(weights, {"model": {"b": torch.zeros(2)}})["model"]["b"], torch.ones(2))
+    index.write_text(json.dumps({"weight_map": {}}))
+    assert cli.main(["verify", str(weights)]) == 1
+    assert "names no tensor" in (shown := capsys.readouterr().out) and "  checked:" not in shown
