@@ -190,7 +190,7 @@ class Actor:
 
 
 def _workers(folder: str) -> list[psutil.Process]:
-    """Return the workers whose runtime folder is below ``folder``."""
+    """Return the workers with a runtime folder below ``folder``."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -45,7 +45,7 @@ class Weights(Mapping[str, torch.Tensor]):
         Args:
             published: The version.
             parts: The leases on the slots of the ranks, by rank.
-            prefix: Only tensors with this prefix are used. Their names lose the prefix.
+            prefix: Only tensors with this prefix are used. The prefix is removed from the names.
             other: Returns another version with the same prefix if it is in memory. Kept until the lease ends.
             device: The device that the memory is pinned for, or None. The device may still be copying at the end of the
                 lease.
@@ -119,7 +119,7 @@ class Weights(Mapping[str, torch.Tensor]):
             epoch: The ``epoch`` of the engine's weights. Default: the epoch of these weights.
 
         Returns:
-            The changes. None if the engine must take the whole version: the other version is no longer in memory, or
+            The changes; None if the engine must take the whole version: the other version is no longer in memory, or
             has other names, shapes or dtypes, or these weights were released.
         """
         old, new = self._other(since), self._other(self.version)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.forked_ranks import on_ranks
-from support.peers import TORCH_CHECKPOINTING, python
+from support.peers import TORCH_CHECKPOINTING, needs_torch_checkpointing, python
 from support.shards import kinds_of_values, save_shards
 from support.states import same, zeros_like
 
@@ -114,9 +114,7 @@ def test_values_that_could_run_code_in_an_item(root: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("forkserver")
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="torch_checkpointing needs torch 2.11"
-)
+@needs_torch_checkpointing
 @pytest.mark.parametrize("source", ["root", "stock"])
 def test_the_stock_manager_reads_it(sources: dict[str, Any], source: str, tmp_path: Path) -> None:
     code = f"import sys; sys.path[:0] = {HERE!r}; import {Path(__file__).stem} as here; here.main()"

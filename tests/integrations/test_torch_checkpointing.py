@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support.checkpoints import verify
 from support.forked_ranks import on_ranks
-from support.peers import TORCH_CHECKPOINTING, python
+from support.peers import TORCH_CHECKPOINTING, needs_torch_checkpointing, python
 from support.ranks import faulty
 from support.states import same
 from support.workers import wait_for, wait_reached
@@ -23,12 +23,7 @@ from asyncckpt.engine import shared as engines
 from asyncckpt.errors import DamagedCheckpointError, StorageError, UnsavableStateError
 from asyncckpt.link import process
 
-pytestmark = [
-    pytest.mark.usefixtures("forkserver"),
-    pytest.mark.skipif(
-        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="torch_checkpointing needs torch 2.11"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("forkserver"), needs_torch_checkpointing]
 
 HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support.forked_ranks import on_ranks
-from support.peers import TORCH_CHECKPOINTING, python
+from support.peers import TORCH_CHECKPOINTING, needs_torch_checkpointing, python
 from support.shared_files import flip
 from support.states import same
 
@@ -38,12 +38,7 @@ from asyncckpt.errors import (
 from asyncckpt.exporting.export import export
 from asyncckpt.loading.rank_files import RankFiles
 
-pytestmark = [
-    pytest.mark.usefixtures("forkserver"),
-    pytest.mark.skipif(
-        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="torch_checkpointing needs torch 2.11"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("forkserver"), needs_torch_checkpointing]
 
 TESTS = Path(__file__).parents[1]
 RANKS = (1, 2, 4)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from support.forked_ranks import on_ranks
 from support.object_stores import s3_root, s3_server
-from support.peers import TORCH_CHECKPOINTING, python
+from support.peers import TORCH_CHECKPOINTING, needs_torch_checkpointing, python
 from support.shared_files import flip
 from support.states import same
 
@@ -46,9 +46,6 @@ __all__ = ["s3_root", "s3_server"]
 
 TESTS = Path(__file__).parents[1]
 RANKS = (1, 2, 4)
-needs_torch_checkpointing = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="torch_checkpointing needs torch 2.11"
-)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ class Attempt:
 class Open:
     """A save of a worker: its attempt, its lineage, whether it has a part there, and whether it was reported.
 
-    ``arrived``: for the trainer: the parties whose reports have arrived.
+    ``arrived``: for the trainer: the parties with a report.
     """
 
     attempt: tuple[str, int]
@@ -168,7 +168,7 @@ class PartiesHistory(Schedule):
     # A worker
 
     def give(self, worker: Worker, event: Any) -> None:
-        """Give an event to the machine of a worker, and carry out the actions that it returns."""
+        """Give an event to the machine of a worker, and carry out the returned actions."""
         if not worker.is_alive:
             return
         if self.is_logged:

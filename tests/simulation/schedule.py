@@ -13,7 +13,7 @@ class Violation(AssertionError):
 
 
 class Schedule:
-    """What happens at which time. ``end_s``: no history lasts longer."""
+    """The events of a history, by time. ``end_s``: the maximum length of a history, in seconds."""
 
     def __init__(self, seed: int, end_s: float) -> None:
         self.random = random.Random(seed)

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.ranks import alone
 
@@ -28,6 +29,11 @@ DEEPSPEED = ("deepspeed-0.19.8", "hjson-3.1.0", "py-cpuinfo-9.0.0", "einops-0.8.
 VLLM = "vllm-0.32.0"
 TORCH_CHECKPOINTING = "torch-checkpointing-0.1.1"
 VERL = ("verl-0.8.0", "verl-0.9.1")
+
+# Not a group of peers: ``scripts/needed_peers.py`` looks at plain assignments.
+needs_torch_checkpointing: pytest.MarkDecorator = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="torch_checkpointing needs torch 2.11"
+)
 
 
 def peer(name: str) -> str:
